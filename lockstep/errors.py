@@ -1,0 +1,19 @@
+"""The one exception for mistakes that the user can mend, and the hint that goes with it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Bad input: says what was wrong, where (file, line, key) and what to do.
+
+    The command line prints the message without a traceback and exits with code 2.
+    """
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """A hint like ' Did you mean "gsm8k"?' for a misspelt `name`; empty where nothing is near."""
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    return " Did you mean " + " or ".join(f'"{n}"' for n in near) + "?" if near else ""
