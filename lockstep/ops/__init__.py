@@ -1,0 +1,31 @@
+"""The row-invariant operators: the bits of a row never depend on the other rows.
+
+Each has a plain PyTorch form, which defines it, and a compiled CPU form. This package imports torch and numpy alone.
+"""
+
+from lockstep.ops.activation import silu_mul
+from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
+from lockstep.ops.linear import ROW_MULTIPLE, linear, row_multiple
+from lockstep.ops.logprobs import logits_log_probs, token_log_probs
+from lockstep.ops.norm import rms_norm
+from lockstep.ops.rotary import rotary
+from lockstep.ops.sampling import sample, uniforms
+
+__all__ = [
+    "BLOCK",
+    "PAGE",
+    "ROW_MULTIPLE",
+    "Attention",
+    "KVCache",
+    "PackedAttention",
+    "PagedAttention",
+    "linear",
+    "logits_log_probs",
+    "rms_norm",
+    "rotary",
+    "row_multiple",
+    "sample",
+    "silu_mul",
+    "token_log_probs",
+    "uniforms",
+]

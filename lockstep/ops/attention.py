@@ -1,0 +1,185 @@
+"""Causal attention over keys and values in pages: one arithmetic for training, prefill and decode.
+
+A query row sees its keys in blocks of `BLOCK`, aligned to position 0 of its sequence, in ascending order, with the
+running maximum and sum of the softmax in float32 (arXiv 2205.14135). So the bits of a row depend on its sequence's
+tokens up to it and on nothing else: not on the chunk it came in, its neighbours, or the pages that hold the keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.attention_reference import attend_reference, write_pages_reference
+
+PAGE = 16
+"""Tokens of a cache page."""
+BLOCK = 64
+"""Keys between two rescalings of the running softmax; part of the arithmetic, so it never changes."""
+
+
+class Attention(Protocol):
+    """What `Decoder.forward` calls in each layer. Knows which rows belong together and where earlier keys are."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Tensor, "tokens heads head_dim"],
+        k: Float[Tensor, "tokens kv_heads head_dim"],
+        v: Float[Tensor, "tokens kv_heads head_dim"],
+    ) -> Float[Tensor, "tokens heads head_dim"]: ...
+
+
+class KVCache:
+    """The pages of every layer. Keys lie transposed within a page, `[head_dim, PAGE]`, as the products read them."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+    ):
+        self.num_pages = num_pages
+        # Zeroed: a masked key's weight is exactly 0, but 0 · NaN of uninitialised memory would not be.
+        self.keys = torch.zeros(
+            num_layers, num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device
+        )
+        self.values = torch.zeros(
+            num_layers, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class PagedAttention:
+    """The generator's attention for one step: writes this step's keys and values into the pages, then attends.
+
+    block_table: pages of each sequence, in order. query_lengths: rows of each sequence in this step, one sequence
+    after the other. context_lengths: keys of each sequence after this step, its queries included. Further rows
+    are padding: nothing is written for them and their output is zero.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        block_table: Int[Tensor, "sequences pages"],
+        query_lengths: Int[Tensor, "sequences"],
+        context_lengths: Int[Tensor, "sequences"],
+    ):
+        self.cache = cache
+        self.table = block_table.to(torch.int32).contiguous()
+        self.contexts = context_lengths.to(torch.int32).contiguous()
+        self.starts = _starts(query_lengths)
+        self.slots = _slots(self.table, self.starts, self.contexts)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        tokens = self.slots.shape[0]
+        _write_pages(k[:tokens], v[:tokens], self.slots, keys, values)
+        return _attend(q, keys, values, self.table, self.starts, self.contexts, tokens)[0]
+
+
+class PackedAttention:
+    """The trainer's attention: whole sequences one after the other, with a gradient. Further rows are padding."""
+
+    def __init__(self, lengths: list[int], device: str | torch.device = "cpu"):
+        self.contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.starts = _starts(self.contexts)
+        pages = (self.contexts + PAGE - 1) // PAGE
+        ends = pages.cumsum(0)
+        self.num_pages = int(ends[-1]) if lengths else 0
+        # Pages of their own for every sequence, in order; a short row runs over into other pages, whose keys
+        # are masked.
+        columns = torch.arange(int(pages.max()) if lengths else 0, device=device)
+        self.table = ((ends - pages)[:, None] + columns).clamp(max=self.num_pages - 1).to(torch.int32)
+        self.slots = _slots(self.table, self.starts, self.contexts)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _TrainedAttention.apply(q, k, v, self)
+        return self.forward(q, k, v)[0]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The attended values and, for the gradient, the log of each row's sum of weights `[tokens, heads]`."""
+        kv_heads, head_dim = k.shape[1:]
+        keys = k.new_zeros(self.num_pages, kv_heads, head_dim, PAGE)
+        values = v.new_zeros(self.num_pages, kv_heads, PAGE, head_dim)
+        tokens = self.slots.shape[0]
+        _write_pages(k[:tokens], v[:tokens], self.slots, keys, values)
+        return _attend(q, keys, values, self.table, self.starts, self.contexts, tokens)
+
+
+class _TrainedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention) -> Tensor:
+        out, log_sums = attention.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.attention = attention
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        from lockstep.ops.attention_reference import attend_backward_reference
+
+        q, k, v, out, log_sums = ctx.saved_tensors
+        starts, grad_out = ctx.attention.starts, grads[0].contiguous()
+        if not _native(q):
+            return (*attend_backward_reference(grad_out, q, k, v, out, log_sums, starts.tolist()), None)
+        tokens, heads, head_dim = q.shape
+        kv_heads, sequences = k.shape[1], starts.shape[0] - 1
+        grad_q = torch.zeros(q.shape, dtype=torch.float32)
+        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+        native.call(
+            "attend_backward", q.dtype, grad_out, q.contiguous(), k.contiguous(), v.contiguous(), out, log_sums,
+            grad_q, grad_k, grad_v, starts, sequences, heads, kv_heads, head_dim, head_dim**-0.5,
+        )  # fmt: skip
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
+    return starts
+
+
+def _slots(table: Tensor, starts: Tensor, contexts: Tensor) -> Tensor:
+    """Where each row's key and value go: page · PAGE + offset, int64."""
+    lengths = (starts[1:] - starts[:-1]).long()
+    sequence = torch.repeat_interleave(torch.arange(lengths.shape[0], device=table.device), lengths)
+    row = torch.arange(sequence.shape[0], device=table.device)
+    position = row + (contexts - starts[1:]).long()[sequence]
+    return table[sequence, position // PAGE].long() * PAGE + position % PAGE
+
+
+def _native(x: Tensor) -> bool:
+    return native.usable(x) and x.shape[-1] % PAGE == 0
+
+
+def _write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    if not _native(k):
+        return write_pages_reference(k, v, slots, keys, values)
+    native.call("write_pages", k.dtype, k.contiguous(), v.contiguous(), slots, keys, values, *k.shape)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, contexts: Tensor, tokens: int
+) -> tuple[Tensor, Tensor]:
+    if not _native(q):
+        return attend_reference(q, keys, values, table, starts, contexts, BLOCK)
+    rows, heads, head_dim = q.shape
+    out = torch.empty_like(q) if tokens == rows else torch.zeros_like(q)
+    log_sums = torch.empty(rows, heads, dtype=torch.float32)
+    native.call(
+        "attend", q.dtype, q.contiguous(), out, log_sums, keys, values, table, starts, contexts,
+        contexts.shape[0], table.shape[1], heads, keys.shape[1], head_dim, head_dim**-0.5,
+    )  # fmt: skip
+    return out, log_sums

@@ -1,0 +1,117 @@
+"""Attention in plain PyTorch: the definition of the compiled form, and its stand-in where no compiler is.
+
+Query rows are gathered in tiles of one sequence each, so that a step over the key blocks is one batched product
+for all tiles that still have keys there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 64
+# Rows of a batched product are padded to this multiple: below it the library sums in another order.
+ROW_MULTIPLE = 8
+
+
+def write_pages_reference(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Writes rows `[tokens, kv_heads, head_dim]` into the slots (page · page size + offset) of the pages."""
+    page_size = values.shape[2]
+    page, offset = slots // page_size, slots % page_size
+    keys[page, :, :, offset] = k
+    values[page, :, offset] = v
+
+
+def attend_reference(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, contexts: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """Attended values, shaped as `q`, and the log-sums `[tokens, heads]`. Shapes as in `PagedAttention`."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, page_size = values.shape[1], values.shape[2]
+    group = heads // kv_heads
+    out = torch.zeros_like(q)
+    log_sums = torch.zeros(tokens, heads, dtype=torch.float32, device=q.device)
+    sequence, first_row, row_count = _tiles(starts)
+    if not len(sequence):
+        return out, log_sums
+    width = int(row_count.max())
+    # [tiles, width]: the token row of every query of every tile; rows past a tile's end repeat its last one.
+    rows = first_row[:, None] + torch.minimum(torch.arange(width, device=q.device), row_count[:, None] - 1)
+    positions = rows + (contexts - starts[1:]).long()[sequence][:, None]
+    queries = q[rows].reshape(-1, width, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
+    queries = queries.reshape(-1, kv_heads, width * group, head_dim).float() * head_dim**-0.5
+    missing = -width * group % ROW_MULTIPLE
+    queries = torch.nn.functional.pad(queries, (0, 0, 0, missing))
+    row_position = torch.nn.functional.pad(positions.repeat_interleave(group, 1), (0, missing), value=0)
+
+    shape = queries.shape[:3]
+    highest = queries.new_full(shape, float("-inf"))
+    total, attended = queries.new_zeros(shape), torch.zeros_like(queries)
+    last_position = positions[:, -1]
+    pages_per_block = block // page_size
+    for start in range(0, int(last_position.max()) + 1, block):
+        active = (last_position >= start).nonzero()[:, 0]
+        pages = table[sequence[active], start // page_size : start // page_size + pages_per_block].long()
+        pages = torch.nn.functional.pad(pages, (0, pages_per_block - pages.shape[1]))
+        key = keys[pages].permute(0, 2, 3, 1, 4).reshape(len(active) * kv_heads, head_dim, block).float()
+        value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active) * kv_heads, block, head_dim).float()
+        scores = torch.bmm(queries[active].flatten(0, 1), key).view(len(active), kv_heads, -1, block)
+        seen = start + torch.arange(block, device=q.device) <= row_position[active][:, None, :, None]
+        scores = scores.masked_fill(~seen, float("-inf"))
+        before = highest[active]
+        now = torch.maximum(before, scores.amax(-1))
+        weights = torch.exp(scores - now[..., None])
+        shrink = torch.exp(before - now)
+        highest[active] = now
+        total[active] = total[active] * shrink + weights.sum(-1)
+        product = torch.bmm(weights.flatten(0, 1), value).view(len(active), kv_heads, -1, head_dim)
+        attended[active] = attended[active] * shrink[..., None] + product
+    attended = (attended / total[..., None])[:, :, : width * group]
+    sums = (highest + total.log())[:, :, : width * group]
+    valid = torch.arange(width, device=q.device) < row_count[:, None]
+    attended = attended.view(-1, kv_heads, width, group, head_dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    sums = sums.view(-1, kv_heads, width, group).permute(0, 2, 1, 3).flatten(2, 3)
+    out[rows[valid]] = attended[valid].to(q.dtype)
+    log_sums[rows[valid]] = sums[valid]
+    return out, log_sums
+
+
+def _tiles(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequence, first token row and number of token rows of each tile."""
+    tiles = [
+        (sequence, row, min(TILE, end - row))
+        for sequence, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist()))
+        for row in range(start, end, TILE)
+    ]
+    columns = torch.tensor(tiles, dtype=torch.int64, device=starts.device).reshape(-1, 3)
+    return columns[:, 0], columns[:, 1], columns[:, 2]
+
+
+def attend_backward_reference(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, starts: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `q`, `k`, `v`. Sequence by sequence and tile by tile: no T×T matrix is ever held."""
+    head_dim, kv_heads = q.shape[-1], k.shape[1]
+    group, scale = q.shape[1] // kv_heads, head_dim**-0.5
+    grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    deltas = (grad_out.float() * out.float()).sum(-1)
+
+    def by_head(x: Tensor) -> Tensor:
+        """[rows, heads, d] -> [kv_heads, rows * group, d] in float32."""
+        return x.float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+
+    for start, end in zip(starts[:-1], starts[1:]):
+        for row in range(start, end, TILE):
+            stop = min(row + TILE, end)
+            query, grad = by_head(q[row:stop]), by_head(grad_out[row:stop])
+            key, value = by_head(k[start:stop]), by_head(v[start:stop])
+            position = torch.arange(row, stop, device=q.device).repeat_interleave(group)
+            hidden = torch.arange(start, stop, device=q.device) > position[:, None]
+            scores = (query @ key.mT * scale).masked_fill(hidden, float("-inf"))
+            weights = torch.exp(scores - by_head(log_sums[row:stop, :, None]))
+            grad_scores = weights * (grad @ value.mT - by_head(deltas[row:stop, :, None])) * scale
+            grad_v[start:stop] += (weights.mT @ grad).transpose(0, 1)
+            grad_k[start:stop] += (grad_scores.mT @ query).transpose(0, 1)
+            query_grad = (grad_scores @ key).unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+            grad_q[row:stop] = query_grad
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)

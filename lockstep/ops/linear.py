@@ -1,0 +1,76 @@
+"""The row-invariant matrix product.
+
+A library may pick another order of summation for other row counts, so a row's bits would depend on its
+neighbours. Padding the rows to a multiple that `invariance` found safe for the dtype and shape prevents it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+ROW_MULTIPLE = 8
+"""Callers that can choose how many rows they pass use a multiple of this: then nothing is ever padded."""
+
+# Row counts whose bits are compared with those of PROBE_ROWS rows: all small ones, and odd and even larger ones.
+PROBE_ROWS = 64
+PROBE_COUNTS = (*range(1, 34), 40, 48, 56, 63, 65, 72, 96, 127, 128, 200, 256, 264, 511, 512)
+MULTIPLES = (1, 2, 4, 8, 16, 32)
+
+
+def linear(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, "out"] | None = None
+) -> Float[Tensor, "rows out"]:
+    """`x @ weight.T + bias`, where the bits of a row do not depend on how many other rows there are.
+
+    Raises RuntimeError if no row padding makes the library's product row-invariant for this dtype and shape.
+    """
+    rows = x.shape[0]
+    multiple = row_multiple(x.dtype, x.device.type, weight.shape[1], weight.shape[0])
+    missing = -rows % multiple
+    if missing == 0:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[:rows]
+
+
+@lru_cache(maxsize=None)
+def row_multiple(dtype: torch.dtype, device: str, in_features: int, out_features: int) -> int:
+    """The smallest multiple of rows at which `F.linear` of this shape was seen to be row-invariant here.
+
+    Measured once a process for each shape, on random data. Raises RuntimeError if there is none.
+    """
+    if device == "meta":
+        return 1
+    # The order of summation along K is what can differ; a slice of the columns stands for a wide matrix.
+    with torch.inference_mode():
+        unsafe = _unsafe_row_counts(dtype, device, in_features, min(out_features, 4096))
+    for multiple in MULTIPLES:
+        if not any(count % multiple == 0 for count in unsafe):
+            return multiple
+    raise RuntimeError(
+        f"F.linear is not row-invariant on this {device} for {dtype}, {in_features} -> {out_features}: "
+        f"even multiples of {MULTIPLES[-1]} rows change a row's bits (row counts {sorted(unsafe)}). "
+        "Trainer and generator cannot agree here; use another dtype or another build of torch."
+    )
+
+
+def _unsafe_row_counts(dtype: torch.dtype, device: str, in_features: int, out_features: int) -> set[int]:
+    generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
+    x = torch.randn(max(PROBE_COUNTS), in_features, generator=generator).to(device, dtype)
+    weight = (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(
+        device, dtype
+    )
+    expected = F.linear(x[:PROBE_ROWS], weight)
+    unsafe = set()
+    for count in PROBE_COUNTS:
+        common = min(count, PROBE_ROWS)
+        first = F.linear(x[:count], weight)[:common]
+        # The last rows too: a library may treat the remainder of its row tiles in another way.
+        last = F.linear(x[PROBE_ROWS - common :][:count], weight)[:common]
+        if not (torch.equal(first, expected[:common]) and torch.equal(last, expected[PROBE_ROWS - common :])):
+            unsafe.add(count)
+    return unsafe

@@ -1,0 +1,144 @@
+"""Log-probabilities of chosen tokens: one function for the sampler and the loss.
+
+Logits are reduced in float32, the vocabulary in `PIECES` fixed pieces joined in a binary tree, so that a sharded
+head gives the same bits. Rows go through the head in slices: `[tokens, vocab]` never exists whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.linear import ROW_MULTIPLE, linear
+
+PIECES = 8
+SLICE_ELEMENTS = 1 << 24
+"""Logits that are held at once: 64 MB where they are float32."""
+
+
+def token_log_probs(
+    hidden: Float[Tensor, "tokens dim"],
+    head: Float[Tensor, "vocab dim"],
+    targets: Int[Tensor, "tokens"],
+    temperature: float = 1.0,
+) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
+    """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
+
+    Both float32; the log-probabilities carry a gradient, the entropies none. The gradient recomputes the logits
+    slice by slice.
+    """
+    inverse = torch.full((hidden.shape[0],), 1.0 / temperature, dtype=torch.float32, device=hidden.device)
+    if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
+        return _TokenLogProbs.apply(hidden, head, targets, inverse)
+    return _forward(hidden, head, targets, inverse)[:2]
+
+
+def logits_log_probs(
+    logits: Float[Tensor, "rows vocab"],
+    targets: Int[Tensor, "rows"],
+    inverse_temperature: Float[Tensor, "rows"],
+) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """Log-probability of the target, entropy, and log of the normaliser of each row, float32, without gradient."""
+    if not native.usable(logits):
+        return _reference(logits, targets, inverse_temperature)
+    logits = logits.contiguous()
+    out, entropies, normalizers = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind()
+    native.call(
+        "log_probs",
+        logits.dtype,
+        logits,
+        targets,
+        inverse_temperature,
+        out,
+        entropies,
+        normalizers,
+        *logits.shape,
+    )
+    return out, entropies, normalizers
+
+
+def _reference(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scaled = logits.float() * inverse_temperature[:, None]
+    pieces = torch.nn.functional.pad(scaled, (0, -scaled.shape[1] % PIECES), value=float("-inf"))
+    pieces = pieces.unflatten(1, (PIECES, -1))
+    highest = pieces.amax(-1)
+    finite = torch.where(highest.isinf(), 0.0, highest)
+    weights = torch.exp(pieces - finite[..., None])
+    mass, moment = weights.sum(-1), (weights * pieces.masked_fill(weights == 0, 0.0)).sum(-1)
+    while highest.shape[1] > 1:
+        joint = torch.maximum(highest[:, ::2], highest[:, 1::2])
+        left, right = torch.exp(highest[:, ::2] - joint), torch.exp(highest[:, 1::2] - joint)
+        mass = mass[:, ::2] * left + mass[:, 1::2] * right
+        moment = moment[:, ::2] * left + moment[:, 1::2] * right
+        highest = joint
+    normalizers = highest[:, 0] + mass[:, 0].log()
+    chosen = scaled.gather(1, targets[:, None])[:, 0]
+    return chosen - normalizers, normalizers - moment[:, 0] / mass[:, 0], normalizers
+
+
+def _slices(tokens: int, vocab: int) -> list[slice]:
+    rows = max(ROW_MULTIPLE, SLICE_ELEMENTS // vocab // ROW_MULTIPLE * ROW_MULTIPLE)
+    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def _forward(hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    parts = [
+        logits_log_probs(linear(hidden[rows], head), targets[rows], inverse[rows])
+        for rows in _slices(hidden.shape[0], head.shape[0])
+    ]
+    if not parts:
+        empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)
+        return empty[0], empty[1], empty[2]
+    log_probs, entropies, normalizers = (torch.cat(column) for column in zip(*parts))
+    return log_probs, entropies, normalizers
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse)
+        ctx.save_for_backward(hidden, head, targets, inverse, normalizers)
+        ctx.mark_non_differentiable(entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, head, targets, inverse, normalizers = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_head: Tensor | None = None
+        for rows in _slices(hidden.shape[0], head.shape[0]):
+            logits = linear(hidden[rows], head)
+            grad = _logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grads[0][rows])
+            torch.mm(grad, head, out=grad_hidden[rows])
+            part = grad.T @ hidden[rows]
+            # Slices add up in float32; one slice alone needs no wider copy.
+            grad_head = part if grad_head is None else grad_head.float().add_(part)
+        assert grad_head is not None
+        return grad_hidden, grad_head.to(head.dtype), None, None
+
+
+def _logits_gradient(
+    logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor
+) -> Tensor:
+    """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`."""
+    if native.usable(logits):
+        native.call(
+            "log_probs_backward",
+            logits.dtype,
+            logits,
+            targets,
+            inverse,
+            normalizers,
+            grad.contiguous(),
+            *logits.shape,
+        )
+        return logits
+    factor = (grad * inverse)[:, None]
+    gradient = torch.exp(logits.float() * inverse[:, None] - normalizers[:, None]) * -factor
+    return gradient.scatter_add(1, targets[:, None], factor).to(logits.dtype)

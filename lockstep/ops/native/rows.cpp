@@ -1,0 +1,123 @@
+// Operators that work on each row, or each element, alone: norm, rotary embedding, gated activation.
+#include <algorithm>
+#include <vector>
+
+#include "vector.h"
+
+// Work below this many elements is not worth waking the other threads for.
+constexpr int64_t PARALLEL_ELEMENTS = 16384;
+
+template <class T>
+static void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t rows, int64_t dim, float eps) {
+#pragma omp parallel for if (rows * dim > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* in = x + row * dim;
+        f32x16 squares = {};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            f32x16 v = load_first(in + i, dim - i);
+            squares += v * v;
+        }
+        float scale = 1.f / std::sqrt(sum(squares) / dim + eps);
+        scales[row] = scale;
+        for (int64_t i = 0; i < dim; i += LANES)
+            store_first(out + row * dim + i, load_first(in + i, dim - i) * scale * load_first(weight + i, dim - i), dim - i);
+    }
+}
+
+// The weight's gradient sums over rows: in a fixed number of slabs, added in order, whatever the number of threads.
+template <class T>
+static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, const float* scales, T* grad_x,
+                              float* grad_weight, int64_t rows, int64_t dim) {
+    constexpr int64_t SLABS = 8;
+    const int64_t slab_rows = (rows + SLABS - 1) / SLABS, padded = (dim + LANES - 1) / LANES * LANES;
+    std::vector<float> partial(SLABS * padded, 0.f);
+#pragma omp parallel for if (rows * dim > PARALLEL_ELEMENTS)
+    for (int64_t slab = 0; slab < SLABS; slab++) {
+        float* weight_sum = partial.data() + slab * padded;
+        for (int64_t row = slab * slab_rows; row < std::min(rows, (slab + 1) * slab_rows); row++) {
+            const T *g = grad_out + row * dim, *in = x + row * dim;
+            const float scale = scales[row];
+            f32x16 products = {};
+            for (int64_t i = 0; i < dim; i += LANES) {
+                f32x16 grad = load_first(g + i, dim - i), v = load_first(in + i, dim - i);
+                products += grad * load_first(weight + i, dim - i) * v;
+                store(weight_sum + i, load(weight_sum + i) + grad * v * scale);
+            }
+            const float along = sum(products) * scale * scale / dim;
+            for (int64_t i = 0; i < dim; i += LANES) {
+                f32x16 direct = load_first(g + i, dim - i) * load_first(weight + i, dim - i);
+                store_first(grad_x + row * dim + i, (direct - load_first(in + i, dim - i) * along) * scale, dim - i);
+            }
+        }
+    }
+    for (int64_t slab = 0; slab < SLABS; slab++)
+        for (int64_t i = 0; i < dim; i++) grad_weight[i] += partial[slab * padded + i];
+}
+
+// `sign` -1 rotates back, which is the gradient.
+template <class T>
+static void rotary(const T* x, const float* cosines, const float* sines, T* out, int64_t tokens, int64_t heads,
+                   int64_t head_dim, float sign) {
+    const int64_t half = head_dim / 2;
+#pragma omp parallel for if (tokens * heads * head_dim > PARALLEL_ELEMENTS)
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t head = 0; head < heads; head++) {
+            const int64_t base = (token * heads + head) * head_dim;
+            for (int64_t i = 0; i < half; i += LANES) {
+                const int64_t n = half - i;
+                f32x16 c = load_first(cosines + token * half + i, n), s = load_first(sines + token * half + i, n) * sign;
+                f32x16 first = load_first(x + base + i, n), second = load_first(x + base + half + i, n);
+                store_first(out + base + i, first * c - second * s, n);
+                store_first(out + base + half + i, second * c + first * s, n);
+            }
+        }
+}
+
+static inline f32x16 sigmoid(f32x16 x) { return 1.f / (1.f + exp(-x)); }
+
+template <class T>
+static void silu_mul(const T* gate, const T* up, T* out, int64_t rows, int64_t dim) {
+    const int64_t count = rows * dim;
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32x16 g = load_first(gate + i, count - i);
+        store_first(out + i, g * sigmoid(g) * load_first(up + i, count - i), count - i);
+    }
+}
+
+template <class T>
+static void silu_mul_backward(const T* grad_out, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t rows,
+                              int64_t dim) {
+    const int64_t count = rows * dim;
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t n = count - i;
+        f32x16 grad = load_first(grad_out + i, n), g = load_first(gate + i, n), s = sigmoid(g);
+        store_first(grad_up + i, grad * g * s, n);
+        store_first(grad_gate + i, grad * load_first(up + i, n) * s * (1.f + g * (1.f - s)), n);
+    }
+}
+
+#define EXPORT(T, suffix)                                                                                             \
+    extern "C" void rms_norm##suffix(const T* x, const T* weight, T* out, float* scales, int64_t rows, int64_t dim,   \
+                                     float eps) {                                                                     \
+        rms_norm<T>(x, weight, out, scales, rows, dim, eps);                                                          \
+    }                                                                                                                 \
+    extern "C" void rms_norm_backward##suffix(const T* grad_out, const T* x, const T* weight, const float* scales,    \
+                                              T* grad_x, float* grad_weight, int64_t rows, int64_t dim) {             \
+        rms_norm_backward<T>(grad_out, x, weight, scales, grad_x, grad_weight, rows, dim);                            \
+    }                                                                                                                 \
+    extern "C" void rotary##suffix(const T* x, const float* cosines, const float* sines, T* out, int64_t tokens,      \
+                                   int64_t heads, int64_t head_dim, float sign) {                                     \
+        rotary<T>(x, cosines, sines, out, tokens, heads, head_dim, sign);                                             \
+    }                                                                                                                 \
+    extern "C" void silu_mul##suffix(const T* gate, const T* up, T* out, int64_t rows, int64_t dim) {                 \
+        silu_mul<T>(gate, up, out, rows, dim);                                                                        \
+    }                                                                                                                 \
+    extern "C" void silu_mul_backward##suffix(const T* grad_out, const T* gate, const T* up, T* grad_gate,            \
+                                              T* grad_up, int64_t rows, int64_t dim) {                                \
+        silu_mul_backward<T>(grad_out, gate, up, grad_gate, grad_up, rows, dim);                                      \
+    }
+
+EXPORT(float, _f32)
+EXPORT(bf16, _bf16)

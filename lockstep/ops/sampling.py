@@ -1,0 +1,79 @@
+"""Drawing the next token of each row, with the log-probability that the trainer will compute for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.logprobs import logits_log_probs
+
+
+def sample(
+    logits: Float[Tensor, "rows vocab"],
+    temperature: Float[Tensor, "rows"],
+    top_k: Int[Tensor, "rows"],
+    top_p: Float[Tensor, "rows"],
+    min_p: Float[Tensor, "rows"],
+    uniform: Float[Tensor, "rows"],
+) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """One token a row, by inverse transform of `uniform` in [0, 1), and its log-probability (float32).
+
+    temperature 0 takes the likeliest token, its log-probability then at temperature 1. top_k 0, top_p 1 and min_p 0
+    switch a cut off. Cuts apply to the draw alone: the log-probability is over the whole vocabulary.
+    """
+    greedy = temperature == 0
+    inverse = torch.where(greedy, 1.0, 1.0 / temperature)
+    allowed = logits
+    cut = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    if cut.any():
+        allowed = _cut(logits, inverse, cut, top_k, top_p, min_p)
+    tokens = _draw(allowed.contiguous(), inverse, torch.where(greedy, -1.0, uniform))
+    return tokens, logits_log_probs(logits, tokens, inverse)[0]
+
+
+def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """`logits` with -inf for every token that the row's cuts leave out; rows without a cut are untouched."""
+    rows = cut.nonzero()[:, 0]
+    ordered, order = (logits[rows].float() * inverse[rows, None]).sort(dim=-1, descending=True, stable=True)
+    # Sums in float64 and along one row: neither the row's neighbours nor their number matter.
+    probabilities = ordered.double().softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    limit = torch.where(top_k[rows] > 0, top_k[rows], logits.shape[1])
+    out = (rank >= limit[:, None]) | (before >= top_p[rows, None])
+    out |= probabilities < min_p[rows, None] * probabilities[:, :1]
+    out[:, 0] = False
+    allowed = logits.clone()
+    allowed[rows] = allowed[rows].masked_fill(torch.zeros_like(out).scatter(1, order, out), float("-inf"))
+    return allowed
+
+
+def _draw(logits: Tensor, inverse: Tensor, uniform: Tensor) -> Tensor:
+    if native.usable(logits):
+        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+        native.call("draw", logits.dtype, logits, inverse, uniform.contiguous(), tokens, *logits.shape)
+        return tokens
+    scaled = (logits.float() * inverse[:, None]).double()
+    likeliest = scaled.argmax(-1)
+    weights = torch.exp(scaled - scaled.amax(-1, keepdim=True)).cumsum(-1)
+    drawn = torch.searchsorted(weights, (uniform[:, None] * weights[:, -1:]).clamp(min=0), right=True)[:, 0]
+    # Rounding at the very end may pass the last token with any weight: take that one.
+    last = torch.where(scaled.isinf(), -1, torch.arange(scaled.shape[1], device=logits.device)).amax(-1)
+    return torch.where(uniform < 0, likeliest, torch.minimum(drawn, last))
+
+
+def uniforms(seeds: Int[Tensor, "rows"], counters: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:
+    """float64 in [0, 1) from (seed, counter) alone: SplitMix64 (Steele, Lea & Flood 2014) of both in turn."""
+    with np.errstate(over="ignore"):
+        state = _mix(seeds.cpu().numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+        state = _mix(state + counters.cpu().numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53).to(seeds.device)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
