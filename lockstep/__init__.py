@@ -1,0 +1,48 @@
+"""Lockstep: pretrain, fine-tune, serve and reinforce language models with one model definition.
+
+The trainer and the generator compute the same bits: `Completion.logprobs` equals `score` of the same tokens.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.config import EngineConfig
+    from lockstep.generate import Completion, Engine, SamplingParams
+    from lockstep.model import Decoder, ModelConfig, build_model, load_model, save_model
+    from lockstep.train import score
+
+# Imported at first use: `lockstep --help` need not wait for torch.
+_HOMES = {
+    "Completion": "lockstep.generate",
+    "Decoder": "lockstep.model",
+    "Engine": "lockstep.generate",
+    "EngineConfig": "lockstep.config",
+    "ModelConfig": "lockstep.model",
+    "SamplingParams": "lockstep.generate",
+    "build_model": "lockstep.model",
+    "load_model": "lockstep.model",
+    "save_model": "lockstep.model",
+    "score": "lockstep.train",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "Completion",
+    "Decoder",
+    "Engine",
+    "EngineConfig",
+    "ModelConfig",
+    "SamplingParams",
+    "build_model",
+    "load_model",
+    "save_model",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -43,7 +43,5 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        native.call(
-            "silu_mul_backward", gate.dtype, grads[0].contiguous(), gate, up, grad_gate, grad_up, *gate.shape
-        )
+        native.call("silu_mul_backward", gate.dtype, grads[0].contiguous(), gate, up, grad_gate, grad_up, *gate.shape)
         return grad_gate, grad_up

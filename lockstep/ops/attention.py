@@ -48,12 +48,8 @@ class KVCache:
     ):
         self.num_pages = num_pages
         # Zeroed: a masked key's weight is exactly 0, but 0 · NaN of uninitialised memory would not be.
-        self.keys = torch.zeros(
-            num_layers, num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device
-        )
-        self.values = torch.zeros(
-            num_layers, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device
-        )
+        self.keys = torch.zeros(num_layers, num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device)
+        self.values = torch.zeros(num_layers, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +130,7 @@ class _TrainedAttention(torch.autograd.Function):
         starts, grad_out = ctx.attention.starts, grads[0].contiguous()
         if not _native(q):
             return (*attend_backward_reference(grad_out, q, k, v, out, log_sums, starts.tolist()), None)
-        tokens, heads, head_dim = q.shape
+        heads, head_dim = q.shape[1:]
         kv_heads, sequences = k.shape[1], starts.shape[0] - 1
         grad_q = torch.zeros(q.shape, dtype=torch.float32)
         grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)

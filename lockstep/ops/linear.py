@@ -6,7 +6,7 @@ neighbours. Padding the rows to a multiple that `invariance` found safe for the 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,7 @@ def linear(
     return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[:rows]
 
 
-@lru_cache(maxsize=None)
+@cache
 def row_multiple(dtype: torch.dtype, device: str, in_features: int, out_features: int) -> int:
     """The smallest multiple of rows at which `F.linear` of this shape was seen to be row-invariant here.
 
@@ -61,9 +61,7 @@ def row_multiple(dtype: torch.dtype, device: str, in_features: int, out_features
 def _unsafe_row_counts(dtype: torch.dtype, device: str, in_features: int, out_features: int) -> set[int]:
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
     x = torch.randn(max(PROBE_COUNTS), in_features, generator=generator).to(device, dtype)
-    weight = (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(
-        device, dtype
-    )
+    weight = (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(device, dtype)
     expected = F.linear(x[:PROBE_ROWS], weight)
     unsafe = set()
     for count in PROBE_COUNTS:

@@ -66,18 +66,22 @@ def _reference(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> 
     pieces = torch.nn.functional.pad(scaled, (0, -scaled.shape[1] % PIECES), value=float("-inf"))
     pieces = pieces.unflatten(1, (PIECES, -1))
     highest = pieces.amax(-1)
-    finite = torch.where(highest.isinf(), 0.0, highest)
-    weights = torch.exp(pieces - finite[..., None])
+    weights = torch.exp(pieces - _finite(highest)[..., None])
     mass, moment = weights.sum(-1), (weights * pieces.masked_fill(weights == 0, 0.0)).sum(-1)
     while highest.shape[1] > 1:
         joint = torch.maximum(highest[:, ::2], highest[:, 1::2])
-        left, right = torch.exp(highest[:, ::2] - joint), torch.exp(highest[:, 1::2] - joint)
+        left, right = (torch.exp(highest[:, side::2] - _finite(joint)) for side in (0, 1))
         mass = mass[:, ::2] * left + mass[:, 1::2] * right
         moment = moment[:, ::2] * left + moment[:, 1::2] * right
         highest = joint
     normalizers = highest[:, 0] + mass[:, 0].log()
     chosen = scaled.gather(1, targets[:, None])[:, 0]
     return chosen - normalizers, normalizers - moment[:, 0] / mass[:, 0], normalizers
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """0 for the maximum of a piece without tokens, so that -inf minus it stays -inf."""
+    return torch.where(highest.isinf(), 0.0, highest)
 
 
 def _slices(tokens: int, vocab: int) -> list[slice]:
@@ -99,9 +103,7 @@ def _forward(hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse)
         ctx.save_for_backward(hidden, head, targets, inverse, normalizers)
         ctx.mark_non_differentiable(entropies)
@@ -123,9 +125,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_head.to(head.dtype), None, None
 
 
-def _logits_gradient(
-    logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor
-) -> Tensor:
+def _logits_gradient(logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor) -> Tensor:
     """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`."""
     if native.usable(logits):
         native.call(

@@ -11,9 +11,7 @@ from torch import Tensor
 from lockstep.ops import native
 
 
-def rms_norm(
-    x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float
-) -> Float[Tensor, "*rows dim"]:
+def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float) -> Float[Tensor, "*rows dim"]:
     """`x / sqrt(mean(x²) + eps) * weight`, computed in float32 and rounded once (arXiv 1910.07467)."""
     if not native.usable(x):
         return _reference(x, weight, eps)

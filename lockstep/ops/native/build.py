@@ -52,9 +52,7 @@ def _openmp_runtime() -> list[str]:
 
 
 def _fingerprint(command: list[str]) -> str:
-    digest = hashlib.sha256(
-        "\0".join([*command, torch.__version__, platform.machine(), _cpu_flags()]).encode()
-    )
+    digest = hashlib.sha256("\0".join([*command, torch.__version__, platform.machine(), _cpu_flags()]).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:20]

@@ -1,0 +1,76 @@
+"""Sequences side by side in one packed row, and which of its positions predict which token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.model import Decoder
+
+
+@dataclass
+class PackedRow:
+    """Whole sequences, one after the other, as `Decoder.forward` takes them."""
+
+    tokens: Int[Tensor, "tokens"]
+    positions: Int[Tensor, "tokens"]
+    lengths: list[int]
+    predictors: Int[Tensor, "targets"]
+    """Rows whose next token is scored."""
+    targets: Int[Tensor, "targets"]
+    """That next token."""
+
+
+def pack(
+    sequences: Sequence[Sequence[int]],
+    first_targets: Sequence[int] | None = None,
+    device: str | torch.device = "cpu",
+) -> PackedRow:
+    """Packs `sequences`; of each, the tokens from index `first_targets` on (default 1: all but the first) are targets.
+
+    Raises ValueError for an empty sequence or a first target below 1: nothing comes before token 0.
+    """
+    firsts = [1] * len(sequences) if first_targets is None else list(first_targets)
+    lengths = [len(s) for s in sequences]
+    if not all(lengths) or not all(f >= 1 for f in firsts):
+        raise ValueError(f"cannot pack sequences of {lengths} tokens with first targets {firsts}")
+    total = sum(lengths)
+    # Padding rows keep every product at a row count that needs no copy; attention ignores them.
+    padding = -total % ops.ROW_MULTIPLE
+    tokens = torch.tensor([t for s in sequences for t in s] + [0] * padding, dtype=torch.int64)
+    positions = torch.tensor([p for n in lengths for p in range(n)] + [0] * padding, dtype=torch.int64)
+    thresholds = torch.tensor([f for f, n in zip(firsts, lengths) for _ in range(n)] + [1] * padding)
+    is_target = positions >= thresholds
+    rows = is_target.nonzero()[:, 0]
+    return PackedRow(tokens.to(device), positions.to(device), lengths, (rows - 1).to(device), tokens[rows].to(device))
+
+
+def target_log_probs(
+    model: Decoder, row: PackedRow, temperature: float = 1.0
+) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
+    """Log-probability of each target, with gradient where it is switched on, and the entropy it was drawn at.
+
+    Losses, scoring and the parity check all call this one function.
+    """
+    attention = ops.PackedAttention(row.lengths, row.tokens.device)
+    hidden = model(row.tokens, row.positions, attention)
+    return ops.token_log_probs(hidden[row.predictors], model.head_weight, row.targets, temperature)
+
+
+def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[slice]:
+    """Consecutive slices of sequences, each of at most `tokens_per_microbatch` tokens; a longer one stands alone."""
+    slices: list[slice] = []
+    start, held = 0, 0
+    for index, length in enumerate(lengths):
+        if index > start and held + length > tokens_per_microbatch:
+            slices.append(slice(start, index))
+            start, held = index, 0
+        held += length
+    if start < len(lengths):
+        slices.append(slice(start, len(lengths)))
+    return slices

@@ -1,0 +1,103 @@
+"""Values and gradients of the operators against the same formulas in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep import ops
+
+# One rounding of the result to its dtype, plus sums of up to 150 products that float32 rounds one by one.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+def _leaf(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def _agree(ours: list[torch.Tensor], expected: list[torch.Tensor], dtype: torch.dtype) -> None:
+    for mine, theirs in zip(ours, expected):
+        error = (mine.double() - theirs).abs().max() / theirs.abs().max()
+        assert error < TOLERANCE[dtype], error
+
+
+def _doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 96), (4, 1, 128), (3, 1, 40)])
+def test_attention(dtype, heads, kv_heads, head_dim):
+    lengths = [5, 130, 64, 1]
+    total = sum(lengths)
+    q = _leaf(0, total, heads, head_dim, dtype=dtype)
+    k, v = _leaf(1, total, kv_heads, head_dim, dtype=dtype), _leaf(2, total, kv_heads, head_dim, dtype=dtype)
+    grad = torch.randn(total, heads, head_dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    out = ops.PackedAttention(lengths)(0, q, k, v)
+    out.backward(grad)
+
+    exact = _doubles(q, k, v)
+    parts = [x.split(lengths) for x in exact]
+    expected = torch.cat(
+        [
+            F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in qkv), is_causal=True, enable_gqa=True)[
+                0
+            ].transpose(0, 1)
+            for qkv in zip(*parts)
+        ]
+    )
+    expected.backward(grad.double())
+    _agree([out, q.grad, k.grad, v.grad], [expected, *(x.grad for x in exact)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [5, 258, 2050])
+def test_log_probabilities_and_entropy(dtype, vocab):
+    hidden, head = _leaf(0, 50, 64, dtype=dtype), _leaf(1, vocab, 64, dtype=dtype)
+    targets = torch.randint(vocab, (50,), generator=torch.Generator().manual_seed(2))
+    grad = torch.randn(50, generator=torch.Generator().manual_seed(3))
+    log_probs, entropy = ops.token_log_probs(hidden, head, targets, 1.3)
+    log_probs.backward(grad)
+
+    exact = _doubles(hidden, head)
+    table = torch.log_softmax(exact[0] @ exact[1].T / 1.3, -1)
+    expected = table.gather(1, targets[:, None])[:, 0]
+    expected.backward(grad.double())
+    _agree(
+        [log_probs, entropy, hidden.grad, head.grad],
+        [expected, -(table.exp() * table).sum(-1), *(x.grad for x in exact)],
+        dtype,
+    )
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 50, 256])
+def test_norm_activation_and_rotation(dtype, dim):
+    x, up, weight = _leaf(0, 33, dim, dtype=dtype), _leaf(1, 33, dim, dtype=dtype), _leaf(2, dim, dtype=dtype)
+    heads = _leaf(3, 33, 2, dim, dtype=dtype)
+    angles = torch.rand(33, dim // 2, generator=torch.Generator().manual_seed(4)) * 6
+    ours = [ops.rms_norm(x, weight, 1e-5), ops.silu_mul(x, up), ops.rotary(heads, angles.cos(), angles.sin())]
+    grads = [torch.randn(o.shape, generator=torch.Generator().manual_seed(5)).to(dtype) for o in ours]
+    torch.autograd.backward(ours, grads)
+
+    exact = _doubles(x, up, weight, heads)
+    first, second = exact[3].chunk(2, -1)
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+    expected = [
+        exact[0] * torch.rsqrt(exact[0].square().mean(-1, keepdim=True) + 1e-5) * exact[2],
+        F.silu(exact[0]) * exact[1],
+        torch.cat((first * cos - second * sin, second * cos + first * sin), -1),
+    ]
+    torch.autograd.backward(expected, [g.double() for g in grads])
+    _agree([*ours, *(t.grad for t in (x, up, weight, heads))], [*expected, *(t.grad for t in exact)], dtype)
+
+
+def test_the_vocabulary_of_a_long_row_is_never_held_whole():
+    # 4096 rows of 4096 logits are 64 MB in float32; a slice of 512 rows is 8.
+    from lockstep.ops import logprobs
+
+    rows = logprobs._slices(8192, 65536)
+    assert max(s.stop - s.start for s in rows) * 65536 <= logprobs.SLICE_ELEMENTS
+    assert [s.start for s in rows[1:]] == [s.stop for s in rows[:-1]] and rows[-1].stop == 8192
