@@ -7,7 +7,7 @@ tokens up to it and on nothing else: not on the chunk it came in, its neighbours
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +22,7 @@ BLOCK = 64
 """Keys between two rescalings of the running softmax; part of the arithmetic, so it never changes."""
 
 
+@runtime_checkable
 class Attention(Protocol):
     """What `Decoder.forward` calls in each layer. Knows which rows belong together and where earlier keys are."""
 

@@ -1,0 +1,207 @@
+"""A Hugging Face folder in and out, one tensor at a time: memory holds the model and never a second copy of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lockstep.errors import UserError, closest
+from lockstep.model.config import ModelConfig
+from lockstep.model.decoder import Decoder
+from lockstep.model.families import from_hugging_face, to_hugging_face
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def build_model(
+    config: ModelConfig, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", seed: int = 0
+) -> Decoder:
+    """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1.
+
+    The draws are made in float32, so a seed gives the same weights in every dtype, rounded. On the `meta` device
+    nothing is allocated.
+    """
+    model = Decoder(config, resolve_dtype(dtype), device)
+    if torch.device(device).type == "meta":
+        return model
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return model
+
+
+def load_model(
+    path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Decoder:
+    """A Llama 3 or Qwen3 folder as a Decoder. dtype None keeps the files' own.
+
+    Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    files = _tensor_files(folder)
+    model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
+    wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
+    unknown = [n for n in files if n not in wanted and not _ignored(n, config)]
+    if missing := [n for n in wanted if n not in files]:
+        raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
+    if unknown:
+        raise UserError(f"{folder}: tensor {unknown[0]} has no place in this model{_more(unknown)}; check config.json")
+    with torch.no_grad():
+        for name, tensor in _tensors(files, wanted):
+            if tensor.shape != wanted[name].shape:
+                raise UserError(
+                    f"{files[name]}: tensor {name} has shape {list(tensor.shape)}, "
+                    f"but config.json asks for {list(wanted[name].shape)}"
+                )
+            wanted[name].copy_(tensor)
+    return model
+
+
+def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Writes `config.json` and safetensors, in shards where the model is larger than `max_shard_bytes`.
+
+    Each file is written under a temporary name and renamed, `config.json` last: a folder with one is whole.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {hugging_face_name(n): p.detach() for n, p in model.named_parameters()}
+    shards = _shards(named, max_shard_bytes)
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    (folder / "config.json").unlink(missing_ok=True)
+    for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+    for name, shard in zip(names, shards):
+        partial = folder / (name + ".partial")
+        save_file({n: t.contiguous() for n, t in shard.items()}, partial, metadata={"format": "pt"})
+        partial.replace(folder / name)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for t in named.values())},
+            "weight_map": {n: name for name, shard in zip(names, shards) for n in shard},
+        }
+        _write_json(folder / INDEX, index)
+    dtype = str(model.dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", to_hugging_face(model.config, dtype))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The folder's `config.json`; end-of-text tokens also from `generation_config.json`. Raises UserError."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: no config.json; give a model folder in Hugging Face layout")
+    values = _read_json(path)
+    generation = folder / "generation_config.json"
+    if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
+        values["eos_token_id"] = eos
+    return from_hugging_face(values, str(path))
+
+
+def hugging_face_name(name: str) -> str:
+    """A parameter's name in a Hugging Face file: everything but the head stands under `model.`."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """`bfloat16` or `float32`, by name or as torch's own. Raises UserError for any other."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f'dtype "{name}" is not supported.{closest(name, DTYPES)} Supported: {", ".join(DTYPES)}')
+    return DTYPES[name]
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor name in the folder."""
+    if (folder / INDEX).is_file():
+        weight_map = _read_json(folder / INDEX).get("weight_map", {})
+        files = {name: folder / file for name, file in weight_map.items()}
+        for file in sorted(set(files.values())):
+            if not file.is_file():
+                raise UserError(f"{folder / INDEX}: names {file.name}, which is not there; download it again")
+        return files
+    single = folder / SINGLE
+    if not single.is_file():
+        raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read, never pickles")
+    return {name: single for name in _open(single).keys()}  # noqa: SIM118
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
+
+
+def _tensors(files: dict[str, Path], wanted: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted({files[name] for name in wanted}):
+        file = _open(path)
+        held = set(file.keys())
+        for name in (n for n in wanted if files[n] == path):
+            if name not in held:
+                raise UserError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
+            yield name, file.get_tensor(name)
+
+
+def _dtype_of(files: dict[str, Path], dtype: str | torch.dtype | None) -> torch.dtype:
+    if dtype is not None or not files:
+        return resolve_dtype(dtype or "bfloat16")
+    name, path = next(iter(files.items()))
+    stored = _open(path).get_slice(name).get_dtype()
+    own = {"BF16": torch.bfloat16, "F32": torch.float32}.get(stored)
+    if own is None:
+        raise UserError(f"{path}: tensors are {stored}; give dtype bfloat16 or float32 to convert them")
+    return own
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    """Copies that other libraries write: rotary tables, and the head of a model whose head is the embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    held = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and held + tensor.nbytes > max_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor
+        held += tensor.nbytes
+    return shards
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(values, indent=2) + "\n")
+    partial.replace(path)

@@ -1,0 +1,84 @@
+"""The one model: trainer and generator both call `Decoder.forward`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lockstep import ops
+from lockstep.model import layers
+from lockstep.model.config import ModelConfig
+
+
+class Block(nn.Module):
+    """One layer: everything before attention, and everything after it."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.input_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
+        self.self_attn = layers.Attention(config, dtype, device)
+        self.post_attention_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
+        self.mlp = layers.FeedForward(config, dtype, device)
+
+    def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = ops.rms_norm(hidden, self.input_layernorm.weight, self.eps)
+        return self.self_attn.project(normed, cos, sin)
+
+    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + ops.linear(attended.flatten(1), self.self_attn.o_proj.weight)
+        return hidden + self.mlp(ops.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps))
+
+
+class Decoder(nn.Module):
+    """A Llama 3 or Qwen3 decoder over a packed row of tokens, without a batch dimension."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu"):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(Block(config, dtype, device) for _ in range(config.num_layers))
+        self.norm = layers.Weight(config.dim, dtype=dtype, device=device)
+        if not config.tie_embeddings:
+            self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
+        self._frequencies: Tensor | None = None
+
+    def forward(
+        self, tokens: Int[Tensor, "tokens"], positions: Int[Tensor, "tokens"], attention: ops.Attention
+    ) -> Float[Tensor, "tokens dim"]:
+        """The normed hidden state of every token.
+
+        `attention` knows which rows belong to one sequence: whole packed sequences where the trainer calls, this
+        step's tokens and a paged cache where the generator does.
+        """
+        cos, sin = layers.rotary_tables(self.frequencies, positions)
+        hidden = F.embedding(tokens, self.embed_tokens.weight)
+        for index, block in enumerate(self.layers):
+            attended = attention(index, *block.before_attention(hidden, cos, sin))
+            hidden = block.after_attention(hidden, attended)
+        return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)
+
+    def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:
+        """In the model's dtype; log-probabilities are taken from them in float32 (`ops.logits_log_probs`)."""
+        return ops.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Float[Tensor, "vocab dim"]:
+        """The output projection: the embedding's own weight where they are tied."""
+        return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
+
+    @property
+    def frequencies(self) -> Tensor:
+        if self._frequencies is None or self._frequencies.device != self.device:
+            self._frequencies = layers.rotary_frequencies(self.config, self.device)
+        return self._frequencies
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device

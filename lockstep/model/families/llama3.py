@@ -1,0 +1,34 @@
+"""Llama 3.x: grouped heads, rotary frequencies stretched for long contexts (arXiv 2407.21783)."""
+
+from __future__ import annotations
+
+from lockstep.model.config import ModelConfig, RopeScaling
+
+ARCHITECTURE = "LlamaForCausalLM"
+MODEL_TYPE = "llama"
+QK_NORM = False
+
+
+def config(vocab_size: int, tie_embeddings: bool = False, rope_factor: float = 8.0, **sizes: int) -> ModelConfig:
+    """A Llama 3.x of any size, with the family's constants."""
+    return ModelConfig(
+        family="llama3",
+        vocab_size=vocab_size,
+        tie_embeddings=bool(tie_embeddings),
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(rope_factor, 1.0, 4.0, 8192),
+        max_positions=131072,
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
+PRESETS = {
+    "tiny": dict(dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024),
+    "1b": dict(
+        dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
+        tie_embeddings=True, rope_factor=32.0,
+    ),
+    "8b": dict(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336),
+}  # fmt: skip
+VOCAB_SIZES = {"tiny": 2048, "1b": 128256, "8b": 128256}

@@ -1,0 +1,23 @@
+"""Qwen3, dense: query and key norm, explicit head size, no biases (arXiv 2505.09388)."""
+
+from __future__ import annotations
+
+from lockstep.model.config import ModelConfig
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+MODEL_TYPE = "qwen3"
+QK_NORM = True
+
+
+def config(vocab_size: int, **sizes: int) -> ModelConfig:
+    """A Qwen3 of any size, with the family's constants."""
+    return ModelConfig(family="qwen3", vocab_size=vocab_size, qk_norm=True, tie_embeddings=True, **sizes)  # type: ignore[arg-type]
+
+
+PRESETS = {
+    "micro": dict(dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384),
+    "tiny": dict(dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024),
+    "small": dict(dim=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64, intermediate_size=2048),
+    "0.6b": dict(dim=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, intermediate_size=3072),
+}
+VOCAB_SIZES = {"micro": 258, "tiny": 2048, "small": 32000, "0.6b": 151936}

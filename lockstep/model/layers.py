@@ -1,0 +1,83 @@
+"""The two halves of a block around attention, and the rotary angles they share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lockstep import ops
+from lockstep.model.config import ModelConfig, RopeScaling
+
+
+class Weight(nn.Module):
+    """A parameter that an operator of `ops` reads; named as Hugging Face names it: `….weight`."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+
+class Attention(nn.Module):
+    """Projections to queries, keys and values, and back."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.config = config
+        self.q_proj = Weight(queries, config.dim, dtype=dtype, device=device)
+        self.k_proj = Weight(keys, config.dim, dtype=dtype, device=device)
+        self.v_proj = Weight(keys, config.dim, dtype=dtype, device=device)
+        self.o_proj = Weight(config.dim, queries, dtype=dtype, device=device)
+        if config.qk_norm:
+            self.q_norm = Weight(config.head_dim, dtype=dtype, device=device)
+            self.k_norm = Weight(config.head_dim, dtype=dtype, device=device)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: `[tokens, heads, head_dim]` each."""
+        head_dim = self.config.head_dim
+        q = ops.linear(x, self.q_proj.weight).view(x.shape[0], -1, head_dim)
+        k = ops.linear(x, self.k_proj.weight).view(x.shape[0], -1, head_dim)
+        v = ops.linear(x, self.v_proj.weight).view(x.shape[0], -1, head_dim)
+        if self.config.qk_norm:
+            q = ops.rms_norm(q, self.q_norm.weight, self.config.norm_eps)
+            k = ops.rms_norm(k, self.k_norm.weight, self.config.norm_eps)
+        return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin), v
+
+
+class FeedForward(nn.Module):
+    """The gated feed-forward."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        self.gate_proj = Weight(config.intermediate_size, config.dim, dtype=dtype, device=device)
+        self.up_proj = Weight(config.intermediate_size, config.dim, dtype=dtype, device=device)
+        self.down_proj = Weight(config.dim, config.intermediate_size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated = ops.silu_mul(ops.linear(x, self.gate_proj.weight), ops.linear(x, self.up_proj.weight))
+        return ops.linear(gated, self.down_proj.weight)
+
+
+def rotary_frequencies(config: ModelConfig, device: str | torch.device = "cpu") -> Float[Tensor, "half"]:
+    """Radians a position for each pair of a head's dimensions, float32."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0, 1))
+
+
+def rotary_tables(
+    frequencies: Float[Tensor, "half"], positions: Int[Tensor, "tokens"]
+) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+    """Cosine and sine of every position's angles, float32."""
+    angles = positions[:, None].float() * frequencies
+    return angles.cos(), angles.sin()
