@@ -1,0 +1,101 @@
+"""Documents from text and JSONL files."""
+
+from __future__ import annotations
+
+import glob
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+
+
+class TextSource:
+    """Documents of a file, a folder or a glob, in the order of their names; iterates over strings.
+
+    A `.jsonl` file gives a document a line: the value at `text_key`, or those of several keys joined by `+`, with a
+    line break between. Any other file is one document. Empty `data` is the Python standard library's own source,
+    which every machine has. `skipped` counts the malformed lines that `skip_bad_lines` passed over.
+    """
+
+    def __init__(self, data: str = "", text_key: str = "text", skip_bad_lines: bool = False):
+        self.keys = text_key.split("+")
+        self.skip_bad_lines = skip_bad_lines
+        self.skipped = 0
+        self.files = _files(data)
+
+    def __iter__(self) -> Iterator[str]:
+        for path in self.files:
+            if path.suffix == ".jsonl":
+                yield from self._lines(path)
+            else:
+                yield path.read_text(errors="replace")
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        for number, values in read_jsonl(path, self.skip_bad_lines, self._count):
+            texts = [values.get(key) for key in self.keys]
+            if all(isinstance(t, str) for t in texts):
+                yield "\n".join(str(t) for t in texts)
+            elif self.skip_bad_lines:
+                self._count()
+            else:
+                raise UserError(
+                    f"{path}:{number}: key {self.keys[[isinstance(t, str) for t in texts].index(False)]!r} is not a "
+                    f"string; name the key with --text-key (here: {', '.join(values)}), or use --skip-bad-lines"
+                )
+
+    def _count(self) -> None:
+        self.skipped += 1
+
+
+def read_jsonl(path: Path, skip_bad_lines: bool = False, on_skip: Any = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line that is not blank.
+
+    Raises UserError with file and line for one that is no JSON object, unless those are skipped; each skipped line
+    calls `on_skip`.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+                problem = "" if isinstance(values, dict) else f"a {type(values).__name__}, not an object"
+            except ValueError as error:
+                problem = str(error)
+            if not problem:
+                yield number, values
+            elif not skip_bad_lines:
+                raise UserError(f"{path}:{number}: not a JSON object ({problem}); mend it or use --skip-bad-lines")
+            elif on_skip is not None:
+                on_skip()
+
+
+def _files(data: str) -> list[Path]:
+    if not data:
+        return _standard_library()
+    path = Path(data)
+    if path.is_dir():
+        files = [p for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith(".")]
+    elif path.is_file():
+        files = [path]
+    else:
+        files = [Path(p) for p in sorted(glob.glob(data, recursive=True)) if Path(p).is_file()]
+    if not files:
+        raise UserError(f"{data}: no such file, folder or match; give text or .jsonl files with --data")
+    return files
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    files = [p for p in sorted(root.rglob("*.py")) if not left_out.intersection(p.relative_to(root).parts)]
+    if not files:
+        raise UserError(f"{root}: the standard library's source is not on this machine; give text with --data")
+    return files

@@ -1,0 +1,6 @@
+"""The generator: an engine with a paged cache over the trainer's own model."""
+
+from lockstep.generate.engine import Engine, Statistics
+from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
+
+__all__ = ["Completion", "Engine", "SamplingParams", "Statistics", "TokenEvent"]

@@ -1,0 +1,106 @@
+"""One step's tensors, prepared from arrays that persist between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.generate.scheduler import Chunk
+from lockstep.generate.sequence import Sequence
+
+
+@dataclass
+class StepBatch:
+    """What the model and the sampler take. Rows are padded to `ops.ROW_MULTIPLE`."""
+
+    tokens: Tensor
+    positions: Tensor
+    block_table: Tensor
+    query_lengths: Tensor
+    context_lengths: Tensor
+    sequences: list[Sequence]
+    """Those that are sampled in this step."""
+    last_rows: Tensor
+    """The row of each one's last token, padded."""
+    sampling: tuple[Tensor, ...]
+    """Temperature, top_k, top_p, min_p and uniform draw of each."""
+
+
+class BatchArrays:
+    """A row for each running sequence: its pages and how it is sampled."""
+
+    def __init__(self, max_sequences: int, device: torch.device):
+        self.device = device
+        # A list of pages is a row's owner: a sequence that was preempted comes back with a new one.
+        self._owner: list[list[int] | None] = [None] * max_sequences
+        self._table = np.zeros((max_sequences, 16), dtype=np.int32)
+        self._filled = np.zeros(max_sequences, dtype=np.int64)
+        self._temperature = np.ones(max_sequences, dtype=np.float32)
+        self._top_k = np.zeros(max_sequences, dtype=np.int64)
+        self._top_p = np.ones(max_sequences, dtype=np.float32)
+        self._min_p = np.zeros(max_sequences, dtype=np.float32)
+        self._seed = np.zeros(max_sequences, dtype=np.int64)
+
+    def prepare(self, chunks: list[Chunk]) -> StepBatch:
+        """The tensors of one step."""
+        for chunk in chunks:
+            self._update(chunk.sequence)
+        slots = np.array([c.sequence.slot for c in chunks])
+        starts = np.array([c.start for c in chunks])
+        counts = np.array([c.count for c in chunks])
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        padded = -(-total // ops.ROW_MULTIPLE) * ops.ROW_MULTIPLE
+        tokens, positions = np.zeros(padded, dtype=np.int64), np.zeros(padded, dtype=np.int64)
+        tokens[:total] = [t for c in chunks for t in _tokens(c)]
+        positions[:total] = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+        final = [i for i, c in enumerate(chunks) if c.start + c.count == len(c.sequence.tokens)]
+        last_rows = np.zeros(-(-len(final) // ops.ROW_MULTIPLE) * ops.ROW_MULTIPLE, dtype=np.int64)
+        last_rows[: len(final)] = ends[final] - 1
+        sampled, chosen = [chunks[i].sequence for i in final], slots[final]
+        draws = ops.uniforms(
+            torch.from_numpy(self._seed[chosen]), torch.tensor([s.sampled for s in sampled], dtype=torch.int64)
+        )
+        width = int(self._filled[slots].max())
+        columns = (self._temperature, self._top_k, self._top_p, self._min_p)
+        return StepBatch(
+            tokens=self._tensor(tokens),
+            positions=self._tensor(positions),
+            block_table=self._tensor(self._table[slots, :width]),
+            query_lengths=self._tensor(counts.astype(np.int32)),
+            context_lengths=self._tensor((starts + counts).astype(np.int32)),
+            sequences=sampled,
+            last_rows=self._tensor(last_rows),
+            sampling=(*(self._tensor(c[chosen]) for c in columns), draws.to(self.device)),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _update(self, sequence: Sequence) -> None:
+        """Brings the sequence's row up to date: all of it for a newcomer, else only its new pages."""
+        slot = sequence.slot
+        if self._owner[slot] is not sequence.pages:
+            self._owner[slot] = sequence.pages
+            self._filled[slot] = 0
+            params = sequence.params
+            self._temperature[slot] = params.temperature
+            self._top_k[slot] = params.top_k
+            self._top_p[slot] = params.top_p
+            self._min_p[slot] = params.min_p
+            self._seed[slot] = sequence.seed
+        filled = self._filled[slot]
+        if filled != len(sequence.pages):
+            if len(sequence.pages) > self._table.shape[1]:
+                wider = max(len(sequence.pages), 2 * self._table.shape[1])
+                self._table = np.pad(self._table, ((0, 0), (0, wider - self._table.shape[1])))
+            self._table[slot, filled : len(sequence.pages)] = sequence.pages[filled:]
+            self._filled[slot] = len(sequence.pages)
+
+
+def _tokens(chunk: Chunk) -> list[int]:
+    return chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]

@@ -1,0 +1,214 @@
+"""The generator: continuous batching of requests over the model that is being trained."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+import torch
+
+from lockstep import ops
+from lockstep.config import EngineConfig
+from lockstep.data import StreamDecoder, Tokenizer
+from lockstep.errors import UserError
+from lockstep.generate.batch import BatchArrays
+from lockstep.generate.pages import PageAllocator
+from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
+from lockstep.generate.scheduler import Chunk, Scheduler
+from lockstep.generate.sequence import Sequence
+from lockstep.model import Decoder
+
+LOGITS_ELEMENTS = 1 << 24
+"""Logits held at once: 64 MB where they are float32."""
+
+
+@dataclass
+class Statistics:
+    """What the engine has done so far."""
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_reused: int = 0
+    tokens_sampled: int = 0
+    preemptions: int = 0
+
+
+class Engine:
+    """Samples from `model`, whose weights it reads in place: a trainer's update is seen by the next step.
+
+    Call `weights_changed` after such an update, for cached keys are of the old weights.
+    """
+
+    def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
+        self.model = model
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.weights_version = 0
+        self.statistics = Statistics()
+        shape = model.config
+        num_pages = self.config.cache_tokens // ops.PAGE
+        if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
+            raise UserError(
+                f"engine: cache_tokens {self.config.cache_tokens} (at least {ops.PAGE}), max_tokens_per_step "
+                f"{self.config.max_tokens_per_step} and max_sequences {self.config.max_sequences} must be positive"
+            )
+        self.allocator = PageAllocator(num_pages)
+        self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
+        self.cache = ops.KVCache(
+            shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim, model.dtype, model.device
+        )
+        self._arrays = BatchArrays(self.config.max_sequences, model.device)
+        self._requests: dict[int, list[Sequence]] = {}
+        self._next_id = 0
+
+    def generate(
+        self, prompts: ListLike[list[int]], params: SamplingParams | ListLike[SamplingParams]
+    ) -> list[list[Completion]]:
+        """`result[i][j]` is sample j of prompt i. Raises UserError for a prompt that cannot be computed here."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
+        ids: list[int] = []
+        groups: list[list[Sequence]] = []
+        try:
+            for prompt, param in zip(prompts, each):
+                ids.append(self.add(prompt, param))
+                groups.append(self._requests[ids[-1]])
+            while any(i in self._requests for i in ids):
+                self.step()
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+        return [[s.completion() for s in group] for group in groups]
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
+        """The events of one request as they come; closing the iterator aborts it."""
+        request_id = self.add(prompt, params)
+        try:
+            while request_id in self._requests:
+                yield from (event for event in self.step() if event.request_id == request_id)
+        finally:
+            self.abort(request_id)
+
+    def add(self, prompt: list[int], params: SamplingParams) -> int:
+        """Queues a request; returns its id. Raises UserError for a prompt that can never be computed."""
+        self._check(prompt, params)
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        seed = secrets.randbits(62) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.model.config.eos_token_ids)
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                params=params,
+                seed=(seed + index * 0x9E3779B97F4A7C15) % 2**63,
+                tokens=list(prompt),
+                prompt_length=len(prompt),
+                stop_ids=stop_ids,
+                decoder=StreamDecoder(self.tokenizer) if params.stop and self.tokenizer else None,
+            )
+            for index in range(params.n)
+        ]
+        self._requests[request_id] = sequences
+        self.scheduler.waiting.extend(sequences)
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request and frees its pages at once; an id that has ended already is ignored."""
+        unfinished = [s for s in self._requests.pop(request_id, []) if s.finish_reason is None]
+        for sequence in unfinished:
+            sequence.finish_reason = "abort"
+        if unfinished:
+            self.scheduler.remove(unfinished)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def weights_changed(self, version: int) -> None:
+        """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""
+        self.weights_version = version
+        self.scheduler.restart()
+
+    @torch.no_grad()
+    def step(self) -> list[TokenEvent]:
+        """One forward pass over this step's tokens; an event for each token it sampled."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        try:
+            tokens, log_probs = self._compute(chunks)
+        except BaseException:
+            # Pages that this step was to fill are known already, but hold nothing.
+            self.scheduler.restart()
+            raise
+        self._count(chunks)
+        return self._deliver(tokens, log_probs)
+
+    def _compute(self, chunks: list[Chunk]) -> tuple[list[int], list[float]]:
+        """Runs the model; samples for each chunk that reaches its sequence's end."""
+        batch = self._arrays.prepare(chunks)
+        attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
+        hidden = self.model(batch.tokens, batch.positions, attention)
+        self._sampling = batch.sequences
+        count, vocab = len(batch.sequences), self.model.config.vocab_size
+        rows = max(ops.ROW_MULTIPLE, LOGITS_ELEMENTS // vocab // ops.ROW_MULTIPLE * ops.ROW_MULTIPLE)
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        for start in range(0, count, rows):
+            part = slice(start, min(start + rows, count))
+            # The index is padded, so that the head's product needs no padding of its own.
+            logits = self.model.logits(hidden[batch.last_rows[start : start + rows]])[: part.stop - start]
+            drawn, scores = ops.sample(logits, *(p[part] for p in batch.sampling))
+            tokens += drawn.tolist()
+            log_probs += scores.tolist()
+        return tokens, log_probs
+
+    def _deliver(self, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
+        events, finished = [], []
+        for sequence, token, log_prob in zip(self._sampling, tokens, log_probs):
+            sequence.append(token, log_prob)
+            if sequence.finish_reason is not None:
+                finished.append(sequence)
+            events.append(TokenEvent(sequence.request_id, sequence.index, token, log_prob, sequence.finish_reason))
+        if finished:
+            self.scheduler.remove(finished)
+            for request_id in {s.request_id for s in finished}:
+                if all(s.finish_reason is not None for s in self._requests[request_id]):
+                    del self._requests[request_id]
+        return events
+
+    def _count(self, chunks: list[Chunk]) -> None:
+        statistics = self.statistics
+        statistics.steps += 1
+        statistics.tokens_sampled += len(self._sampling)
+        statistics.prompt_tokens_computed += sum(
+            max(0, min(c.start + c.count, c.sequence.prompt_length) - c.start) for c in chunks
+        )
+        statistics.prompt_tokens_reused = self.scheduler.reused_tokens
+        statistics.preemptions = self.scheduler.preemptions
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        vocab, limit = self.model.config.vocab_size, self.model.config.max_positions
+        total = len(prompt) + params.max_tokens
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one token")
+        for position, token in enumerate(prompt):
+            if not 0 <= token < vocab:
+                raise UserError(f"token {token} at position {position} of the prompt is outside the vocabulary of {vocab}")
+        if total > limit:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed the context of {limit}; "
+                "shorten the prompt or lower max_tokens"
+            )
+        if -(-total // ops.PAGE) > self.allocator.num_pages:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} never fit in the cache of "
+                f"{self.allocator.num_pages * ops.PAGE} tokens; raise engine.cache_tokens"
+            )
+        if params.stop and self.tokenizer is None:
+            raise UserError("stop strings need a tokenizer; give one to Engine, or use stop_token_ids")

@@ -1,0 +1,87 @@
+"""Which sequence holds which page of the key-value cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+ROOT = 0
+"""The chain before a sequence's first page."""
+
+PageContent = tuple[int, tuple[int, ...]]
+"""The chain that a page continues, and the tokens whose keys it holds."""
+
+
+class PageAllocator:
+    """Hands out pages, counts their holders, and finds full pages again by what they hold.
+
+    A full page is known by the chain of pages before it and its own tokens, so equal contents are found exactly.
+    A known page without holders stays filled until its place is needed, least recently used first; it counts as
+    free.
+    """
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self.holders = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._page_of: dict[PageContent, tuple[int, int]] = {}
+        self._content_of: dict[int, PageContent] = {}
+        self._chains = itertools.count(ROOT + 1)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def allocate(self) -> int:
+        """A page for one holder to fill. Raises IndexError if none is free: look at `num_free` first."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._idle.popitem(last=False) if self._idle else (-1, None)
+            if page < 0:
+                raise IndexError("no free page")
+            self._forget(page)
+        self.holders[page] = 1
+        return page
+
+    def share(self, chain: int, tokens: tuple[int, ...]) -> tuple[int, int] | None:
+        """(page, chain after it) of a known full page, held once more; None if it is not known."""
+        found = self._page_of.get((chain, tokens))
+        if found is not None:
+            page = found[0]
+            if self.holders[page] == 0:
+                del self._idle[page]
+            self.holders[page] += 1
+        return found
+
+    def know(self, page: int, chain: int, tokens: tuple[int, ...]) -> int:
+        """Makes a full page findable; returns the chain after it. A second page of equal content stays unknown."""
+        found = self._page_of.get((chain, tokens))
+        if found is not None:
+            return found[1]
+        after = next(self._chains)
+        self._page_of[chain, tokens] = (page, after)
+        self._content_of[page] = (chain, tokens)
+        return after
+
+    def release(self, page: int) -> None:
+        """One holder less."""
+        if self.holders[page] <= 0:
+            raise ValueError(f"page {page} is released more often than it was held")
+        self.holders[page] -= 1
+        if self.holders[page] == 0:
+            if page in self._content_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def forget_all(self) -> None:
+        """No page is found again: the weights have changed, or a step has failed before it filled its pages."""
+        self._page_of.clear()
+        self._content_of.clear()
+        self._free.extend(self._idle)
+        self._idle.clear()
+
+    def _forget(self, page: int) -> None:
+        del self._page_of[self._content_of.pop(page)]

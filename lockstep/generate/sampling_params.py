@@ -1,0 +1,73 @@
+"""What a request asks for, and what it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.errors import UserError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a prompt is continued. Raises UserError, naming the field, for a value that makes no sense."""
+
+    max_tokens: int = 64
+    """Tokens to sample at most."""
+    temperature: float = 1.0
+    """0 takes the likeliest token; its log-probability is then at temperature 1."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens only; 0: off."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with at least this probability; 1: off."""
+    min_p: float = 0.0
+    """Draw from tokens at least this likely relative to the likeliest; 0: off."""
+    n: int = 1
+    """Samples of the prompt."""
+    seed: int | None = None
+    """Fixes the draws, whatever else is in the batch; None: fresh ones."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Stop after any of these tokens, besides the model's own end-of-text tokens."""
+    stop: tuple[str, ...] = ()
+    """Stop after the token that completes any of these strings; needs a tokenizer."""
+    ignore_eos: bool = False
+    """Go on after an end-of-text token."""
+
+    def __post_init__(self) -> None:
+        limits = [
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 or more, and finite"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("n", self.n >= 1, "at least 1"),
+            ("stop", all(self.stop), "of strings that are not empty"),
+        ]
+        for name, holds, rule in limits:
+            if not holds:
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+
+@dataclass
+class Completion:
+    """One sample of a prompt."""
+
+    token_ids: list[int]
+    """The sampled tokens, the one that stopped it included."""
+    logprobs: list[float]
+    """log p of each, at the sampling temperature, over the whole vocabulary: what `lockstep.score` gives."""
+    finish_reason: FinishReason
+
+
+@dataclass
+class TokenEvent:
+    """A token that a step has sampled."""
+
+    request_id: int
+    index: int
+    """Which of the request's n samples."""
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None

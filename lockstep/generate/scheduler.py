@@ -1,0 +1,153 @@
+"""Which tokens the next step computes, and in which pages their keys go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lockstep.config import EngineConfig
+from lockstep.generate.pages import ROOT, PageAllocator
+from lockstep.generate.sequence import Sequence
+
+
+@dataclass
+class Chunk:
+    """Tokens [start, start + count) of a sequence, computed in this step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+
+class Scheduler:
+    """A waiting and a running queue under a budget of tokens, sequences and pages.
+
+    Within a step come sequences that only await their next token, then those whose prompt is partly computed, then
+    waiting ones. Where pages run out, the newest sequence not yet part of the step gives up its own and waits again,
+    in front; what it has sampled is kept and computed anew.
+    """
+
+    def __init__(self, config: EngineConfig, allocator: PageAllocator, page_size: int):
+        self.config = config
+        self.allocator = allocator
+        self.page_size = page_size
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.reused_tokens = 0
+        self._slots = list(range(config.max_sequences - 1, -1, -1))
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks; the pages they fill are allocated, and known from here on."""
+        chunks: list[Chunk] = []
+        budget = self.config.max_tokens_per_step
+        scheduled: set[int] = set()
+        decoding = [s for s in self.running if len(s.tokens) - s.computed == 1]
+        filling = [s for s in self.running if len(s.tokens) - s.computed > 1]
+        for sequence in decoding + filling:
+            if budget == 0:
+                break
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if sequence.slot >= 0 and self._make_room(sequence, count, scheduled):
+                chunks.append(self._take(sequence, count))
+                scheduled.add(id(sequence))
+                budget -= count
+        while self.waiting and budget and len(self.running) < self.config.max_sequences:
+            sequence = self.waiting[0]
+            self._share_prefix(sequence)
+            missing = self._pages_for(len(sequence.tokens)) - len(sequence.pages)
+            if missing > self.allocator.num_free:
+                self._release_pages(sequence)
+                break
+            self.waiting.popleft()
+            sequence.slot = self._slots.pop()
+            self.running.append(sequence)
+            self.reused_tokens += sequence.computed
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            self._make_room(sequence, count, scheduled)
+            chunks.append(self._take(sequence, count))
+            scheduled.add(id(sequence))
+            budget -= count
+        return chunks
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Frees what finished or aborted sequences hold."""
+        gone = {id(s) for s in sequences}
+        for sequence in self.running:
+            if id(sequence) in gone:
+                self._stop(sequence)
+        self.running = [s for s in self.running if id(s) not in gone]
+        if any(id(s) in gone for s in self.waiting):
+            self.waiting = deque(s for s in self.waiting if id(s) not in gone)
+
+    def restart(self) -> None:
+        """Every running sequence waits again and no page is known: computed keys are worth nothing any more."""
+        for sequence in reversed(self.running):
+            self._stop(sequence)
+            self.waiting.appendleft(sequence)
+        self.running = []
+        self.allocator.forget_all()
+
+    def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
+        """Allocates the pages of the next `count` tokens; False if the sequence itself had to go, or must wait."""
+        missing = self._pages_for(sequence.computed + count) - len(sequence.pages)
+        while missing > self.allocator.num_free:
+            victim = next((s for s in reversed(self.running) if id(s) not in scheduled), sequence)
+            if victim is sequence and scheduled and len(sequence.tokens) - sequence.computed > 1:
+                return False  # its prompt is half computed: it keeps its pages until those of the step are done
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.pages += [self.allocator.allocate() for _ in range(missing)]
+        return True
+
+    def _take(self, sequence: Sequence, count: int) -> Chunk:
+        chunk = Chunk(sequence, sequence.computed, count)
+        sequence.computed += count
+        if self.config.prefix_cache:
+            self._make_known(sequence)
+        return chunk
+
+    def _make_known(self, sequence: Sequence) -> None:
+        size = self.page_size
+        while (sequence.known_pages + 1) * size <= sequence.computed:
+            start = sequence.known_pages * size
+            tokens = tuple(sequence.tokens[start : start + size])
+            sequence.chain = self.allocator.know(sequence.pages[sequence.known_pages], sequence.chain, tokens)
+            sequence.known_pages += 1
+
+    def _share_prefix(self, sequence: Sequence) -> None:
+        """Takes known pages for as much of the tokens as they cover; the last token is always computed."""
+        size = self.page_size
+        while self.config.prefix_cache and (sequence.known_pages + 1) * size < len(sequence.tokens):
+            start = sequence.known_pages * size
+            found = self.allocator.share(sequence.chain, tuple(sequence.tokens[start : start + size]))
+            if found is None:
+                break
+            page, sequence.chain = found
+            sequence.pages.append(page)
+            sequence.known_pages += 1
+            sequence.computed = sequence.known_pages * size
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self._stop(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        self._release_pages(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _release_pages(self, sequence: Sequence) -> None:
+        # The last page first: of a chain, the end is forgotten before what it continues.
+        for page in reversed(sequence.pages):
+            self.allocator.release(page)
+        sequence.pages = []
+        sequence.computed = sequence.known_pages = 0
+        sequence.chain = ROOT

@@ -1,0 +1,65 @@
+"""One sample of a request, from waiting to finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lockstep.generate.pages import ROOT
+from lockstep.generate.sampling_params import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from lockstep.data import StreamDecoder
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Its tokens, what of them is in the cache, and where."""
+
+    request_id: int
+    index: int
+    params: SamplingParams
+    seed: int
+    tokens: list[int]
+    """Prompt and samples; the last one's successor is what is sampled next."""
+    prompt_length: int
+    stop_ids: frozenset[int]
+    decoder: StreamDecoder | None = None
+    """Only where stop strings have to be looked for."""
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    computed: int = 0
+    """Tokens whose keys are in the cache once the steps scheduled so far have run."""
+    pages: list[int] = field(default_factory=list)
+    chain: int = ROOT
+    """Of the full pages so far."""
+    known_pages: int = 0
+    slot: int = -1
+    """Row of the engine's arrays while it runs."""
+
+    @property
+    def sampled(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def append(self, token: int, logprob: float) -> None:
+        """Takes a sampled token and notices whether it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.stop_ids or self._completes_stop_string(token):
+            self.finish_reason = "stop"
+        elif self.sampled >= self.params.max_tokens:
+            self.finish_reason = "length"
+
+    def _completes_stop_string(self, token: int) -> bool:
+        if self.decoder is None:
+            return False
+        new = self.decoder.push(token)
+        # A stop string that ends in the new text begins at most its own length before it.
+        tail = self.text[-max(map(len, self.params.stop)) :] + new
+        self.text = tail
+        return any(stop in tail for stop in self.params.stop)
+
+    def completion(self) -> Completion:
+        return Completion(self.tokens[self.prompt_length :], self.logprobs, self.finish_reason or "abort")
