@@ -7,50 +7,44 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
-from lockstep.model import save_model
-from lockstep.train.trainer import Trainer
+from lockstep.model import Decoder, save_model
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 
 
-def save_checkpoint(folder: Path, trainer: Trainer, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
-    """Writes model, tokenizer, optimizer and `state` (JSON) under a temporary name, then renames it to `folder`.
+def save_checkpoint(
+    folder: Path, model: Decoder, tokenizer: Tokenizer, tensors: dict[str, Tensor], state: dict[str, Any]
+) -> None:
+    """Writes model, tokenizer, the optimizer's `tensors` and `state` (JSON), then renames the whole to `folder`.
 
     So a checkpoint that has its name is whole. An older one of the same name is replaced.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_model(trainer.model, partial)
+    save_model(model, partial)
     tokenizer.save(partial)
-    tensors = {name: t.contiguous() for name, t in trainer.optimizer.state_tensors().items()}
-    save_file(tensors, partial / OPTIMIZER_FILE)
-    (partial / STATE_FILE).write_text(json.dumps({"updates": trainer.updates, **state}, indent=1))
+    save_file({name: t.contiguous() for name, t in tensors.items()}, partial / OPTIMIZER_FILE)
+    (partial / STATE_FILE).write_text(json.dumps(state, indent=1))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
 
-def load_checkpoint(folder: Path, trainer: Trainer) -> dict[str, Any]:
-    """Puts optimizer and master weights back into `trainer`, whose model they then fill. Returns the saved state.
-
-    Raises UserError, naming the file, where the checkpoint is incomplete or of another model.
-    """
+def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's tensors and the state that `save_checkpoint` was given. Raises UserError, naming the folder."""
     try:
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
         with safe_open(folder / OPTIMIZER_FILE, framework="pt") as file:
-            tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        trainer.optimizer.load_state_tensors(tensors)
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
+            return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
-            f"{folder}: cannot be resumed from ({type(error).__name__}: {error}); "
-            "delete this checkpoint to use an older one, or start again with --overwrite"
+            f"{folder}: cannot be resumed from ({error}); delete this checkpoint to use an older one, or start "
+            "again with --overwrite"
         ) from error
-    trainer.updates = int(state["updates"])
-    return state

@@ -56,7 +56,9 @@ class HuggingFaceTokenizer:
         try:
             self._backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
-            raise UserError(f"{path}: cannot be read as a tokenizer ({error}); save it again with tokenizers") from error
+            raise UserError(
+                f"{path}: cannot be read as a tokenizer ({error}); save it again with tokenizers"
+            ) from error
         self.vocab_size = self._backend.get_vocab_size()
         self.eos_id = self._backend.token_to_id(eos_token) if eos_token else None
         self._eos_token = eos_token

@@ -199,7 +199,9 @@ class Engine:
             raise UserError("the prompt is empty; give at least one token")
         for position, token in enumerate(prompt):
             if not 0 <= token < vocab:
-                raise UserError(f"token {token} at position {position} of the prompt is outside the vocabulary of {vocab}")
+                raise UserError(
+                    f"token {token} at position {position} of the prompt is outside the vocabulary of {vocab}"
+                )
         if total > limit:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed the context of {limit}; "

@@ -44,9 +44,7 @@ def build_model(
     return model
 
 
-def load_model(
-    path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> Decoder:
+def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
     """A Llama 3 or Qwen3 folder as a Decoder. dtype None keeps the files' own.
 
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from lockstep.checkpoint import load_checkpoint, save_checkpoint
 from lockstep.config import TrainConfig
+from lockstep.data import Tokenizer
+from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.train.optimizer import MasterAdamW, learning_rate_at
 
@@ -16,12 +19,12 @@ MicroBatch = TypeVar("MicroBatch")
 
 
 class Trainer:
-    """The model, its optimizer and the number of steps taken."""
+    """The model, its optimizer and the number of updates made."""
 
-    def __init__(self, model: Decoder, config: TrainConfig, total_steps: int):
+    def __init__(self, model: Decoder, config: TrainConfig, total_updates: int):
         self.model = model
         self.config = config
-        self.total_steps = total_steps
+        self.total_updates = total_updates
         self.optimizer = MasterAdamW(model, config)
         self.updates = 0
 
@@ -33,18 +36,27 @@ class Trainer:
         `loss_of` returns a micro-batch's share of the step's loss: a sum whose weights add up to 1 over the whole
         step, so that how it was cut into micro-batches does not matter.
         """
-        started = time.perf_counter()
         loss = 0.0
         for microbatch in microbatches:
             share = loss_of(self.model, microbatch)
             share.backward()
             loss += share.item()
-        learning_rate = learning_rate_at(self.updates, self.total_steps, self.config)
+        learning_rate = learning_rate_at(self.updates, self.total_updates, self.config)
         grad_norm = self.optimizer.step(learning_rate)
         self.updates += 1
-        return {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "time/train": time.perf_counter() - started,
-        }
+        return {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
+
+    def save(self, folder: Path, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
+        """Writes a checkpoint with `state` (JSON) beside the weights."""
+        tensors = self.optimizer.state_tensors()
+        save_checkpoint(folder, self.model, tokenizer, tensors, {**state, "updates": self.updates})
+
+    def resume(self, folder: Path) -> dict[str, Any]:
+        """Puts weights and optimizer back; returns the saved state. Raises UserError for another model's checkpoint."""
+        tensors, state = load_checkpoint(folder)
+        try:
+            self.optimizer.load_state_tensors(tensors)
+        except (KeyError, RuntimeError) as error:
+            raise UserError(f"{folder}: is a checkpoint of another model ({error}); give its --model") from error
+        self.updates = int(state["updates"])
+        return state

@@ -31,14 +31,14 @@ _NAMES = {
 _ONLY = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 
 
-def preset(name: str, vocab_size: int | None = None) -> ModelConfig:
+def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """`family:size`, such as `qwen3:tiny`, with another vocabulary where given. Raises UserError if there is none."""
     family, _, size = name.partition(":")
     if name not in PRESETS:
         raise UserError(f'unknown model "{name}".{closest(name, PRESETS)} Known: {", ".join(PRESETS)}')
     module = FAMILIES[family]
     config: ModelConfig = module.config(vocab_size or module.VOCAB_SIZES[size], **module.PRESETS[size])
-    return config
+    return dataclasses.replace(config, eos_token_ids=eos_token_ids)
 
 
 def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:

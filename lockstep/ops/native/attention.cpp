@@ -140,7 +140,7 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
                         int64_t first_position, const Shape& shape, float scale) {
     const int64_t dim = shape.head_dim, rows = tile.tokens * shape.group();
     static thread_local std::vector<float> scratch;
-    scratch.assign(2 * rows * dim + rows * (BLOCK + 2) + 2 * BLOCK * dim, 0.f);
+    scratch.resize(2 * rows * dim + rows * (BLOCK + 2) + 2 * BLOCK * dim);
     float* queries = scratch.data();
     float* sums = queries + rows * dim;
     float* scores = sums + rows * dim;
@@ -149,7 +149,9 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     float* highest = values + BLOCK * dim;
     float* totals = highest + rows;
     load_rows(q, tile, kv_head, shape, queries);
+    std::fill(sums, sums + rows * dim, 0.f);
     std::fill(highest, highest + rows, LOWEST);
+    std::fill(totals, totals + rows, 0.f);
 
     const int64_t length = first_position + tile.tokens;  // keys that the last row sees
     for (int64_t start = 0; start < length; start += BLOCK) {

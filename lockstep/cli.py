@@ -1,0 +1,244 @@
+"""One command: lockstep demo | pretrain | rl | generate | parity.
+
+Bad input ends with one clear message and exit code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from lockstep.errors import UserError, closest
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name = arguments[0] if arguments else "--help"
+    try:
+        if name in ("-h", "--help"):
+            print(_overview())
+            return 0
+        if name == "--version":
+            from lockstep import __version__
+
+            print(f"lockstep {__version__}")
+            return 0
+        if name not in COMMANDS:
+            raise UserError(f'unknown command "{name}".{closest(name, COMMANDS)} See lockstep --help')
+        return COMMANDS[name](arguments[1:])
+    except UserError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        return 130
+
+
+def _overview() -> str:
+    lines = [f"  lockstep {name:10} {function.__doc__}" for name, function in COMMANDS.items()]
+    return (
+        "Train and sample language models with one model definition.\n\n"
+        + "\n".join(lines)
+        + ("\n\nlockstep COMMAND --help lists a command's options.")
+    )
+
+
+def _parse(kind: type, arguments: list[str], command: str, default: Any = None) -> Any:
+    import tyro
+
+    keywords = {} if default is None else {"default": default}
+    return tyro.cli(kind, args=arguments, prog=f"lockstep {command}", **keywords)
+
+
+def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
+    """The recipe's configuration, with a TOML file and the command line put over it, in this order."""
+    from lockstep.config import from_toml
+    from lockstep.recipes import recipe
+
+    rest, chosen = [], {"--recipe": "", "--config": ""}
+    remaining = iter(arguments)
+    for argument in remaining:
+        option, equals, value = argument.partition("=")
+        if option in chosen:
+            chosen[option] = value if equals else next(remaining, "")
+            if not chosen[option]:
+                raise UserError(f"{option} needs a value")
+        else:
+            rest.append(argument)
+    default = recipe(command, chosen["--recipe"]) if chosen["--recipe"] else kind()
+    if chosen["--config"]:
+        default = from_toml(chosen["--config"], default)
+    if "--help" in rest or "-h" in rest:
+        from lockstep.recipes import RECIPES
+
+        print(f"--recipe NAME   start from a ready run: {', '.join(RECIPES[command])}")
+        print("--config FILE   start from a TOML file, such as a run's config.toml\n")
+    return _parse(kind, rest, command, default)
+
+
+def demo(arguments: list[str]) -> int:
+    """pretrain a small model from scratch, then improve it with GRPO, and show that the bits agree"""
+    from lockstep.recipes.demo import DemoConfig, run_demo
+
+    run_demo(_parse(DemoConfig, arguments, "demo"))
+    return 0
+
+
+def pretrain(arguments: list[str]) -> int:
+    """next-token training on text, from fresh weights or a Hugging Face folder"""
+    from lockstep.config import PretrainConfig
+    from lockstep.recipes.pretraining import pretrain as run
+
+    config = _run_config("pretrain", PretrainConfig, arguments)
+    folder = run(config)
+    print(
+        f"\nwrote {folder}: report.html, metrics.jsonl, checkpoints/\nnext: lockstep generate --model {folder} --prompt TEXT"
+    )
+    return 0
+
+
+def rl(arguments: list[str]) -> int:
+    """GRPO on gsm8k, on sums of digits, or on a task of your own (--environment my_task.py:MyTask)"""
+    from lockstep.config import RLConfig
+    from lockstep.rl.controller import reinforce
+    from lockstep.rl.parity import ParityError
+
+    config = _run_config("rl", RLConfig, arguments)
+    config.model = str(model_folder(config.model)) if config.model else ""
+    try:
+        folder = reinforce(config)
+    except ParityError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+    print_summary(folder)
+    return 0
+
+
+def print_summary(folder: Path) -> None:
+    """The run's result in three lines."""
+    import json
+
+    summary = json.loads((folder / "summary.json").read_text())
+    print(f"\naccuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} on held-out examples")
+    print(
+        f"{summary['parity_tokens_checked']} log-probabilities compared, {summary['parity_tokens_different']} different; "
+        f"largest ratio on a first inner step: {summary['ratio_max_on_first_inner_step']!r}"
+    )
+    print(f"report: {folder / 'report.html'}")
+
+
+@dataclass
+class GenerateOptions:
+    """Continue a prompt."""
+
+    model: str
+    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    prompt: str
+    """Text to continue."""
+    max_tokens: int = 128
+    """Tokens to sample at most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens only; 0: off."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1: off."""
+    min_p: float = 0.0
+    """Sample from tokens at least this likely relative to the likeliest; 0: off."""
+    seed: int | None = None
+    """Fixes the draw."""
+    stop: tuple[str, ...] = ()
+    """Stop after any of these strings."""
+
+
+def generate(arguments: list[str]) -> int:
+    """continue a prompt, streamed to the terminal"""
+    options = _parse(GenerateOptions, arguments, "generate")
+    from lockstep.data import StreamDecoder, load_tokenizer
+    from lockstep.generate import Engine, SamplingParams
+    from lockstep.model import load_model
+
+    folder = model_folder(options.model)
+    model = load_model(folder)
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        stop=options.stop,
+    )
+    decoder = StreamDecoder(tokenizer)
+    prompt = tokenizer.encode(options.prompt)
+    print(options.prompt, end="", flush=True)
+    for event in Engine(model, engine_config_for(model), tokenizer).stream(prompt, params):
+        if event.token_id != tokenizer.eos_id:
+            print(decoder.push(event.token_id), end="", flush=True)
+    print(decoder.finish())
+    return 0
+
+
+def engine_config_for(model: Any) -> Any:
+    """A cache for one sequence of the model's whole context, at most 64k tokens."""
+    from lockstep.config import EngineConfig
+
+    return EngineConfig(cache_tokens=min(65536, model.config.max_positions + 16), max_sequences=8)
+
+
+@dataclass
+class ParityOptions:
+    """Compare trainer and generator."""
+
+    model: str
+    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    tokens: int = 4096
+    """Sampled tokens to compare."""
+    dtype: Annotated[str, "dtype"] = ""
+    """`bfloat16` or `float32`; empty: the files' own."""
+    seed: int = 0
+    """Of the load."""
+
+
+def parity(arguments: list[str]) -> int:
+    """compare the log-probabilities of trainer and generator, bit by bit, under a mixed load"""
+    options = _parse(ParityOptions, arguments, "parity")
+    from lockstep.model import load_model
+    from lockstep.rl.parity_check import check_parity
+
+    if options.dtype not in ("", "bfloat16", "float32"):
+        raise UserError(f'dtype is "{options.dtype}"; give bfloat16 or float32')
+    model = load_model(model_folder(options.model), dtype=options.dtype or None)
+    result, load = check_parity(model, options.tokens, options.seed)
+    print(f"Bitwise identical : {result.tokens_different == 0}")
+    print(f"Tokens checked    : {result.tokens_checked}")
+    print(f"Tokens different  : {result.tokens_different}")
+    print(f"Max delta         : {result.max_delta:e}")
+    print("\nload: " + ", ".join(f"{count} {name}" for name, count in load.items()))
+    return 0 if result.tokens_different == 0 else 1
+
+
+def model_folder(path: str) -> Path:
+    """`path` itself, or the newest checkpoint where it is a run's folder. Raises UserError if it does not exist."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{path}: no such folder; give a Hugging Face model folder or a run's folder")
+    checkpoints = sorted(p for p in folder.glob("checkpoints/step_*") if not p.name.endswith(".partial"))
+    return checkpoints[-1] if checkpoints else folder
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "demo": demo,
+    "pretrain": pretrain,
+    "rl": rl,
+    "generate": generate,
+    "parity": parity,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

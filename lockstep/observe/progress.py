@@ -1,0 +1,73 @@
+"""A progress bar with the time left, or now and then a line where no one watches a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """Counts up to `total`, with a few figures beside the bar. A context manager."""
+
+    def __init__(self, title: str, total: float):
+        self.title = title
+        self.total = total
+        self.done = 0.0
+        self._bar: Any = None
+        self._began = self._last_line = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self._began = time.monotonic()
+        if sys.stdout.isatty():
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TaskProgressColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[figures]}"),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.total, figures="")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, amount: float = 1.0, title: str = "", **figures: float) -> None:
+        """`amount` more is done."""
+        self.done += amount
+        text = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, description=title or self.title, figures=text)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= SECONDS_BETWEEN_LINES or self.done >= self.total:
+            self._last_line = now
+            share = self.done / self.total
+            left = (now - self._began) * (1 - share) / share if share > 0 else 0.0
+            print(f"{title or self.title}: {share:4.0%}, {left:.0f} s left  {text}", flush=True)
+
+    def stage(self, title: str, steps: int, share: float) -> Stage:
+        """A part of this bar, as a bar of its own: its `steps` make up `share` of the total."""
+        return Stage(self, title, share / steps)
+
+
+class Stage(Progress):
+    """A loop's progress within a longer one; leaving it does not end the bar."""
+
+    def __init__(self, whole: Progress, title: str, amount: float):
+        super().__init__(title, 1)
+        self._whole, self._amount = whole, amount
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def advance(self, amount: float = 1.0, title: str = "", **figures: float) -> None:
+        self._whole.advance(amount * self._amount, title or self.title, **figures)

@@ -1,0 +1,79 @@
+"""Ready runs by name: each a function that returns a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.config import EngineConfig, PretrainConfig, RLConfig, TrainConfig
+from lockstep.errors import UserError, closest
+
+
+def tiny() -> PretrainConfig:
+    """A 5M-parameter model on the standard library's source, byte by byte."""
+    return PretrainConfig(model="qwen3:tiny", steps=200, tokens_per_step=8192, sequence_length=256)
+
+
+def gsm8k_tiny_pretrain() -> PretrainConfig:
+    """A model under 10M parameters learns the form of GSM8K's problems and solutions."""
+    return PretrainConfig(
+        model="qwen3:tiny",
+        text_key="question+answer",
+        tokenizer="bpe:2048",
+        steps=300,
+        tokens_per_step=8192,
+        sequence_length=512,
+        train=TrainConfig(learning_rate=2e-3, warmup_steps=20),
+    )
+
+
+def digit_sum() -> RLConfig:
+    """The demo's reinforcement stage: sums of digits."""
+    return RLConfig(
+        environment="digit_sum",
+        steps=120,
+        prompts_per_step=32,
+        samples_per_prompt=8,
+        max_new_tokens=4,
+        train=TrainConfig(learning_rate=5e-4, warmup_steps=5, schedule="constant", weight_decay=0.0),
+    )
+
+
+def gsm8k() -> RLConfig:
+    """GSM8K with any Llama 3 or Qwen3 folder: correctness 1.0 and format 0.3."""
+    return RLConfig(
+        environment="gsm8k",
+        steps=100,
+        prompts_per_step=16,
+        samples_per_prompt=8,
+        max_new_tokens=256,
+        train=TrainConfig(learning_rate=2e-6, warmup_steps=0, schedule="constant"),
+        validation_examples=64,
+    )
+
+
+def gsm8k_tiny_rl() -> RLConfig:
+    """GRPO on GSM8K with the small model that `pretrain --recipe gsm8k_tiny` makes."""
+    return RLConfig(
+        environment="gsm8k",
+        steps=60,
+        prompts_per_step=8,
+        samples_per_prompt=8,
+        max_new_tokens=160,
+        train=TrainConfig(learning_rate=1e-4, warmup_steps=5, schedule="constant"),
+        engine=EngineConfig(max_tokens_per_step=4096),
+        validation_examples=64,
+    )
+
+
+RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfig]]] = {
+    "pretrain": {"tiny": tiny, "gsm8k_tiny": gsm8k_tiny_pretrain},
+    "rl": {"digit_sum": digit_sum, "gsm8k": gsm8k, "gsm8k_tiny": gsm8k_tiny_rl},
+}
+
+
+def recipe(command: str, name: str) -> PretrainConfig | RLConfig:
+    """The recipe of a command. Raises UserError, with the nearest names, if there is none."""
+    known = RECIPES[command]
+    if name not in known:
+        raise UserError(f'unknown recipe "{name}".{closest(name, known)} For {command}: {", ".join(known)}')
+    return known[name]()

@@ -1,0 +1,64 @@
+"""What a reinforcement step reports: times, rollouts in figures, and whether it is time for a check."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.config import RLConfig
+from lockstep.rl.parity import Parity, ParityError
+from lockstep.rl.rollouts import Rollout
+
+
+class Stopwatch:
+    """Seconds between laps, and in all."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[name] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        return {**self._laps, "time/step": self._last - self._began}
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Every `every` steps (0: never) and at the last one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def accepted(parity: Parity, config: RLConfig, step: int) -> Parity:
+    """Stops the run, or warns, where a step's log-probabilities differ. Raises ParityError."""
+    if parity.tokens_different:
+        message = (
+            f"step {step}: {parity.tokens_different} of {parity.tokens_checked} log-probabilities differ between "
+            f"generator and trainer (by up to {parity.max_delta:.3e}); the first is {parity.first}"
+        )
+        if config.on_parity_error == "stop":
+            raise ParityError(message + ". Set on_parity_error = warn to go on regardless")
+        warnings.warn(message, stacklevel=2)
+    return parity
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means over a step's rollouts, under the run's metric names."""
+    rewards = torch.tensor([r.reward for r in rollouts])
+    advantages = torch.tensor([r.advantage for r in rollouts])
+    count = len(rollouts)
+    return {
+        "reward/mean": rewards.mean().item(),
+        "reward/std": rewards.std(correction=0).item(),
+        **{f"reward/{name}/mean": sum(r.rewards[name] for r in rollouts) / count for name in rollouts[0].rewards},
+        "advantage/mean": advantages.mean().item(),
+        "advantage/abs_max": advantages.abs().max().item(),
+        "rollout/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
+        "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
+        "policy/staleness_max": 0.0,
+    }

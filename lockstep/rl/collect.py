@@ -1,0 +1,107 @@
+"""Asking the generator: rollouts to train on, and the held-out accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lockstep.config import RLConfig
+from lockstep.data import Tokenizer
+from lockstep.errors import UserError
+from lockstep.generate import Completion, Engine, SamplingParams
+from lockstep.rl.advantages import group_advantages
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.rewards import grade
+from lockstep.rl.rollouts import Rollout
+
+
+def collect(
+    examples: Sequence[Example],
+    environment: Environment,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    config: RLConfig,
+    step: int,
+) -> list[Rollout]:
+    """`samples_per_prompt` completions of each example, one group after the other.
+
+    The draws are a function of (config.seed, step), whatever the engine's batches look like.
+    """
+    prompts = [encode_prompt(tokenizer, e, engine, config.max_new_tokens) for e in examples]
+    seeds = np.random.default_rng([config.seed, step]).integers(2**62, size=len(examples))
+    params = [
+        SamplingParams(
+            max_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            n=config.samples_per_prompt,
+            seed=int(seed),
+            stop=tuple(environment.stop),
+        )
+        for seed in seeds
+    ]
+    return [
+        Rollout(
+            example=example,
+            group=group,
+            prompt_ids=prompt,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            completion=completion_text(tokenizer, completion),
+            version=step - 1,
+        )
+        for group, (example, prompt, completions) in enumerate(zip(examples, prompts, engine.generate(prompts, params)))
+        for completion in completions
+    ]
+
+
+def assign_rewards(rollouts: Sequence[Rollout], environment: Environment) -> None:
+    """Grades every rollout. Raises UserError as `grade` does."""
+    grades = grade(environment, [r.example for r in rollouts], [r.completion for r in rollouts])
+    for rollout, graded in zip(rollouts, grades):
+        rollout.rewards, rollout.reward = graded.by_name, graded.total
+
+
+def assign_advantages(rollouts: Sequence[Rollout], normalize: bool) -> None:
+    """Group-relative advantages; the rollouts stand group by group, all groups of one size."""
+    groups = rollouts[-1].group + 1
+    rewards = torch.tensor([r.reward for r in rollouts]).view(groups, -1)
+    for rollout, advantage in zip(rollouts, group_advantages(rewards, normalize).flatten().tolist()):
+        rollout.advantage = advantage
+
+
+def evaluate(
+    examples: Sequence[Example], environment: Environment, engine: Engine, tokenizer: Tokenizer, config: RLConfig
+) -> dict[str, float]:
+    """Accuracy and mean rewards of greedy completions of held-out examples, as `validation/…`."""
+    prompts = [encode_prompt(tokenizer, e, engine, config.max_new_tokens) for e in examples]
+    params = SamplingParams(max_tokens=config.max_new_tokens, temperature=0.0, stop=tuple(environment.stop))
+    completions = [group[0] for group in engine.generate(prompts, params)]
+    grades = grade(environment, examples, [completion_text(tokenizer, c) for c in completions])
+    count = len(grades)
+    means = {f"validation/{n}": sum(g.by_name[n] for g in grades) / count for n in grades[0].by_name}
+    means["validation/accuracy"] = sum(environment.is_correct(g.by_name) for g in grades) / count
+    means["validation/reward"] = sum(g.total for g in grades) / count
+    return means
+
+
+def encode_prompt(tokenizer: Tokenizer, example: Example, engine: Engine, max_new_tokens: int) -> list[int]:
+    """The prompt's tokens. Raises UserError if prompt and completion do not fit the context."""
+    tokens = tokenizer.encode(example.prompt)
+    limit = engine.model.config.max_positions
+    if not tokens or len(tokens) + max_new_tokens > limit:
+        raise UserError(
+            f"example {example.name}: its prompt of {len(tokens)} tokens and max_new_tokens {max_new_tokens} must "
+            f"together be between 1 and the context of {limit}; shorten one of them"
+        )
+    return tokens
+
+
+def completion_text(tokenizer: Tokenizer, completion: Completion) -> str:
+    """What the environment grades: the text without end-of-text tokens."""
+    return tokenizer.decode([t for t in completion.token_ids if t != tokenizer.eos_id])

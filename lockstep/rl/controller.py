@@ -1,0 +1,98 @@
+"""A reinforcement run, top to bottom: sample, grade, compare, update, observe."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from lockstep.config import RLConfig, to_toml, validate
+from lockstep.data import load_tokenizer
+from lockstep.generate import Engine
+from lockstep.model import load_model
+from lockstep.observe import MetricsWriter, Progress, open_run, write_report
+from lockstep.rl.batch import PolicyLoss, policy_batches
+from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics
+from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
+from lockstep.rl.environment import load_environment
+from lockstep.rl.parity import Parity
+from lockstep.rl.prompts import PromptLoader, examples_of
+from lockstep.rl.rollouts import write_rollouts
+from lockstep.train import Trainer
+
+
+def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
+    """Trains `config.model` on `config.environment` with GRPO; returns the run's folder.
+
+    Raises UserError for bad input, and ParityError where trainer and generator disagree (unless set to warn).
+    """
+    validate(config)
+    environment = load_environment(config.environment, config.data, config.skip_bad_lines)
+    prompts = PromptLoader(examples_of(environment, "train"), config.seed)
+    held_out = examples_of(environment, "validation")[: config.validation_examples]
+    model = load_model(config.model, dtype=config.dtype)
+    reference = load_model(config.model, dtype=config.dtype) if config.kl_coefficient > 0 else None
+    tokenizer = load_tokenizer(config.model, model.config.vocab_size)
+    # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.
+    engine = Engine(model, config.engine, tokenizer)
+    trainer = Trainer(model, config.train, config.steps * config.inner_steps)
+
+    run = open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
+    start = 0
+    if config.resume and (checkpoint := run.newest_checkpoint()):
+        state = trainer.resume(checkpoint)
+        start, prompts.position = int(state["step"]), int(state["prompts"])
+    if config.resume:
+        run.truncate(start)
+
+    clock = time.perf_counter()
+    with MetricsWriter(run.path, config.tensorboard) as metrics_file, progress or Progress("rl", config.steps) as bar:
+        bar.advance(start)
+        before = last = {} if start else evaluate(held_out, environment, engine, tokenizer, config)
+        metrics_file.write(start, before)
+        parity, first_ratio = Parity(), 1.0
+        for step in range(start + 1, config.steps + 1):
+            stopwatch = Stopwatch()
+            rollouts = collect(prompts.next(config.prompts_per_step), environment, engine, tokenizer, config, step)
+            stopwatch.lap("time/generate")
+            assign_rewards(rollouts, environment)
+            assign_advantages(rollouts, config.normalize_advantages)
+            stopwatch.lap("time/reward")
+            batches = policy_batches(rollouts, config, reference)
+            for inner in range(config.inner_steps):
+                loss = PolicyLoss(config, compare=inner == 0)
+                metrics = trainer.step(batches, loss)
+                if inner == 0:
+                    parity.add(accepted(loss.parity, config, step))
+                    first = loss.first_step_metrics()
+                metrics |= loss.metrics() | first
+            stopwatch.lap("time/train")
+            engine.weights_changed(step)
+            stopwatch.lap("time/weight_sync")
+
+            first_ratio = max(first_ratio, first["policy/ratio_first_max"])
+            metrics |= rollout_metrics(rollouts) | stopwatch.metrics()
+            metrics["rollout/tokens_per_second"] = sum(len(r.token_ids) for r in rollouts) / metrics["time/generate"]
+            if due(step, config.validation_every, config.steps):
+                last = evaluate(held_out, environment, engine, tokenizer, config)
+                metrics |= last
+            metrics_file.write(step, metrics)
+            write_rollouts(run.rollouts_path(step), rollouts)
+            if due(step, config.checkpoint_every, config.steps):
+                state = {"step": step, "prompts": prompts.position}
+                trainer.save(run.checkpoint_path(step), tokenizer, state)
+            bar.advance(reward=metrics["reward/mean"], different=parity.tokens_different)
+
+    summary = {
+        "reward_before": before["validation/reward"],
+        "reward_after": last["validation/reward"],
+        "accuracy_before": before["validation/accuracy"],
+        "accuracy_after": last["validation/accuracy"],
+        "parity_tokens_checked": parity.tokens_checked,
+        "parity_tokens_different": parity.tokens_different,
+        "ratio_max_on_first_inner_step": first_ratio,
+        "seconds": {"rl": time.perf_counter() - clock},
+    }
+    (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
+    write_report(run.path, f"GRPO on {config.environment}")
+    return run.path

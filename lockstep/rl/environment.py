@@ -1,0 +1,108 @@
+"""A task that answers can be graded on, built in or from a file of the user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.errors import UserError, closest
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and what its completion is graded against."""
+
+    prompt: str
+    answer: str = ""
+    id: str = ""
+    """Names the example in errors; the prompt's beginning does where it is empty."""
+
+    @property
+    def name(self) -> str:
+        return self.id or repr(self.prompt[:60])
+
+
+class Environment:
+    """Examples and their rewards. Subclass it and write `examples` and `reward`."""
+
+    stop: ClassVar[tuple[str, ...]] = ()
+    """A completion ends after any of these strings."""
+    reward_weights: ClassVar[Mapping[str, float]] = {}
+    """Weights of named rewards in the total that is trained on; a name that is not here weighs 1."""
+
+    def __init__(self, data: str = "", skip_bad_lines: bool = False):
+        self.data = data
+        self.skip_bad_lines = skip_bad_lines
+
+    def examples(self, split: str) -> Iterable[Example]:
+        """The examples of `"train"` or `"validation"`: finitely many, the same at every call."""
+        raise NotImplementedError(f"{type(self).__name__} must define examples(self, split)")
+
+    def reward(self, example: Example, completion: str) -> float | dict[str, float]:
+        """How good a completion is: one number, or several by name."""
+        raise NotImplementedError(f"{type(self).__name__} must define reward(self, example, completion)")
+
+    def is_correct(self, rewards: Mapping[str, float]) -> bool:
+        """Whether rewards count as a right answer: `correct` where it is named, else all of them together, reach 1."""
+        return rewards.get("correct", sum(rewards.values())) >= 1.0
+
+
+def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) -> Environment:
+    """A built-in environment by name, or `FILE.py:Class`.
+
+    Raises UserError where the name is unknown, the file does not import or holds no such Environment.
+    """
+    from lockstep.rl.environments import ENVIRONMENTS
+
+    file, colon, class_name = name.rpartition(":")
+    if colon:
+        kind = _class_in(Path(file), class_name)
+    elif name in ENVIRONMENTS:
+        kind = ENVIRONMENTS[name]
+    else:
+        raise UserError(
+            f'unknown environment "{name}".{closest(name, ENVIRONMENTS)} '
+            f"Built in: {', '.join(ENVIRONMENTS)}; your own: FILE.py:Class"
+        )
+    try:
+        environment = kind(data, skip_bad_lines)
+    except TypeError:
+        environment = kind()  # an __init__ of the user's own that takes nothing
+    return environment
+
+
+def _class_in(file: Path, class_name: str) -> Any:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; give the environment as FILE.py:Class")
+    spec = importlib.util.spec_from_file_location(f"lockstep_environment_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{file}: not a Python file; give the environment as FILE.py:Class")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{user_line(error, file)}: does not import ({type(error).__name__}: {error})") from error
+    classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Environment)]
+    classes = [n for n in classes if n != "Environment"]
+    if class_name not in classes:
+        raise UserError(
+            f'{file}: no Environment named "{class_name}".{closest(class_name, classes)} '
+            f"There: {', '.join(classes) or 'none; subclass lockstep.rl.Environment'}"
+        )
+    return getattr(module, class_name)
+
+
+def user_line(error: BaseException, file: Path | None = None) -> str:
+    """`file:line` where an error arose: in `file` where its trace passes through it, else at its innermost frame."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if file is not None and Path(f.filename).resolve() == file.resolve()]
+    frame = (own or list(frames))[-1]
+    return f"{frame.filename}:{frame.lineno}"

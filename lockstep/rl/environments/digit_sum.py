@@ -1,0 +1,59 @@
+"""Sums of digits: a task that a small model learns in minutes, with a right answer to check."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from lockstep.rl.environment import Environment, Example
+
+TERMS = (2, 3, 4)
+"""Digits of a sum."""
+HELD_OUT = 5
+"""Every fifth sum, by a fixed hash, is for validation and never trained on."""
+
+
+class DigitSum(Environment):
+    """`3+5+2=` is to be continued with `10` and a line break."""
+
+    stop = ("\n",)
+
+    def examples(self, split: str) -> Iterator[Example]:
+        """Each sum of 2 to 4 digits, once; the validation's are drawn evenly from all lengths."""
+        held_out = split == "validation"
+        questions = [q for q in _questions() if _is_held_out(q) == held_out]
+        random.Random(0).shuffle(questions)
+        for question in questions:
+            yield Example(prompt=f"{question}=", answer=str(sum(map(int, question.split("+")))), id=question)
+
+    def reward(self, example: Example, completion: str) -> float:
+        return float(completion.strip() == example.answer and completion.endswith("\n"))
+
+
+def pretraining_text(documents: int, error_rate: float, seed: int = 0) -> Iterator[str]:
+    """Sums of the training split as lines, a share of `error_rate` with a wrong result, eight lines a document.
+
+    So a model pretrained on them knows the form and has a part of the answers still to learn.
+    """
+    draw = random.Random(seed)
+    examples = list(DigitSum().examples("train"))
+    for _ in range(documents):
+        yield "".join(_line(draw, draw.choice(examples), error_rate) for _ in range(8))
+
+
+def _line(draw: random.Random, example: Example, error_rate: float) -> str:
+    answer = int(example.answer)
+    if draw.random() < error_rate:
+        answer = max(0, answer + draw.choice([-3, -2, -1, 1, 2, 3]))
+    return f"{example.prompt}{answer}\n"
+
+
+def _questions() -> Iterator[str]:
+    for terms in TERMS:
+        for number in range(10**terms):
+            yield "+".join(f"{number:0{terms}}")
+
+
+def _is_held_out(question: str) -> bool:
+    number = int(question.replace("+", ""))
+    return (number * 2654435761 + len(question)) % 2**32 // 7 % HELD_OUT == 0

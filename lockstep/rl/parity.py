@@ -1,0 +1,70 @@
+"""The proof of every step: the generator's log-probabilities against the trainer's, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep.rl.rollouts import Rollout
+
+
+class ParityError(Exception):
+    """A token's log-probability differs between generator and trainer."""
+
+
+@dataclass
+class Parity:
+    """What has been compared so far."""
+
+    tokens_checked: int = 0
+    tokens_different: int = 0
+    max_delta: float = 0.0
+    first: str = field(default="", compare=False)
+    """The first difference in words: token, position, both values."""
+
+    def compare(
+        self,
+        generator: Float[Tensor, "tokens"],
+        trainer: Float[Tensor, "tokens"],
+        rollouts: Sequence[Rollout] = (),
+    ) -> None:
+        """Compares the bits of both sides' log-probabilities, of the rollouts' sampled tokens one after the other."""
+        trainer = trainer.detach()
+        self.tokens_checked += generator.numel()
+        different = generator.view(torch.int32) != trainer.view(torch.int32)
+        count = int(different.sum())
+        if not count:
+            return
+        self.tokens_different += count
+        self.max_delta = max(self.max_delta, float((generator - trainer).abs().max()))
+        if not self.first:
+            index = int(different.nonzero()[0, 0])
+            values = f"generator {float(generator[index])!r}, trainer {float(trainer[index])!r}"
+            self.first = f"{_locate(rollouts, index)}: {values}"
+
+    def add(self, other: Parity) -> None:
+        """Counts another comparison in."""
+        self.tokens_checked += other.tokens_checked
+        self.tokens_different += other.tokens_different
+        self.max_delta = max(self.max_delta, other.max_delta)
+        self.first = self.first or other.first
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "parity/tokens_checked": self.tokens_checked,
+            "parity/tokens_different": self.tokens_different,
+            "parity/max_delta": self.max_delta,
+        }
+
+
+def _locate(rollouts: Sequence[Rollout], index: int) -> str:
+    for rollout in rollouts:
+        if index < len(rollout.token_ids):
+            position = len(rollout.prompt_ids) + index
+            return f"token {rollout.token_ids[index]} at position {position} after {rollout.example.prompt[:60]!r}"
+        index -= len(rollout.token_ids)
+    return f"token {index}"

@@ -1,0 +1,49 @@
+"""`lockstep parity`: a mixed load through the engine, every log-probability held against the trainer's path."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from lockstep.config import EngineConfig
+from lockstep.generate import Engine, SamplingParams
+from lockstep.model import Decoder
+from lockstep.rl.parity import Parity
+from lockstep.train import score
+
+
+def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Parity, dict[str, int]]:
+    """Samples at least `tokens` tokens under load and compares each log-probability's bits with `score`'s.
+
+    The load mixes prompt lengths, samples a prompt, temperatures and cuts; a small token budget cuts prompts into
+    chunks, and a cache too small for all sequences preempts some and resumes them. Returns the comparison and the
+    engine's counts (preemptions, reused prompt tokens), which show that the load was mixed.
+    """
+    draw = random.Random(seed)
+    longest = min(192, model.config.max_positions // 2)
+    config = EngineConfig(max_tokens_per_step=96, max_sequences=48, cache_tokens=6 * 2 * longest)
+    engine = Engine(model, config)
+    parity = Parity()
+    while parity.tokens_checked < tokens:
+        prompts, params = [], []
+        for _ in range(12):
+            length = draw.choice([1, 3, 17, 40, longest])
+            prompts.append([draw.randrange(model.config.vocab_size) for _ in range(length)])
+            params.append(
+                SamplingParams(
+                    max_tokens=draw.randint(1, longest // 2),
+                    temperature=draw.choice([0.7, 1.0, 1.3]),
+                    top_p=draw.choice([1.0, 0.9]),
+                    n=draw.choice([1, 1, 4]),
+                    seed=draw.randrange(2**31),
+                    ignore_eos=True,
+                )
+            )
+        groups = engine.generate(prompts, params)
+        for prompt, param, group in zip(prompts, params, groups):
+            scores = score(model, [prompt + c.token_ids for c in group], param.temperature)
+            for completion, trainer in zip(group, scores):
+                parity.compare(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
+    statistics = engine.statistics
+    return parity, {"preemptions": statistics.preemptions, "reused prompt tokens": statistics.prompt_tokens_reused}

@@ -1,0 +1,45 @@
+"""The order in which a run asks its examples, and where it stands in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.errors import UserError
+from lockstep.rl.environment import Environment, Example
+
+MOST_EXAMPLES = 1_000_000
+
+
+class PromptLoader:
+    """Examples in a new order every epoch, each order a function of (seed, epoch) alone."""
+
+    def __init__(self, examples: Sequence[Example], seed: int):
+        self.examples = list(examples)
+        self.seed = seed
+        self.position = 0
+
+    def next(self, count: int) -> list[Example]:
+        """The next `count` examples; an epoch's end runs over into the next epoch."""
+        chosen = []
+        for position in range(self.position, self.position + count):
+            epoch, index = divmod(position, len(self.examples))
+            chosen.append(self.examples[self._order(epoch)[index]])
+        self.position += count
+        return chosen
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch = epoch
+            self._permutation = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
+        return self._permutation
+
+
+def examples_of(environment: Environment, split: str) -> list[Example]:
+    """All examples of a split. Raises UserError where there are none."""
+    examples = list(itertools.islice(environment.examples(split), MOST_EXAMPLES))
+    if not examples:
+        raise UserError(f'{type(environment).__name__}.examples("{split}") yields nothing; it must yield rl.Example')
+    return examples

@@ -1,0 +1,53 @@
+"""A completion with everything that is known about it, and its line in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.rl.environment import Example
+
+
+@dataclass
+class Rollout:
+    """One sampled completion of an example."""
+
+    example: Example
+    group: int
+    """Rollouts of one prompt share it."""
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    """The generator's, of each sampled token."""
+    finish_reason: str
+    completion: str
+    version: int
+    """Of the weights that sampled it."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    advantage: float = 0.0
+
+
+def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """One JSON object a line, under a temporary name until all are written."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        for rollout in rollouts:
+            line = {
+                "prompt": rollout.example.prompt,
+                "completion": rollout.completion,
+                "answer": rollout.example.answer,
+                "rewards": rollout.rewards,
+                "reward": rollout.reward,
+                "advantage": rollout.advantage,
+                "finish_reason": rollout.finish_reason,
+                "group": rollout.group,
+                "version": rollout.version,
+                "prompt_ids": rollout.prompt_ids,
+                "token_ids": rollout.token_ids,
+                "log_probs": rollout.logprobs,
+            }
+            file.write(json.dumps(line) + "\n")
+    partial.replace(path)
