@@ -148,7 +148,7 @@ class RLConfig:
     validation_every: int = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: int = 256
-    """Held-out examples of a validation, sampled greedily."""
+    """Held-out examples of a validation, one completion each, sampled as in training."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only the last."""
     tensorboard: bool = False

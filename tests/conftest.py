@@ -1,6 +1,31 @@
-"""Turns on the checking of shapes and types in every annotated function of the package."""
+"""Turns on the checking of shapes and types in every annotated function, and makes small real models and tokenizers."""
 
+import sysconfig
+from pathlib import Path
+
+import pytest
 from jaxtyping import install_import_hook
 
 # Before anything else imports the package: only modules imported under the hook are checked.
-install_import_hook("lockstep", "beartype.beartype")
+install_import_hook("lockstep", "typechecker.check")
+
+
+@pytest.fixture(scope="session")
+def bpe_tokenizer():
+    """A real byte-level BPE tokenizer, trained on text that every Python installation carries."""
+    from lockstep.data import train_bpe
+
+    library = Path(sysconfig.get_paths()["stdlib"])
+    return train_bpe([(library / name).read_text() for name in ("argparse.py", "json/decoder.py", "statistics.py")], 512)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, bpe_tokenizer):
+    """A Hugging Face folder: a small Qwen3 with random weights, and the BPE tokenizer."""
+    from lockstep.model import build_model, preset, save_model
+
+    folder = tmp_path_factory.mktemp("model")
+    config = preset("qwen3:micro", bpe_tokenizer.vocab_size, (bpe_tokenizer.eos_id,))
+    save_model(build_model(config, dtype="bfloat16", seed=1), folder)
+    bpe_tokenizer.save(folder)
+    return folder

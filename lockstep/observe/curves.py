@@ -13,7 +13,7 @@ from lockstep.observe.run_folder import METRICS
 # Title, unit, and the metrics drawn in it; panels without data are left out.
 PANELS: list[tuple[str, str, tuple[str, ...]]] = [
     ("Reward", "mean a completion", ("reward/mean",)),
-    ("Held-out accuracy", "share correct, greedy", ("validation/accuracy",)),
+    ("Held-out accuracy", "share correct", ("validation/accuracy",)),
     ("Rewards by name", "mean a completion", ("reward/correct/mean", "reward/format/mean")),
     ("Completion length", "tokens", ("rollout/tokens_mean",)),
     ("Loss", "", ("loss",)),

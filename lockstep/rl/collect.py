@@ -29,35 +29,9 @@ def collect(
 
     The draws are a function of (config.seed, step), whatever the engine's batches look like.
     """
-    prompts = [encode_prompt(tokenizer, e, engine, config.max_new_tokens) for e in examples]
-    seeds = np.random.default_rng([config.seed, step]).integers(2**62, size=len(examples))
-    params = [
-        SamplingParams(
-            max_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            n=config.samples_per_prompt,
-            seed=int(seed),
-            stop=tuple(environment.stop),
-        )
-        for seed in seeds
-    ]
-    return [
-        Rollout(
-            example=example,
-            group=group,
-            prompt_ids=prompt,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            completion=completion_text(tokenizer, completion),
-            version=step - 1,
-        )
-        for group, (example, prompt, completions) in enumerate(zip(examples, prompts, engine.generate(prompts, params)))
-        for completion in completions
-    ]
+    return _sample(
+        examples, config.samples_per_prompt, [config.seed, step], environment, engine, tokenizer, config
+    )
 
 
 def assign_rewards(rollouts: Sequence[Rollout], environment: Environment) -> None:
@@ -78,16 +52,56 @@ def assign_advantages(rollouts: Sequence[Rollout], normalize: bool) -> None:
 def evaluate(
     examples: Sequence[Example], environment: Environment, engine: Engine, tokenizer: Tokenizer, config: RLConfig
 ) -> dict[str, float]:
-    """Accuracy and mean rewards of greedy completions of held-out examples, as `validation/…`."""
-    prompts = [encode_prompt(tokenizer, e, engine, config.max_new_tokens) for e in examples]
-    params = SamplingParams(max_tokens=config.max_new_tokens, temperature=0.0, stop=tuple(environment.stop))
-    completions = [group[0] for group in engine.generate(prompts, params)]
-    grades = grade(environment, examples, [completion_text(tokenizer, c) for c in completions])
-    count = len(grades)
-    means = {f"validation/{n}": sum(g.by_name[n] for g in grades) / count for n in grades[0].by_name}
-    means["validation/accuracy"] = sum(environment.is_correct(g.by_name) for g in grades) / count
-    means["validation/reward"] = sum(g.total for g in grades) / count
+    """Accuracy and mean rewards on held-out examples, as `validation/…`: one completion each, sampled as in training.
+
+    The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
+    """
+    rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, tokenizer, config)
+    assign_rewards(rollouts, environment)
+    count = len(rollouts)
+    means = {f"validation/{n}": sum(r.rewards[n] for r in rollouts) / count for n in rollouts[0].rewards}
+    means["validation/accuracy"] = sum(environment.is_correct(r.rewards) for r in rollouts) / count
+    means["validation/reward"] = sum(r.reward for r in rollouts) / count
     return means
+
+
+def _sample(
+    examples: Sequence[Example],
+    samples: int,
+    seed: list[int],
+    environment: Environment,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    config: RLConfig,
+) -> list[Rollout]:
+    prompts = [encode_prompt(tokenizer, e, engine, config.max_new_tokens) for e in examples]
+    params = [
+        SamplingParams(
+            max_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            n=samples,
+            seed=draw,
+            stop=tuple(environment.stop),
+        )
+        for draw in np.random.default_rng(seed).integers(2**62, size=len(examples)).tolist()
+    ]
+    return [
+        Rollout(
+            example=example,
+            group=group,
+            prompt_ids=prompt,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            finish_reason=completion.finish_reason,
+            completion=completion_text(tokenizer, completion),
+            version=engine.weights_version,
+        )
+        for group, (example, prompt, completions) in enumerate(zip(examples, prompts, engine.generate(prompts, params)))
+        for completion in completions
+    ]
 
 
 def encode_prompt(tokenizer: Tokenizer, example: Example, engine: Engine, max_new_tokens: int) -> list[int]:

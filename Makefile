@@ -1,0 +1,38 @@
+# Each target works in a fresh clone: the virtual environment is made on first use.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+
+.PHONY: demo test test-slow lint format bench clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet "torch>=2.11,<2.14"
+	$(VENV)/bin/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/lockstep demo
+
+test: $(VENV)/.installed
+	$(RUN) pytest
+
+test-slow: $(VENV)/.installed
+	$(RUN) pytest -m slow
+
+lint: $(VENV)/.installed
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: $(VENV)/.installed
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+bench: $(VENV)/.installed
+	$(VENV)/bin/python benchmarks/generation.py
+	$(VENV)/bin/python benchmarks/training.py
+	$(VENV)/bin/python benchmarks/grpo.py
+
+clean:
+	rm -rf $(VENV) run run-pretrain

@@ -1,0 +1,220 @@
+"""The engine: the same tokens and the trainer's own bits under any load, and no page lost."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
+from lockstep.errors import UserError
+from lockstep.model import ModelConfig
+
+DTYPES = ["float32", "bfloat16"]
+
+
+def _model(dtype: str):
+    config = ModelConfig(
+        family="qwen3",
+        vocab_size=120,
+        dim=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        qk_norm=True,
+        max_positions=512,
+        eos_token_ids=(7,),
+    )
+    model = build_model(config, dtype, seed=2)
+    with torch.no_grad():  # sharper logits than fresh weights give: draws that depend on them
+        model.embed_tokens.weight.mul_(8)
+    return model
+
+
+MODELS = {dtype: _model(dtype) for dtype in DTYPES}
+ROOMY = EngineConfig(max_tokens_per_step=512, max_sequences=32, cache_tokens=8192)
+
+
+def _load(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    draw = random.Random(seed)
+    common = [draw.randrange(120) for _ in range(40)]
+    prompts = [common[: draw.choice([0, 20, 40])] + [draw.randrange(120)] * draw.randint(1, 70) for _ in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=draw.randint(1, 16),
+            temperature=draw.choice([0.0, 0.7, 1.0]),
+            top_k=draw.choice([0, 0, 5]),
+            top_p=draw.choice([1.0, 0.8]),
+            min_p=draw.choice([0.0, 0.05]),
+            n=draw.choice([1, 3]),
+            seed=draw.randrange(1000),
+        )
+        for _ in range(count)
+    ]
+    return prompts, params
+
+
+def _values(groups):
+    return [[(c.token_ids, c.logprobs, c.finish_reason) for c in group] for group in groups]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=5, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    budget=st.sampled_from([19, 60, 300]),
+    sequences=st.sampled_from([2, 5, 16]),
+    cache_tokens=st.sampled_from([144, 304, 4096]),
+    prefix_cache=st.booleans(),
+)
+def test_load_changes_no_bit_and_loses_no_page(dtype, seed, budget, sequences, cache_tokens, prefix_cache):
+    model = MODELS[dtype]
+    prompts, params = _load(seed, 5)
+    expected = _values(Engine(model, ROOMY).generate([p], q)[0] for p, q in zip(prompts, params))
+    engine = Engine(model, EngineConfig(budget, sequences, cache_tokens, prefix_cache))
+    groups = engine.generate(prompts, params)
+    assert _values(groups) == expected
+    assert engine.allocator.num_free == engine.allocator.num_pages and not engine.has_work
+    for prompt, param, group in zip(prompts, params, groups):
+        scores = score(model, [prompt + c.token_ids for c in group], param.temperature or 1.0)
+        for completion, trainer in zip(group, scores):
+            assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), actions=st.lists(st.sampled_from(["add", "step", "step", "abort", "update"]), max_size=40))
+def test_no_page_is_lost_whatever_is_cancelled_when(seed, actions):
+    draw = random.Random(seed)
+    engine = Engine(MODELS["float32"], EngineConfig(max_tokens_per_step=40, max_sequences=5, cache_tokens=256))
+    ids: list[int] = []
+    for action in actions:
+        if action == "add":
+            prompt = [draw.randrange(120) for _ in range(draw.randint(1, 90))]
+            ids.append(engine.add(prompt, SamplingParams(max_tokens=draw.randint(1, 30), n=draw.choice([1, 4]))))
+        elif action == "abort" and ids:
+            engine.abort(draw.choice(ids))
+        elif action == "update":
+            engine.weights_changed(1)
+        else:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert not any(engine.allocator.holders)
+
+
+def test_a_small_cache_preempts_and_a_shared_prompt_is_computed_once():
+    model = MODELS["float32"]
+    engine = Engine(model, EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=256))
+    engine.generate([[i] * 60 for i in range(4)], SamplingParams(max_tokens=30, ignore_eos=True, seed=0))
+    assert engine.statistics.preemptions > 0
+
+    engine = Engine(model, ROOMY)
+    engine.generate([list(range(65))], SamplingParams(max_tokens=4, n=8, seed=0))
+    # Four full pages are shared; each sample computes the 65th token itself.
+    assert engine.statistics.prompt_tokens_computed == 64 + 8
+    assert engine.statistics.prompt_tokens_reused == 64 * 7
+
+
+def test_greedy_takes_the_likeliest_token_and_top_k_1_does_too():
+    model = MODELS["float32"]
+    prompt = [5, 9, 44]
+    greedy = Engine(model).generate([prompt], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))[0][0]
+    cut = Engine(model).generate([prompt], SamplingParams(max_tokens=6, top_k=1, ignore_eos=True))[0][0]
+    assert greedy.token_ids == cut.token_ids
+    table = torch.stack([score(model, [prompt + greedy.token_ids[:3] + [t]])[0][-1] for t in range(120)])
+    assert int(table.argmax()) == greedy.token_ids[3]
+
+
+def test_stop_tokens_end_a_completion_and_stay_in_it():
+    model = MODELS["float32"]
+    free = Engine(model).generate([[3, 4]], SamplingParams(max_tokens=20, seed=1, ignore_eos=True))[0][0]
+    assert free.finish_reason == "length" and len(free.token_ids) == 20
+    stop = free.token_ids[4]
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, stop_token_ids=(stop,))
+    stopped = Engine(model).generate([[3, 4]], params)[0][0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_stop_strings_are_found_across_tokens(bpe_tokenizer, model_folder):
+    from lockstep import load_model
+
+    model = load_model(model_folder)
+    engine = Engine(model, ROOMY, bpe_tokenizer)
+    free = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40, seed=3, ignore_eos=True))[0][0]
+    pieces = [bpe_tokenizer.decode([t]) for t in free.token_ids]
+    at = next(i for i in range(3, 38) if all(p.isascii() and p for p in pieces[i : i + 2]))
+    stop = pieces[at][-1] + pieces[at + 1]
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, stop=(stop,))
+    stopped = engine.generate([[1, 2, 3]], params)[0][0]
+    assert stopped.finish_reason == "stop"
+    text = bpe_tokenizer.decode(stopped.token_ids)
+    assert stop in text and stop not in bpe_tokenizer.decode(stopped.token_ids[:-1])
+
+
+def test_new_weights_are_seen_at_once_and_old_keys_forgotten():
+    model = _model("float32")
+    engine = Engine(model, ROOMY)
+    params = SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
+    prompt = list(range(50))
+    engine.generate([prompt], params)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight.mul_(30)
+    engine.weights_changed(1)
+    completion = engine.generate([prompt], params)[0][0]
+    assert torch.equal(torch.tensor(completion.logprobs), score(model, [prompt + completion.token_ids])[0][49:])
+
+
+def test_a_stream_gives_the_tokens_of_generate_and_closing_it_frees_its_pages():
+    engine = Engine(MODELS["float32"], ROOMY)
+    params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    expected = engine.generate([[1, 2, 3]], params)[0][0]
+    events = list(engine.stream([1, 2, 3], params))
+    assert [e.token_id for e in events] == expected.token_ids and events[-1].finish_reason == "length"
+    stream = engine.stream([1, 2, 3], params)
+    next(stream)
+    assert engine.allocator.num_free < engine.allocator.num_pages
+    stream.close()
+    assert engine.allocator.num_free == engine.allocator.num_pages
+
+
+def test_a_step_that_fails_leaves_no_page_known_that_it_did_not_fill(monkeypatch):
+    model = MODELS["float32"]
+    engine = Engine(model, ROOMY)
+    prompt, params = list(range(40)), SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
+    expected = _values(Engine(model, ROOMY).generate([prompt], params))
+
+    def fail(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_compute", fail)  # a real Ctrl-C cannot be timed to this line
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([prompt], params)
+    monkeypatch.undo()
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert _values(engine.generate([prompt], params)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([1, 120], {}, "token 120 at position 1"),
+        ([1] * 510, {"max_tokens": 10}, "exceed the context of 512"),
+        ([1] * 300, {"max_tokens": 10}, "never fit in the cache of 256 tokens"),
+        ([1], {"stop": ("x",)}, "need a tokenizer"),
+        ([1], {"temperature": -1.0}, "temperature is -1.0"),
+        ([1], {"top_p": 0.0}, "top_p is 0.0"),
+        ([1], {"n": 0}, "n is 0"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(prompt, params, message):
+    engine = Engine(MODELS["float32"], EngineConfig(cache_tokens=256))
+    with pytest.raises(UserError, match=message):
+        engine.generate([prompt], SamplingParams(**params))
+    assert engine.allocator.num_free == engine.allocator.num_pages

@@ -1,0 +1,110 @@
+"""Model folders: what is written is what was there, and a bad folder is named for what is wrong with it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep import build_model, load_model, save_model
+from lockstep.errors import UserError
+from lockstep.model import preset
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3:micro", "llama3:tiny"])
+def test_a_folder_survives_loading_and_saving_tensor_by_tensor(tmp_path, dtype, family):
+    save_model(build_model(preset(family, 100), dtype=dtype), tmp_path / "one")
+    save_model(load_model(tmp_path / "one"), tmp_path / "two", max_shard_bytes=10**6)
+    first = load_file(tmp_path / "one" / "model.safetensors")
+    shards = sorted((tmp_path / "two").glob("*.safetensors"))
+    second = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert len(shards) > 1 and first.keys() == second.keys()
+    assert all(torch.equal(first[n], second[n]) and first[n].dtype == second[n].dtype for n in first)
+    third = dict(load_model(tmp_path / "two").named_parameters())
+    assert all(torch.equal(p, dict(load_model(tmp_path / "one").named_parameters())[n]) for n, p in third.items())
+
+
+def test_saving_over_a_folder_of_shards_leaves_no_stale_file(tmp_path):
+    model = build_model(preset("qwen3:micro"), dtype="bfloat16")
+    save_model(model, tmp_path, max_shard_bytes=500_000)
+    save_model(model, tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_loading_needs_little_more_memory_than_the_model(tmp_path):
+    config = preset("qwen3:small", 60000)
+    model = build_model(config, dtype="float32")
+    size = sum(p.nbytes for p in model.parameters())
+    save_model(model, tmp_path, max_shard_bytes=10**8)
+    del model
+    script = f"""
+import resource, torch
+from lockstep import load_model
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = load_model({str(tmp_path)!r})
+print(peak() - before)
+"""
+    used = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+    assert size > 4e8 and used <= 1.2 * size, used / size
+
+
+def test_the_meta_device_allocates_nothing_and_a_seed_gives_the_same_weights():
+    model = build_model(preset("llama3:8b"), device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == preset("llama3:8b").num_parameters == 8_030_261_248
+    one, two = (build_model(preset("qwen3:micro"), dtype=d, seed=5) for d in ("float32", "bfloat16"))
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(one.parameters(), two.parameters()))
+
+
+def _broken(tmp_path, change):
+    save_model(build_model(preset("qwen3:micro"), dtype="float32"), tmp_path)
+    change(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load_model(tmp_path)
+    return str(caught.value)
+
+
+def _set(**values):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def _tensors(change):
+    def rewrite(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
+        (_set(architectures=["Qwen3MoeForCausalLM"]), 'Qwen3MoeForCausalLM" is not supported. Did you mean "Qwen3For'),
+        (_set(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu'"),
+        (_set(num_key_value_heads=3), "4 heads do not divide into 3"),
+        (_set(rope_parameters={"rope_type": "yarn"}), 'rope type "yarn" is not supported'),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100), "cannot be read as safetensors"),
+        (_tensors(lambda t: t.pop(NAME)), f"tensor {NAME} is missing"),
+        (_tensors(lambda t: t.update({NAME: torch.zeros(3, 4)})), f"{NAME} has shape .3, 4., but .* .384, 128."),
+        (_tensors(lambda t: t.update({"model.odd": torch.zeros(3)})), "tensor model.odd has no place"),
+    ],
+)
+def test_a_bad_folder_is_refused_for_what_is_wrong_with_it(tmp_path, change, message):
+    import re
+
+    assert re.search(message, _broken(tmp_path, change))

@@ -1,0 +1,133 @@
+"""The trainer: masters in float32, micro-batches that do not matter, a step that learns, runs that resume."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep import build_model, score
+from lockstep.config import PretrainConfig, TrainConfig
+from lockstep.errors import UserError
+from lockstep.model import preset
+from lockstep.train import MasterAdamW, Trainer, learning_rate_at, pack, split_by_tokens
+from lockstep.train.pretrain import NextTokenLoss, pretrain
+
+SEQUENCES = [[1, 2, 3, 4, 5], list(range(50, 90)), [7, 7], [9, 8, 7, 6]]
+TARGETS = sum(len(s) - 1 for s in SEQUENCES)
+
+
+def test_packing_places_targets_after_their_predictors():
+    row = pack([[5, 6, 7], [8, 9]], first_targets=[2, 1])
+    assert row.tokens.tolist() == [5, 6, 7, 8, 9, 0, 0, 0] and row.positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0]
+    assert row.predictors.tolist() == [1, 3] and row.targets.tolist() == [7, 9] and row.lengths == [3, 2]
+    with pytest.raises(ValueError, match="cannot pack"):
+        pack([[1], []])
+    assert split_by_tokens([5, 40, 2, 4], 8) == [slice(0, 1), slice(1, 2), slice(2, 4)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sequence_scores_the_same_bits_in_any_company(dtype):
+    model = build_model(preset("qwen3:micro"), dtype=dtype)
+    together = score(model, SEQUENCES)
+    for sequence, expected in zip(SEQUENCES, together):
+        assert torch.equal(score(model, [sequence])[0], expected)
+    assert all(torch.equal(a, b) for a, b in zip(score(model, SEQUENCES, tokens_per_microbatch=6), together))
+
+
+def test_micro_batches_add_up_to_the_whole_batch():
+    gradients = []
+    for limit in (1000, 8):
+        model = build_model(preset("qwen3:micro"), dtype="float32")
+        for part in split_by_tokens([len(s) for s in SEQUENCES], limit):
+            NextTokenLoss(TARGETS)(model, pack(SEQUENCES[part])).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for whole, parts in zip(*gradients):
+        # The same terms in another order, in float32.
+        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_trains_float32_masters_by_adamw():
+    config = TrainConfig(learning_rate=1e-4, warmup_steps=0, schedule="constant", max_grad_norm=0.5, weight_decay=0.1)
+    model = build_model(preset("qwen3:micro"), dtype="bfloat16")
+    trainer = Trainer(model, config, 10)
+    masters = {n: m.detach().clone().requires_grad_() for n, m in trainer.optimizer.masters.items()}
+    decayed = [m for m in masters.values() if m.ndim > 1]
+    other = [m for m in masters.values() if m.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
+    expected = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8)
+    for _ in range(3):
+        NextTokenLoss(TARGETS)(model, pack(SEQUENCES)).backward()
+        for name, master in masters.items():
+            master.grad = trainer.optimizer.masters[name].grad.clone()
+        torch.nn.utils.clip_grad_norm_(list(masters.values()), 0.5)
+        expected.step()
+        trainer.optimizer.step(1e-4)
+    for name, parameter in model.named_parameters():
+        # torch's fused and plain AdamW round in different places.
+        torch.testing.assert_close(trainer.optimizer.masters[name].detach(), masters[name].detach(), rtol=1e-5, atol=1e-7)
+        assert torch.equal(parameter, trainer.optimizer.masters[name].bfloat16()) and parameter.grad is None
+    assert len({p.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+
+
+def test_updates_write_into_the_tensors_that_the_model_already_has():
+    model = build_model(preset("qwen3:micro"), dtype="bfloat16")
+    addresses = [p.data_ptr() for p in model.parameters()]
+    Trainer(model, TrainConfig(), 5).step([pack(SEQUENCES)], NextTokenLoss(TARGETS))
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_the_learning_rate_rises_and_falls_as_its_schedule_says():
+    config = TrainConfig(learning_rate=1.0, warmup_steps=4, schedule="linear", final_learning_rate_ratio=0.0)
+    assert [learning_rate_at(s, 8, config) for s in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    config.schedule = "cosine"
+    assert learning_rate_at(6, 8, config) == pytest.approx(0.5)  # cos(π/2), rounded
+    config.schedule = "constant"
+    assert learning_rate_at(7, 8, config) == 1.0
+
+
+def test_masters_of_float32_weights_are_the_weights():
+    model = build_model(preset("qwen3:micro"), dtype="float32")
+    optimizer = MasterAdamW(model, TrainConfig())
+    assert all(optimizer.masters[n] is p for n, p in model.named_parameters())
+
+
+def _config(tmp_path, name, **changes):
+    defaults = dict(
+        output=str(tmp_path / name), model="qwen3:micro", tokens_per_step=512, sequence_length=64, steps=6,
+        train=TrainConfig(learning_rate=3e-3, warmup_steps=2, tokens_per_microbatch=256), checkpoint_every=3,
+    )  # fmt: skip
+    return PretrainConfig(**(defaults | changes))
+
+
+def _losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_learns_and_resumes_to_the_same_bits(tmp_path, dtype):
+    data = tmp_path / "text.txt"
+    data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    whole = pretrain(_config(tmp_path, "whole", data=str(data), dtype=dtype))
+    losses = _losses(whole)
+    assert losses[-1] < losses[0] - 0.5
+    assert (whole / "report.html").is_file() and (whole / "config.toml").is_file()
+
+    # As if killed after step 4: the last checkpoint is that of step 3, and a half-written one lies about.
+    torn = pretrain(_config(tmp_path, "torn", data=str(data), dtype=dtype))
+    (torn / "checkpoints" / "step_00000006").rename(torn / "checkpoints" / "step_00000006.partial")
+    pretrain(_config(tmp_path, "torn", data=str(data), dtype=dtype, resume=True))
+    assert _losses(torn) == losses
+
+
+def test_a_folder_with_a_run_is_refused(tmp_path):
+    data = tmp_path / "text.txt"
+    data.write_text("abc " * 500)
+    config = _config(tmp_path, "run", data=str(data), steps=1)
+    pretrain(config)
+    with pytest.raises(UserError, match="already holds a run.*--resume.*--overwrite"):
+        pretrain(config)
+    config.overwrite = True
+    pretrain(config)
+    with pytest.raises(UserError, match="learning_rate is 0"):
+        pretrain(_config(tmp_path, "other", train=TrainConfig(learning_rate=0)))
+    assert not (tmp_path / "other").exists()
