@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+import tests.typechecker  # noqa: F401  (the hook finds it only if it is imported)
+
 # Before anything else imports the package: only modules imported under the hook are checked.
-install_import_hook("lockstep", "typechecker.check")
+install_import_hook("lockstep", "tests.typechecker.check")
 
 
 @pytest.fixture(scope="session")

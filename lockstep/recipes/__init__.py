@@ -30,11 +30,13 @@ def digit_sum() -> RLConfig:
     """The demo's reinforcement stage: sums of digits."""
     return RLConfig(
         environment="digit_sum",
-        steps=120,
-        prompts_per_step=32,
+        steps=250,
+        prompts_per_step=64,
         samples_per_prompt=8,
         max_new_tokens=4,
-        train=TrainConfig(learning_rate=5e-4, warmup_steps=5, schedule="constant", weight_decay=0.0),
+        dtype="float32",
+        train=TrainConfig(learning_rate=2e-4, warmup_steps=5, schedule="linear"),
+        validation_every=25,
     )
 
 

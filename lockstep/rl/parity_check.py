@@ -22,7 +22,7 @@ def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Par
     """
     draw = random.Random(seed)
     longest = min(192, model.config.max_positions // 2)
-    config = EngineConfig(max_tokens_per_step=96, max_sequences=48, cache_tokens=6 * 2 * longest)
+    config = EngineConfig(max_tokens_per_step=96, max_sequences=48, cache_tokens=3 * longest)
     engine = Engine(model, config)
     parity = Parity()
     while parity.tokens_checked < tokens:

@@ -1,0 +1,123 @@
+"""Whole reinforcement runs on a small random model, real tokenizer and real data."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep.config import EngineConfig, RLConfig, TrainConfig, from_toml
+from lockstep.errors import UserError
+from lockstep.rl.controller import reinforce
+from lockstep.rl.parity import Parity, ParityError
+from lockstep.rl.parity_check import check_parity
+from tests.rl.test_environments import gsm8k_folder
+
+KEYS = {
+    "step", "time", "loss", "grad_norm", "learning_rate", "reward/mean", "reward/std", "reward/correct/mean",
+    "reward/format/mean", "rollout/tokens_mean", "rollout/truncated", "rollout/tokens_per_second", "policy/ratio_max",
+    "policy/clip_fraction", "policy/entropy", "policy/staleness_max", "parity/tokens_checked",
+    "parity/tokens_different", "parity/max_delta", "time/generate", "time/reward", "time/train", "time/weight_sync",
+    "time/step",
+}  # fmt: skip
+
+
+def _config(output, model, data, **changes):
+    defaults = dict(
+        output=str(output), model=str(model), environment="gsm8k", data=str(data), steps=3, prompts_per_step=3,
+        samples_per_prompt=4, max_new_tokens=12, validation_examples=4,
+        train=TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=700),
+        engine=EngineConfig(max_tokens_per_step=256, max_sequences=8, cache_tokens=2048),
+    )  # fmt: skip
+    return RLConfig(**(defaults | changes))
+
+
+def _metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
+    data = gsm8k_folder(tmp_path)
+    config = _config(tmp_path / "run", model_folder, data, dtype=dtype, inner_steps=2, kl_coefficient=0.05, temperature=0.9)
+    folder = reinforce(config)
+    steps = _metrics(folder)[1:]
+    assert [m["step"] for m in steps] == [1, 2, 3]
+    for metrics in steps:
+        assert KEYS | {"policy/kl"} <= metrics.keys()
+        assert metrics["parity/tokens_different"] == 0 and metrics["parity/tokens_checked"] > 0
+        assert metrics["policy/ratio_first_max"] == 1.0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["parity_tokens_checked"] == sum(m["parity/tokens_checked"] for m in steps)
+    rollouts = [json.loads(line) for line in (folder / "rollouts" / "step_00000002.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 12 and {"prompt", "completion", "token_ids", "log_probs", "rewards", "advantage"} <= rollouts[0].keys()
+    assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["log_probs"])
+    assert from_toml(folder / "config.toml", RLConfig()) == config
+    assert "Parity of trainer and generator" in (folder / "report.html").read_text()
+
+
+TASK = """
+import lockstep.rl as rl
+
+class Vowels(rl.Environment):
+    def examples(self, split):
+        for word in ("stone", "river", "cloud", "apple"):
+            yield rl.Example(prompt=f"{word}:", answer="e")
+    def reward(self, example, completion):
+        return completion.count("e") / max(1, len(completion))
+"""
+
+
+def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tmp_path, model_folder):
+    (tmp_path / "my_task.py").write_text(TASK)
+    changes = dict(environment=f"{tmp_path / 'my_task.py'}:Vowels", steps=9, prompts_per_step=4, samples_per_prompt=16,
+                   inner_steps=2, checkpoint_every=3, train=TrainConfig(learning_rate=5e-3, warmup_steps=0, schedule="constant"))  # fmt: skip
+    whole = reinforce(_config(tmp_path / "whole", model_folder, "", **changes))
+    rewards = [m["reward/mean"] for m in _metrics(whole)[1:]]
+    assert max(rewards[-3:]) > max(rewards[:2]) + 0.02, rewards
+    ratios = [(m["policy/ratio_first_max"], m["policy/ratio_max"]) for m in _metrics(whole)[1:]]
+    assert all(first == 1.0 and second > 1.0 for first, second in ratios), "the second inner step has moved away"
+
+    torn = reinforce(_config(tmp_path / "torn", model_folder, "", **changes))
+    (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")
+    reinforce(_config(tmp_path / "torn", model_folder, "", resume=True, **changes))
+    assert [m["reward/mean"] for m in _metrics(torn)[1:]] == rewards
+
+
+def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, model_folder, monkeypatch):
+    from lockstep.rl import batch
+
+    (tmp_path / "my_task.py").write_text(TASK)
+    exact = batch.target_log_probs
+
+    def off_by_a_bit(model, row, temperature):
+        log_probs, entropy = exact(model, row, temperature)
+        off = log_probs.detach().clone()
+        off[3] = torch.nextafter(off[3], torch.tensor(1.0))
+        return log_probs + (off - log_probs.detach()), entropy
+
+    # The bits do agree, so the one that differs has to be made.
+    monkeypatch.setattr(batch, "target_log_probs", off_by_a_bit)
+    changes = dict(environment=f"{tmp_path / 'my_task.py'}:Vowels", steps=1)
+    with pytest.raises(ParityError, match=r"step 1: 1 of \d+ .* token \d+ at position \d+ .*generator -\d.*trainer -\d"):
+        reinforce(_config(tmp_path / "stop", model_folder, "", **changes))
+    with pytest.warns(UserWarning, match="log-probabilities differ"):
+        reinforce(_config(tmp_path / "warn", model_folder, "", on_parity_error="warn", **changes))
+
+
+def test_nan_rewards_and_long_prompts_end_the_run_with_their_example(tmp_path, model_folder):
+    (tmp_path / "my_task.py").write_text(TASK.replace("completion.count", "float('nan') * completion.count"))
+    with pytest.raises(UserError, match="returned nan as 'reward' for example '(stone|river|cloud|apple):'"):
+        reinforce(_config(tmp_path / "a", model_folder, "", environment=f"{tmp_path / 'my_task.py'}:Vowels"))
+    long = "' '.join(map(str, range(30000)))"
+    (tmp_path / "my_task.py").write_text(TASK.replace('f"{word}:"', long))
+    with pytest.raises(UserError, match="example .* its prompt of .* context of 32768"):
+        reinforce(_config(tmp_path / "b", model_folder, "", environment=f"{tmp_path / 'my_task.py'}:Vowels"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_parity_check_runs_a_mixed_load(model_folder, dtype):
+    from lockstep import load_model
+
+    parity, load = check_parity(load_model(model_folder, dtype=dtype), tokens=300)
+    assert parity == Parity(parity.tokens_checked, 0, 0.0) and parity.tokens_checked >= 300
+    assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
