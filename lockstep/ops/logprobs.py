@@ -16,8 +16,8 @@ from lockstep.ops import native
 from lockstep.ops.linear import ROW_MULTIPLE, linear
 
 PIECES = 8
-SLICE_ELEMENTS = 1 << 24
-"""Logits that are held at once: 64 MB where they are float32."""
+SLICE_BYTES = 1 << 27
+"""Logits that are held at once. Smaller slices read the head's weight, and write its gradient, more often."""
 
 
 def token_log_probs(
@@ -84,15 +84,16 @@ def _finite(highest: Tensor) -> Tensor:
     return torch.where(highest.isinf(), 0.0, highest)
 
 
-def _slices(tokens: int, vocab: int) -> list[slice]:
-    rows = max(ROW_MULTIPLE, SLICE_ELEMENTS // vocab // ROW_MULTIPLE * ROW_MULTIPLE)
+def _slices(tokens: int, head: Tensor) -> list[slice]:
+    row_bytes = head.shape[0] * head.element_size()
+    rows = max(ROW_MULTIPLE, SLICE_BYTES // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
 def _forward(hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     parts = [
         logits_log_probs(linear(hidden[rows], head), targets[rows], inverse[rows])
-        for rows in _slices(hidden.shape[0], head.shape[0])
+        for rows in _slices(hidden.shape[0], head)
     ]
     if not parts:
         empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)
@@ -114,7 +115,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, head, targets, inverse, normalizers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_head: Tensor | None = None
-        for rows in _slices(hidden.shape[0], head.shape[0]):
+        for rows in _slices(hidden.shape[0], head):
             logits = linear(hidden[rows], head)
             grad = _logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grads[0][rows])
             torch.mm(grad, head, out=grad_hidden[rows])

@@ -94,10 +94,11 @@ def test_norm_activation_and_rotation(dtype, dim):
     _agree([*ours, *(t.grad for t in (x, up, weight, heads))], [*expected, *(t.grad for t in exact)], dtype)
 
 
-def test_the_vocabulary_of_a_long_row_is_never_held_whole():
-    # 4096 rows of 4096 logits are 64 MB in float32; a slice of 512 rows is 8.
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_slice_of_logits_never_exceeds_its_bytes_and_slices_cover_all_rows(dtype):
     from lockstep.ops import logprobs
 
-    rows = logprobs._slices(8192, 65536)
-    assert max(s.stop - s.start for s in rows) * 65536 <= logprobs.SLICE_ELEMENTS
+    head = torch.empty(65536, 8, dtype=dtype)
+    rows = logprobs._slices(8192, head)
+    assert max(s.stop - s.start for s in rows) * 65536 * head.element_size() <= logprobs.SLICE_BYTES
     assert [s.start for s in rows[1:]] == [s.stop for s in rows[:-1]] and rows[-1].stop == 8192

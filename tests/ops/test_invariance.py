@@ -63,7 +63,7 @@ def test_slicing_of_the_head_does_not_change_log_probabilities(monkeypatch):
         torch.arange(90),
     )
     whole = ops.token_log_probs(hidden, head, targets)
-    monkeypatch.setattr(logprobs, "SLICE_ELEMENTS", 500 * 16)
+    monkeypatch.setattr(logprobs, "SLICE_BYTES", 4 * 500 * 16)
     sliced = ops.token_log_probs(hidden, head, targets)
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
 

@@ -11,13 +11,15 @@
 
 constexpr int64_t PAGE = 16;    // tokens of a page; a page of keys is stored as [head_dim][PAGE]
 constexpr int64_t BLOCK = 64;   // keys between two rescalings of the running sum
+constexpr int64_t FEW_ROWS = 8;
 constexpr int64_t TILE = 48;    // query rows (tokens x heads of a group) that share a block's conversion
 
 static const float LOWEST = -std::numeric_limits<float>::infinity();
 
-// c[r][n] += sum over k of a(r, k) b[k][n] for ROWS rows and 16 VECTORS columns, held in registers.
-template <int ROWS, int VECTORS>
-static inline void product_tile(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb, float* c,
+// c[r][n] += sum over k of a(r, k) b_v[k][n] for ROWS rows and VECTORS groups of 16 columns, held in registers. Each
+// group has a matrix of its own, for the pages of a block may lie anywhere.
+template <int ROWS, int VECTORS, class B>
+static inline void product_tile(const float* a, int64_t a_row, int64_t a_k, const B* const* b, int64_t ldb, float* c,
                                 int64_t ldc, int64_t inner) {
     f32x16 sums[ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -27,7 +29,7 @@ static inline void product_tile(const float* a, int64_t a_row, int64_t a_k, cons
     for (int64_t k = 0; k < inner; k++) {
         f32x16 columns[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) columns[v] = load(b + k * ldb + v * LANES);
+        for (int v = 0; v < VECTORS; v++) columns[v] = load(b[v] + k * ldb);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             const f32x16 factor = splat(a[r * a_row + k * a_k]);
@@ -41,9 +43,9 @@ static inline void product_tile(const float* a, int64_t a_row, int64_t a_k, cons
         for (int v = 0; v < VECTORS; v++) store(c + r * ldc + v * LANES, sums[r][v]);
 }
 
-template <int VECTORS>
-static void product_rows(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb, float* c, int64_t ldc,
-                         int64_t rows, int64_t inner) {
+template <int VECTORS, class B>
+static void product_rows(const float* a, int64_t a_row, int64_t a_k, const B* const* b, int64_t ldb, float* c,
+                         int64_t ldc, int64_t rows, int64_t inner) {
     int64_t r = 0;
     for (; r + 6 <= rows; r += 6)
         product_tile<6, VECTORS>(a + r * a_row, a_row, a_k, b, ldb, c + r * ldc, ldc, inner);
@@ -53,11 +55,18 @@ static void product_rows(const float* a, int64_t a_row, int64_t a_k, const float
 }
 
 // c [rows][columns] += a [rows][inner] · b [inner][columns]; a is read with any strides, columns divide by 16.
-static void add_product(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t ldb, float* c, int64_t ldc,
+template <class B>
+static void add_product(const float* a, int64_t a_row, int64_t a_k, const B* b, int64_t ldb, float* c, int64_t ldc,
                         int64_t rows, int64_t inner, int64_t columns) {
     int64_t n = 0;
-    for (; n + 64 <= columns; n += 64) product_rows<4>(a, a_row, a_k, b + n, ldb, c + n, ldc, rows, inner);
-    for (; n + 16 <= columns; n += 16) product_rows<1>(a, a_row, a_k, b + n, ldb, c + n, ldc, rows, inner);
+    for (; n + 64 <= columns; n += 64) {
+        const B* groups[4] = {b + n, b + n + 16, b + n + 32, b + n + 48};
+        product_rows<4>(a, a_row, a_k, groups, ldb, c + n, ldc, rows, inner);
+    }
+    for (; n + 16 <= columns; n += 16) {
+        const B* group = b + n;
+        product_rows<1>(a, a_row, a_k, &group, ldb, c + n, ldc, rows, inner);
+    }
 }
 
 template <class T>
@@ -154,24 +163,43 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     std::fill(totals, totals + rows, 0.f);
 
     const int64_t length = first_position + tile.tokens;  // keys that the last row sees
+    // Few rows, as in decode, read the pages in place; many share a block that is converted once. The products add
+    // the same terms in the same order.
+    const bool direct = rows < FEW_ROWS;
     for (int64_t start = 0; start < length; start += BLOCK) {
         const int64_t count = std::min(BLOCK, length - start);
-        for (int64_t p = 0; p * PAGE < count; p++) {
-            const int64_t page = pages.table[tile.sequence * pages.width + start / PAGE + p] * shape.kv_heads + kv_head;
-            for (int64_t d = 0; d < dim; d++)
-                store(keys + d * BLOCK + p * PAGE, load(pages.keys + (page * dim + d) * PAGE));
-            widen(pages.values + page * PAGE * dim, values + p * PAGE * dim, std::min(PAGE, count - p * PAGE) * dim);
+        const T *key_pages[BLOCK / PAGE], *value_pages[BLOCK / PAGE];
+        for (int64_t p = 0; p < BLOCK / PAGE; p++) {
+            // Past the sequence's end the first page stands in; its scores are masked.
+            const int64_t index = p * PAGE < count ? start / PAGE + p : start / PAGE;
+            const int64_t page = pages.table[tile.sequence * pages.width + index] * shape.kv_heads + kv_head;
+            key_pages[p] = pages.keys + page * dim * PAGE;
+            value_pages[p] = pages.values + page * dim * PAGE;
         }
         // Rows that see nothing of this block are skipped: earlier tokens of the tile, at its start.
-        const int64_t seen_from = std::max<int64_t>(0, start - first_position) * shape.group();
-        std::fill(scores + seen_from * BLOCK, scores + rows * BLOCK, 0.f);
-        add_product(queries + seen_from * dim, dim, 1, keys, BLOCK, scores + seen_from * BLOCK, BLOCK, rows - seen_from,
-                    dim, (count + LANES - 1) / LANES * LANES);
-        for (int64_t r = seen_from; r < rows; r++)
+        const int64_t from = std::max<int64_t>(0, start - first_position) * shape.group(), left = rows - from;
+        const float* query = queries + from * dim;
+        float *score = scores + from * BLOCK, *attended = sums + from * dim;
+        std::fill(score, score + left * BLOCK, 0.f);
+        if (direct) {
+            product_rows<BLOCK / PAGE>(query, dim, 1, key_pages, PAGE, score, BLOCK, left, dim);
+        } else {
+            for (int64_t p = 0; p * PAGE < count; p++) {
+                for (int64_t d = 0; d < dim; d++) store(keys + d * BLOCK + p * PAGE, load(key_pages[p] + d * PAGE));
+                widen(value_pages[p], values + p * PAGE * dim, std::min(PAGE, count - p * PAGE) * dim);
+            }
+            add_product(query, dim, 1, keys, BLOCK, score, BLOCK, left, dim, (count + LANES - 1) / LANES * LANES);
+        }
+        for (int64_t r = from; r < rows; r++)
             softmax_block(scores + r * BLOCK, std::min(count, first_position + r / shape.group() + 1 - start), scale,
                           highest[r], totals[r], sums + r * dim, dim);
-        add_product(scores + seen_from * BLOCK, BLOCK, 1, values, dim, sums + seen_from * dim, dim, rows - seen_from,
-                    count, dim);
+        if (direct) {
+            for (int64_t p = 0; p * PAGE < count; p++)
+                add_product(score + p * PAGE, BLOCK, 1, value_pages[p], dim, attended, dim, left,
+                            std::min(PAGE, count - p * PAGE), dim);
+        } else {
+            add_product(score, BLOCK, 1, values, dim, attended, dim, left, count, dim);
+        }
     }
     for (int64_t r = 0; r < rows; r++) {
         const int64_t row = (tile.token + r / shape.group()) * shape.heads + kv_head * shape.group() + r % shape.group();
