@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import native
-from lockstep.ops.linear import ROW_MULTIPLE, linear
+from lockstep.ops.linear import ROW_MULTIPLE, linear, linear_gradients
 
 PIECES = 8
 SLICE_BYTES = 1 << 27
@@ -118,8 +118,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in _slices(hidden.shape[0], head):
             logits = linear(hidden[rows], head)
             grad = _logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grads[0][rows])
-            torch.mm(grad, head, out=grad_hidden[rows])
-            part = grad.T @ hidden[rows]
+            grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
             # Slices add up in float32; one slice alone needs no wider copy.
             grad_head = part if grad_head is None else grad_head.float().add_(part)
         assert grad_head is not None
