@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-PROMPTS, GROUP, NEW, STEPS = 4, 8, 64, 5
+PROMPTS, GROUP, NEW, STEPS = 4, 8, 64, 8
 WORDS = ("stone", "river", "cloud", "apple", "glass", "paper", "light", "music")
-TASK = f'''
+TASK = f"""
 import lockstep.rl as rl
 
 class Letters(rl.Environment):
@@ -23,7 +23,7 @@ class Letters(rl.Environment):
             yield rl.Example(prompt=f"Write about {{word}}:")
     def reward(self, example, completion):
         return completion.count("e") / max(1, len(completion))
-'''
+"""
 
 
 def lockstep_seconds(folder: str) -> float:

@@ -1,6 +1,7 @@
 """The training step against a transformers model in a plain loop: 110M-parameter Qwen3, bfloat16, 4 x 512 tokens.
 
-Ours keeps float32 master weights; the plain loop's AdamW works on the bfloat16 weights. Run: python benchmarks/training.py
+Ours keeps float32 master weights; the plain loop's AdamW works on the bfloat16 weights.
+Run: python benchmarks/training.py
 """
 
 from __future__ import annotations

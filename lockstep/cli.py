@@ -71,7 +71,7 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
             rest.append(argument)
     default = recipe(command, chosen["--recipe"]) if chosen["--recipe"] else kind()
     if chosen["--config"]:
-        default = from_toml(chosen["--config"], default)
+        default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
     if "--help" in rest or "-h" in rest:
         from lockstep.recipes import RECIPES
 
@@ -84,20 +84,23 @@ def demo(arguments: list[str]) -> int:
     """pretrain a small model from scratch, then improve it with GRPO, and show that the bits agree"""
     from lockstep.recipes.demo import DemoConfig, run_demo
 
-    run_demo(_parse(DemoConfig, arguments, "demo"))
+    folder = run_demo(_parse(DemoConfig, arguments, "demo"))
+    print_summary(folder)
+    print("\ntry next:")
+    print(f"  lockstep generate --model {folder} --prompt '3+5+2=' --temperature 0")
+    print(f"  lockstep parity --model {folder}")
+    print("  lockstep pretrain --recipe tiny --output run-tiny")
     return 0
 
 
 def pretrain(arguments: list[str]) -> int:
     """next-token training on text, from fresh weights or a Hugging Face folder"""
     from lockstep.config import PretrainConfig
-    from lockstep.recipes.pretraining import pretrain as run
+    from lockstep.train.pretrain import pretrain as run
 
     config = _run_config("pretrain", PretrainConfig, arguments)
     folder = run(config)
-    print(
-        f"\nwrote {folder}: report.html, metrics.jsonl, checkpoints/\nnext: lockstep generate --model {folder} --prompt TEXT"
-    )
+    print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep generate --model {folder} --prompt TEXT")
     return 0
 
 
@@ -125,7 +128,8 @@ def print_summary(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     print(f"\naccuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} on held-out examples")
     print(
-        f"{summary['parity_tokens_checked']} log-probabilities compared, {summary['parity_tokens_different']} different; "
+        f"{summary['parity_tokens_checked']} log-probabilities compared, "
+        f"{summary['parity_tokens_different']} different; "
         f"largest ratio on a first inner step: {summary['ratio_max_on_first_inner_step']!r}"
     )
     print(f"report: {folder / 'report.html'}")

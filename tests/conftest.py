@@ -18,7 +18,9 @@ def bpe_tokenizer():
     from lockstep.data import train_bpe
 
     library = Path(sysconfig.get_paths()["stdlib"])
-    return train_bpe([(library / name).read_text() for name in ("argparse.py", "json/decoder.py", "statistics.py")], 512)
+    return train_bpe(
+        [(library / name).read_text() for name in ("argparse.py", "json/decoder.py", "statistics.py")], 512
+    )
 
 
 @pytest.fixture(scope="session")

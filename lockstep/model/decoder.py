@@ -56,6 +56,7 @@ class Decoder(nn.Module):
         cos, sin = layers.rotary_tables(self.frequencies, positions)
         hidden = F.embedding(tokens, self.embed_tokens.weight)
         for index, block in enumerate(self.layers):
+            assert isinstance(block, Block)  # ModuleList forgets what it holds
             attended = attention(index, *block.before_attention(hidden, cos, sin))
             hidden = block.after_attention(hidden, attended)
         return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)

@@ -51,7 +51,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and of `weight`; their bits need not be row-invariant."""
     if grad.dtype == torch.float32:
-        return product(grad, weight.T.contiguous()), product(grad.T.contiguous(), x.T.contiguous())
+        return product(grad, weight.T), product(grad.T, x.T)
     return grad @ weight, grad.T @ x
 
 

@@ -29,9 +29,7 @@ def collect(
 
     The draws are a function of (config.seed, step), whatever the engine's batches look like.
     """
-    return _sample(
-        examples, config.samples_per_prompt, [config.seed, step], environment, engine, tokenizer, config
-    )
+    return _sample(examples, config.samples_per_prompt, [config.seed, step], environment, engine, tokenizer, config)
 
 
 def assign_rewards(rollouts: Sequence[Rollout], environment: Environment) -> None:

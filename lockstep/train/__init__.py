@@ -2,7 +2,7 @@
 
 from lockstep.train.optimizer import MasterAdamW, learning_rate_at
 from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
-from lockstep.train.score import score
+from lockstep.train.scoring import score
 from lockstep.train.trainer import Trainer
 
 __all__ = [

@@ -27,7 +27,11 @@ def test_the_default_is_the_standard_library_on_every_machine():
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{oops", "c.jsonl:2: not a JSON object"), ("[1]", "c.jsonl:2: .*a list"), ('{"text": 3}', "c.jsonl:2: key 'text'")],
+    [
+        ("{oops", "c.jsonl:2: not a JSON object"),
+        ("[1]", "c.jsonl:2: .*a list"),
+        ('{"text": 3}', "c.jsonl:2: key 'text'"),
+    ],
 )
 def test_a_bad_line_is_named_or_counted(tmp_path, line, message):
     path = tmp_path / "c.jsonl"
@@ -65,7 +69,9 @@ def test_an_epoch_has_every_piece_once_and_a_loader_resumes_exactly(
         assert len(step) == 1 or sum(map(len, step)) <= tokens_per_step
         pieces += step
     expected = [
-        (text.encode() + b"\0")[i : i + sequence_length] for text in texts for i in range(0, len(text) + 1, sequence_length)
+        (text.encode() + b"\0")[i : i + sequence_length]
+        for text in texts
+        for i in range(0, len(text) + 1, sequence_length)
     ]
     epoch = sorted(bytes(0 if t == 256 else t for t in p) for p in pieces[: len(loader.starts)])
     assert epoch == sorted(p for p in expected if len(p) >= 2)

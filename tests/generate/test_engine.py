@@ -85,7 +85,10 @@ def test_load_changes_no_bit_and_loses_no_page(dtype, seed, budget, sequences, c
 
 
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 1000), actions=st.lists(st.sampled_from(["add", "step", "step", "abort", "update"]), max_size=40))
+@given(
+    seed=st.integers(0, 1000),
+    actions=st.lists(st.sampled_from(["add", "step", "step", "abort", "update"]), max_size=40),
+)
 def test_no_page_is_lost_whatever_is_cancelled_when(seed, actions):
     draw = random.Random(seed)
     engine = Engine(MODELS["float32"], EngineConfig(max_tokens_per_step=40, max_sequences=5, cache_tokens=256))

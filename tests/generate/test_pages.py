@@ -8,7 +8,9 @@ from lockstep.generate.pages import ROOT, PageAllocator
 
 
 @settings(max_examples=60, deadline=None)
-@given(actions=st.lists(st.tuples(st.sampled_from(["new", "share", "release", "forget"]), st.integers(0, 5)), max_size=60))
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(["new", "share", "release", "forget"]), st.integers(0, 5)), max_size=60)
+)
 def test_pages_are_neither_lost_nor_given_twice(actions):
     allocator = PageAllocator(8)
     held: list[int] = []

@@ -38,7 +38,9 @@ def _metrics(folder):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
     data = gsm8k_folder(tmp_path)
-    config = _config(tmp_path / "run", model_folder, data, dtype=dtype, inner_steps=2, kl_coefficient=0.05, temperature=0.9)
+    config = _config(
+        tmp_path / "run", model_folder, data, dtype=dtype, inner_steps=2, kl_coefficient=0.05, temperature=0.9
+    )
     folder = reinforce(config)
     steps = _metrics(folder)[1:]
     assert [m["step"] for m in steps] == [1, 2, 3]
@@ -49,7 +51,10 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["parity_tokens_checked"] == sum(m["parity/tokens_checked"] for m in steps)
     rollouts = [json.loads(line) for line in (folder / "rollouts" / "step_00000002.jsonl").read_text().splitlines()]
-    assert len(rollouts) == 12 and {"prompt", "completion", "token_ids", "log_probs", "rewards", "advantage"} <= rollouts[0].keys()
+    assert (
+        len(rollouts) == 12
+        and {"prompt", "completion", "token_ids", "log_probs", "rewards", "advantage"} <= rollouts[0].keys()
+    )
     assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["log_probs"])
     assert from_toml(folder / "config.toml", RLConfig()) == config
     assert "Parity of trainer and generator" in (folder / "report.html").read_text()
@@ -69,8 +74,15 @@ class Vowels(rl.Environment):
 
 def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tmp_path, model_folder):
     (tmp_path / "my_task.py").write_text(TASK)
-    changes = dict(environment=f"{tmp_path / 'my_task.py'}:Vowels", steps=9, prompts_per_step=4, samples_per_prompt=16,
-                   inner_steps=2, checkpoint_every=3, train=TrainConfig(learning_rate=5e-3, warmup_steps=0, schedule="constant"))  # fmt: skip
+    changes = dict(
+        environment=f"{tmp_path / 'my_task.py'}:Vowels",
+        steps=9,
+        prompts_per_step=4,
+        samples_per_prompt=16,
+        inner_steps=2,
+        checkpoint_every=3,
+        train=TrainConfig(learning_rate=5e-3, warmup_steps=0, schedule="constant"),
+    )
     whole = reinforce(_config(tmp_path / "whole", model_folder, "", **changes))
     rewards = [m["reward/mean"] for m in _metrics(whole)[1:]]
     assert max(rewards[-3:]) > max(rewards[:2]) + 0.02, rewards
@@ -98,7 +110,9 @@ def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, mod
     # The bits do agree, so the one that differs has to be made.
     monkeypatch.setattr(batch, "target_log_probs", off_by_a_bit)
     changes = dict(environment=f"{tmp_path / 'my_task.py'}:Vowels", steps=1)
-    with pytest.raises(ParityError, match=r"step 1: 1 of \d+ .* token \d+ at position \d+ .*generator -\d.*trainer -\d"):
+    with pytest.raises(
+        ParityError, match=r"step 1: 1 of \d+ .* token \d+ at position \d+ .*generator -\d.*trainer -\d"
+    ):
         reinforce(_config(tmp_path / "stop", model_folder, "", **changes))
     with pytest.warns(UserWarning, match="log-probabilities differ"):
         reinforce(_config(tmp_path / "warn", model_folder, "", on_parity_error="warn", **changes))

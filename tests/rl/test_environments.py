@@ -15,7 +15,7 @@ from lockstep.rl.environments.gsm8k import GSM8K, document_of, prompt_of
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rewards import grade
 
-REVERSE = '''
+REVERSE = """
 import lockstep.rl as rl
 
 class ReverseWord(rl.Environment):
@@ -23,7 +23,7 @@ class ReverseWord(rl.Environment):
         for word in ("stone", "river"): yield rl.Example(prompt=f"Reverse: {word}\\n", answer=word[::-1])
     def reward(self, example: rl.Example, completion: str) -> float | dict[str, float]:
         return float(completion.strip() == example.answer)
-'''
+"""
 
 
 def test_a_task_of_the_users_own_is_loaded_from_its_file(tmp_path):
@@ -113,7 +113,10 @@ def gsm8k_folder(tmp_path: Path) -> Path:
         return real
     print(f"{real} is not there: five lines of our own stand for GSM8K")
     lines = [
-        {"question": f"A box holds {n} pens. How many do {n} boxes hold?", "answer": f"{n} x {n} = {n * n}\n#### {n * n}"}
+        {
+            "question": f"A box holds {n} pens. How many do {n} boxes hold?",
+            "answer": f"{n} x {n} = {n * n}\n#### {n * n}",
+        }
         for n in range(2, 7)
     ]
     for name in ("train.jsonl", "test.jsonl"):

@@ -64,7 +64,9 @@ def test_bfloat16_trains_float32_masters_by_adamw():
         trainer.optimizer.step(1e-4)
     for name, parameter in model.named_parameters():
         # torch's fused and plain AdamW round in different places.
-        torch.testing.assert_close(trainer.optimizer.masters[name].detach(), masters[name].detach(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            trainer.optimizer.masters[name].detach(), masters[name].detach(), rtol=1e-5, atol=1e-7
+        )
         assert torch.equal(parameter, trainer.optimizer.masters[name].bfloat16()) and parameter.grad is None
     assert len({p.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
 

@@ -1,0 +1,75 @@
+"""The run's folder: refused where it would destroy something, readable when interrupted, safe with hostile text."""
+
+import json
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.observe import MetricsWriter, curves_png, open_run, read_metrics, write_report
+
+
+def test_a_folder_is_never_taken_from_its_owner(tmp_path):
+    run = open_run(str(tmp_path / "run"), "a = 1\n")
+    with pytest.raises(UserError, match=r"already holds a run.*--resume.*--overwrite"):
+        open_run(str(tmp_path / "run"), "a = 2\n")
+    assert (run.path / "config.toml").read_text() == "a = 1\n"
+    open_run(str(tmp_path / "run"), "a = 3\n", overwrite=True)
+    assert (run.path / "config.toml").read_text() == "a = 3\n"
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        open_run(str(tmp_path / "thesis"), "", overwrite=True)
+    with pytest.raises(UserError, match="is a file"):
+        open_run(str(tmp_path / "thesis" / "chapter.tex"), "")
+    with pytest.raises(UserError, match="holds no run to resume"):
+        open_run(str(tmp_path / "new"), "", resume=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):
+    run = open_run(str(tmp_path / "run"), "")
+    with MetricsWriter(run.path) as writer:
+        writer.write(1, {"loss": 2.5})
+        writer.write(2, {"loss": float("nan")})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "lo')
+    metrics = read_metrics(run.metrics)
+    assert [m["step"] for m in metrics] == [1, 2] and [m["loss"] for m in metrics] == [2.5, None]
+    run.truncate(1)
+    assert [m["step"] for m in read_metrics(run.metrics)] == [1]
+
+
+def test_tensorboard_files_are_written_where_asked(tmp_path):
+    run = open_run(str(tmp_path / "run"), "")
+    with MetricsWriter(run.path, tensorboard=True) as writer:
+        writer.write(1, {"loss": 2.5})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path):
+    run = open_run(str(tmp_path / "run"), "")
+    assert run.newest_checkpoint() is None
+    for name in ("step_00000002", "step_00000010", "step_00000012.partial"):
+        (run.path / "checkpoints" / name).mkdir()
+    assert run.newest_checkpoint() == run.checkpoint_path(10)
+
+
+def test_a_report_escapes_what_models_write_and_shows_what_there_is(tmp_path):
+    run = open_run(str(tmp_path / "run"), "note = '<script>'\n")
+    assert "<h1>empty</h1>" in write_report(run.path, "empty").read_text()
+    with MetricsWriter(run.path) as writer:
+        for step in range(1, 30):
+            writer.write(step, {"reward/mean": step / 30, "loss": 1.0, "parity/tokens_checked": 10,
+                                "parity/tokens_different": 0, "parity/max_delta": 0.0})  # fmt: skip
+    line = {"prompt": "<script>alert(1)</script>", "completion": "a\n</td>", "rewards": {"reward": 1.0},
+            "advantage": -0.5, "finish_reason": "stop", "group": 0}  # fmt: skip
+    run.rollouts_path(1).write_text(json.dumps(line) + "\n")
+    page = write_report(run.path, "a run").read_text()
+    assert "<script>" not in page and "&lt;script&gt;alert" in page and "&lt;/td&gt;" in page
+    assert "<svg" in page and ">290</td>" in page
+    curves_png(run.path, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
