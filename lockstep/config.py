@@ -7,6 +7,7 @@ a field is its help on the command line. `validate` refuses impossible combinati
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -68,8 +69,8 @@ class PretrainConfig:
     """`family:size` for fresh weights (see lockstep.model.PRESETS), or a Hugging Face folder to continue from."""
     data: str = ""
     """Text or JSONL: a file, a folder or a glob. Empty: the Python standard library's own source."""
-    text_key: str = "text"
-    """Key of a JSONL line that holds the text; several joined by '+' are concatenated (question+answer)."""
+    template: str = "{text}"
+    """How a JSONL line becomes a text: keys in braces stand for their values."""
     tokenizer: str = "byte"
     """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
     skip_bad_lines: bool = False
@@ -218,8 +219,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        # A JSON string is a TOML basic string.
+        return json.dumps(value, ensure_ascii=False)
     return repr(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import string
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +16,22 @@ from lockstep.errors import UserError
 class TextSource:
     """Documents of a file, a folder or a glob, in the order of their names; iterates over strings.
 
-    A `.jsonl` file gives a document a line: the value at `text_key`, or those of several keys joined by `+`, with a
-    line break between. Any other file is one document. Empty `data` is the Python standard library's own source,
-    which every machine has. `skipped` counts the malformed lines that `skip_bad_lines` passed over.
+    A `.jsonl` file gives a document a line: `template` with the line's values in place of the keys in braces. Any other
+    file is one document. Empty `data` is the Python standard library's own source, which every machine has. `skipped`
+    counts the malformed lines that `skip_bad_lines` passed over.
     """
 
-    def __init__(self, data: str = "", text_key: str = "text", skip_bad_lines: bool = False):
-        self.keys = text_key.split("+")
+    def __init__(self, data: str = "", template: str = "{text}", skip_bad_lines: bool = False):
+        self.template = template
         self.skip_bad_lines = skip_bad_lines
         self.skipped = 0
         self.files = _files(data)
+        try:
+            self.keys = [key for _, key, _, _ in string.Formatter().parse(template) if key is not None]
+        except ValueError as error:
+            raise UserError(
+                f"template {template!r}: {error}; write keys as {{key}}, and a brace itself twice"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         for path in self.files:
@@ -35,15 +42,15 @@ class TextSource:
 
     def _lines(self, path: Path) -> Iterator[str]:
         for number, values in read_jsonl(path, self.skip_bad_lines, self._count):
-            texts = [values.get(key) for key in self.keys]
-            if all(isinstance(t, str) for t in texts):
-                yield "\n".join(str(t) for t in texts)
+            bad = [key for key in self.keys if not isinstance(values.get(key), str)]
+            if not bad:
+                yield self.template.format_map(values)
             elif self.skip_bad_lines:
                 self._count()
             else:
                 raise UserError(
-                    f"{path}:{number}: key {self.keys[[isinstance(t, str) for t in texts].index(False)]!r} is not a "
-                    f"string; name the key with --text-key (here: {', '.join(values)}), or use --skip-bad-lines"
+                    f"{path}:{number}: key {bad[0]!r} is not a string; name the line's keys in --template "
+                    f"(here: {', '.join(values)}), or use --skip-bad-lines"
                 )
 
     def _count(self) -> None:

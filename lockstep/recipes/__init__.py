@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lockstep.config import EngineConfig, PretrainConfig, RLConfig, TrainConfig
 from lockstep.errors import UserError, closest
+from lockstep.rl.environments.gsm8k import TEMPLATE as GSM8K_TEMPLATE
 
 
 def tiny() -> PretrainConfig:
@@ -17,7 +18,7 @@ def gsm8k_tiny_pretrain() -> PretrainConfig:
     """A model under 10M parameters learns the form of GSM8K's problems and solutions."""
     return PretrainConfig(
         model="qwen3:tiny",
-        text_key="question+answer",
+        template=GSM8K_TEMPLATE,
         tokenizer="bpe:2048",
         steps=300,
         tokens_per_step=8192,
@@ -57,10 +58,10 @@ def gsm8k_tiny_rl() -> RLConfig:
     """GRPO on GSM8K with the small model that `pretrain --recipe gsm8k_tiny` makes."""
     return RLConfig(
         environment="gsm8k",
-        steps=60,
+        steps=80,
         prompts_per_step=8,
         samples_per_prompt=8,
-        max_new_tokens=160,
+        max_new_tokens=192,
         train=TrainConfig(learning_rate=1e-4, warmup_steps=5, schedule="constant"),
         engine=EngineConfig(max_tokens_per_step=4096),
         validation_examples=64,

@@ -91,9 +91,5 @@ class PolicyLoss:
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
         return loss
 
-    def first_step_metrics(self) -> dict[str, float]:
-        """Of the first inner step alone, where policy and generator are the same: parity, and a ratio of exactly 1."""
-        return {"policy/ratio_first_max": self.ratio_max, **self.parity.metrics()}
-
     def metrics(self) -> dict[str, float]:
         return {"policy/ratio_max": self.ratio_max, **self.sums}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -61,4 +62,19 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
         "policy/staleness_max": 0.0,
+    }
+
+
+def summarize(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """A run in figures, from its metrics: the first and last validation, and the comparison of all steps."""
+    validations = [m for m in metrics if "validation/accuracy" in m]
+    compared = [m for m in metrics if "parity/tokens_checked" in m]
+    return {
+        "reward_before": validations[0]["validation/reward"],
+        "reward_after": validations[-1]["validation/reward"],
+        "accuracy_before": validations[0]["validation/accuracy"],
+        "accuracy_after": validations[-1]["validation/accuracy"],
+        "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
+        "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),
+        "ratio_max_on_first_inner_step": max(m["policy/ratio_first_max"] for m in compared),
     }

@@ -10,12 +10,11 @@ from lockstep.config import RLConfig, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
 from lockstep.model import load_model
-from lockstep.observe import MetricsWriter, Progress, open_run, write_report
+from lockstep.observe import MetricsWriter, Progress, open_run, read_metrics, write_report
 from lockstep.rl.batch import PolicyLoss, policy_batches
-from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics
+from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize
 from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
 from lockstep.rl.environment import load_environment
-from lockstep.rl.parity import Parity
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer
@@ -46,11 +45,13 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
         run.truncate(start)
 
     clock = time.perf_counter()
-    with MetricsWriter(run.path, config.tensorboard) as metrics_file, progress or Progress("rl", config.steps) as bar:
+    with (
+        MetricsWriter(run.path, config.tensorboard) as metrics_file,
+        progress or Progress("rl", config.steps) as bar,
+    ):
         bar.advance(start)
-        before = last = {} if start else evaluate(held_out, environment, engine, tokenizer, config)
-        metrics_file.write(start, before)
-        parity, first_ratio = Parity(), 1.0
+        if start == 0:
+            metrics_file.write(0, evaluate(held_out, environment, engine, tokenizer, config))
         for step in range(start + 1, config.steps + 1):
             stopwatch = Stopwatch()
             rollouts = collect(prompts.next(config.prompts_per_step), environment, engine, tokenizer, config, step)
@@ -59,40 +60,29 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
             assign_advantages(rollouts, config.normalize_advantages)
             stopwatch.lap("time/reward")
             batches = policy_batches(rollouts, config, reference)
+            metrics: dict[str, float] = {}
             for inner in range(config.inner_steps):
                 loss = PolicyLoss(config, compare=inner == 0)
-                metrics = trainer.step(batches, loss)
+                metrics |= trainer.step(batches, loss) | loss.metrics()
                 if inner == 0:
-                    parity.add(accepted(loss.parity, config, step))
-                    first = loss.first_step_metrics()
-                metrics |= loss.metrics() | first
+                    metrics |= accepted(loss.parity, config, step).metrics()
+                    metrics["policy/ratio_first_max"] = loss.ratio_max
             stopwatch.lap("time/train")
             engine.weights_changed(step)
             stopwatch.lap("time/weight_sync")
 
-            first_ratio = max(first_ratio, first["policy/ratio_first_max"])
             metrics |= rollout_metrics(rollouts) | stopwatch.metrics()
             metrics["rollout/tokens_per_second"] = sum(len(r.token_ids) for r in rollouts) / metrics["time/generate"]
             if due(step, config.validation_every, config.steps):
-                last = evaluate(held_out, environment, engine, tokenizer, config)
-                metrics |= last
+                metrics |= evaluate(held_out, environment, engine, tokenizer, config)
             metrics_file.write(step, metrics)
             write_rollouts(run.rollouts_path(step), rollouts)
             if due(step, config.checkpoint_every, config.steps):
                 state = {"step": step, "prompts": prompts.position}
                 trainer.save(run.checkpoint_path(step), tokenizer, state)
-            bar.advance(reward=metrics["reward/mean"], different=parity.tokens_different)
+            bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
 
-    summary = {
-        "reward_before": before["validation/reward"],
-        "reward_after": last["validation/reward"],
-        "accuracy_before": before["validation/accuracy"],
-        "accuracy_after": last["validation/accuracy"],
-        "parity_tokens_checked": parity.tokens_checked,
-        "parity_tokens_different": parity.tokens_different,
-        "ratio_max_on_first_inner_step": first_ratio,
-        "seconds": {"rl": time.perf_counter() - clock},
-    }
+    summary = summarize(read_metrics(run.metrics)) | {"seconds": {"rl": time.perf_counter() - clock}}
     (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
     write_report(run.path, f"GRPO on {config.environment}")
     return run.path

@@ -46,13 +46,6 @@ class Parity:
             values = f"generator {float(generator[index])!r}, trainer {float(trainer[index])!r}"
             self.first = f"{_locate(rollouts, index)}: {values}"
 
-    def add(self, other: Parity) -> None:
-        """Counts another comparison in."""
-        self.tokens_checked += other.tokens_checked
-        self.tokens_different += other.tokens_different
-        self.max_delta = max(self.max_delta, other.max_delta)
-        self.first = self.first or other.first
-
     def metrics(self) -> dict[str, float]:
         return {
             "parity/tokens_checked": self.tokens_checked,

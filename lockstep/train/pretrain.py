@@ -33,7 +33,7 @@ def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, pro
     Raises UserError for bad input.
     """
     validate(config)
-    source = TextSource(config.data, config.text_key, config.skip_bad_lines) if documents is None else documents
+    source = TextSource(config.data, config.template, config.skip_bad_lines) if documents is None else documents
     tokenizer = make_tokenizer(config, source)
     model = make_model(config, tokenizer)
     corpus = tokenize_documents(source, tokenizer)

@@ -17,7 +17,7 @@ def test_files_folders_globs_and_keys(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "three", "more": "four"}\n\n{"text": "five", "more": "six"}\n')
     assert list(TextSource(str(tmp_path))) == ["one", "two", "three", "five"]
     assert list(TextSource(str(tmp_path / "*.txt"))) == ["one", "two"]
-    assert list(TextSource(str(tmp_path / "c.jsonl"), "text+more")) == ["three\nfour", "five\nsix"]
+    assert list(TextSource(str(tmp_path / "c.jsonl"), "{text}\n{more}")) == ["three\nfour", "five\nsix"]
 
 
 def test_the_default_is_the_standard_library_on_every_machine():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import lockstep.rl as rl
+from lockstep.data import TextSource
 from lockstep.errors import UserError
 from lockstep.rl.environment import load_environment
 from lockstep.rl.environments.digit_sum import DigitSum, pretraining_text
-from lockstep.rl.environments.gsm8k import GSM8K, document_of, prompt_of
+from lockstep.rl.environments.gsm8k import GSM8K, TEMPLATE
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rewards import grade
 
@@ -131,7 +132,9 @@ def test_gsm8k_answers_are_right_and_well_formed_by_their_own_graders(tmp_path):
         examples = examples_of(environment, split)
         lines = [json.loads(line) for line in (folder / file).read_text().splitlines()]
         assert len(examples) == len(lines)
-        solutions = [document_of(x["question"], x["answer"])[len(prompt_of(x["question"])) :] for x in lines]
+        documents = list(TextSource(str(folder / file), TEMPLATE))
+        solutions = [document.removeprefix(e.prompt) for document, e in zip(documents, examples)]
+        assert all(len(s) < len(d) for s, d in zip(solutions, documents)), "a document begins with its prompt"
         for example, solution in list(zip(examples, solutions))[:40]:
             assert environment.reward(example, solution) == {"correct": 1.0, "format": 1.0}
 

@@ -14,6 +14,12 @@ FILES = {"train": "train.jsonl", "validation": "test.jsonl"}
 FINAL = re.compile(r"#### *(-?\$?[\d,]*\.?\d+)\s*$")
 
 
+PROMPT = "Question: {question}\nAnswer:"
+"""What the model continues."""
+TEMPLATE = PROMPT + " {answer}"
+"""A problem with its solution as a text to pretrain on, whose beginning is the prompt."""
+
+
 class GSM8K(Environment):
     """Lines of `question` and `answer`, the result behind `####`, in the folder's train.jsonl and test.jsonl.
 
@@ -27,7 +33,7 @@ class GSM8K(Environment):
         for number, question, answer in problems(self.data, split, self.skip_bad_lines):
             final = FINAL.search(answer)
             if final is not None:
-                yield Example(prompt_of(question), final.group(1), id=f"{FILES[split]}:{number}")
+                yield Example(PROMPT.format(question=question), final.group(1), id=f"{FILES[split]}:{number}")
             elif not self.skip_bad_lines:
                 raise UserError(
                     f"{Path(self.data) / FILES[split]}:{number}: the answer has no `#### NUMBER` at its end; "
@@ -50,16 +56,6 @@ def problems(folder: str, split: str, skip_bad_lines: bool = False) -> Iterator[
             yield number, question, answer
         elif not skip_bad_lines:
             raise UserError(f"{path}:{number}: needs the strings `question` and `answer`; or use --skip-bad-lines")
-
-
-def prompt_of(question: str) -> str:
-    """What the model continues; pretraining text has the same form."""
-    return f"Question: {question.strip()}\nAnswer:"
-
-
-def document_of(question: str, answer: str) -> str:
-    """A problem with its solution, as text to pretrain on."""
-    return f"{prompt_of(question)} {answer.strip()}"
 
 
 def is_right(answer: str, completion: str) -> bool:
