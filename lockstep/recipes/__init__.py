@@ -58,13 +58,14 @@ def gsm8k_tiny_rl() -> RLConfig:
     """GRPO on GSM8K with the small model that `pretrain --recipe gsm8k_tiny` makes."""
     return RLConfig(
         environment="gsm8k",
-        steps=80,
+        steps=120,
         prompts_per_step=8,
         samples_per_prompt=8,
-        max_new_tokens=192,
+        max_new_tokens=80,
         train=TrainConfig(learning_rate=1e-4, warmup_steps=5, schedule="constant"),
         engine=EngineConfig(max_tokens_per_step=4096),
-        validation_examples=64,
+        validation_every=20,
+        validation_examples=128,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,8 @@ def is_right(answer: str, completion: str) -> bool:
         return False
     from math_verify import parse, verify
 
+    # Its time-outs work in the main thread alone; a number needs none, which it warns of once.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold, given = (parse(_plain(text), parsing_timeout=None) for text in (answer, found.group(1)))
     return bool(gold) and bool(given) and verify(gold, given, timeout_seconds=None)
 
