@@ -13,7 +13,7 @@ from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
 from lockstep.train.pretrain import pretrain
 
-PRETRAIN_SHARE = 0.5
+PRETRAIN_SHARE = 0.55
 """Of the demo's time, for the progress bar."""
 
 
@@ -34,7 +34,7 @@ def run_demo(config: DemoConfig) -> Path:
     first = PretrainConfig(
         output=f"{config.output}-pretrain",
         model="qwen3:micro",
-        steps=600,
+        steps=1000,
         tokens_per_step=4096,
         sequence_length=128,
         dtype="float32",
@@ -46,7 +46,7 @@ def run_demo(config: DemoConfig) -> Path:
     second.output, second.seed = config.output, config.seed
     second.overwrite = config.overwrite and Path(config.output).is_dir()
     with Progress("demo", 1.0) as bar:
-        documents = list(pretraining_text(20_000, error_rate=0.35, seed=config.seed))
+        documents = list(pretraining_text(40_000, error_rate=0.45, seed=config.seed))
         folder = pretrain(first, documents, bar.stage("1/2 pretrain", first.steps, PRETRAIN_SHARE))
         second.model = str(folder / "checkpoints" / f"step_{first.steps:08}")
         run = reinforce(second, bar.stage("2/2 reinforce", second.steps, 1 - PRETRAIN_SHARE))
