@@ -232,8 +232,9 @@ def model_folder(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{path}: no such folder; give a Hugging Face model folder or a run's folder")
-    checkpoints = sorted(p for p in folder.glob("checkpoints/step_*") if not p.name.endswith(".partial"))
-    return checkpoints[-1] if checkpoints else folder
+    from lockstep.observe import RunFolder
+
+    return RunFolder(folder).newest_checkpoint() or folder
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
