@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from lockstep.errors import UserError
-from lockstep.rl.environment import Environment, Example, user_line
+from lockstep.rl.environment import Environment, Example, source_file, user_line
+
+LARGEST = float(np.finfo(np.float32).max)
+"""Rewards are trained on in float32; a larger one would be infinite there."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +27,18 @@ class Grade:
 def grade(environment: Environment, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
     """Rewards of each completion of the example beside it.
 
-    A single number goes by the name `reward`. Raises UserError, naming the example, for a reward that is NaN,
-    infinite or no number, for names that vary between examples, and for an error in the environment's own code.
+    A single number goes by the name `reward`; True and False are 1 and 0. Raises UserError, naming the example, for a
+    reward that is NaN, infinite (in float32) or no number, for names that vary between examples, and for an error in
+    the environment's own code.
     """
     grades: list[Grade] = []
     for example, completion in zip(examples, completions, strict=True):
         try:
             value = environment.reward(example, completion)
         except Exception as error:
+            where = user_line(error, source_file(type(environment)))
             raise UserError(
-                f"{user_line(error)}: {type(environment).__name__}.reward failed on example {example.name} "
+                f"{where}: {type(environment).__name__}.reward failed on example {example.name} "
                 f"({type(error).__name__}: {error})"
             ) from error
         by_name = _checked(value, environment, example)
@@ -42,7 +48,13 @@ def grade(environment: Environment, examples: Sequence[Example], completions: Se
                 f"{', '.join(grades[0].by_name)} for another; give every example the same names"
             )
         weights = environment.reward_weights
-        grades.append(Grade(sum(weights.get(n, 1.0) * v for n, v in by_name.items()), by_name))
+        total = sum(weights.get(n, 1.0) * v for n, v in by_name.items())
+        if not abs(total) <= LARGEST:
+            raise UserError(
+                f"{type(environment).__name__}'s rewards add up to {total!r} for example {example.name}; make "
+                "`reward_weights` and rewards finite and smaller"
+            )
+        grades.append(Grade(total, by_name))
     return grades
 
 
@@ -50,10 +62,30 @@ def _checked(value: Any, environment: Environment, example: Example) -> dict[str
     rewards = value if isinstance(value, dict) else {"reward": value}
     if not rewards:
         raise UserError(f"{type(environment).__name__}.reward returned no reward for example {example.name}")
-    for name, number in rewards.items():
-        if not isinstance(number, Real) or not math.isfinite(number):
+    checked: dict[str, float] = {}
+    for name, value_of_name in rewards.items():
+        number = _finite(value_of_name)
+        if number is None:
             raise UserError(
-                f"{type(environment).__name__}.reward returned {number!r} as {name!r} for example {example.name}; "
-                "return a finite number, or a dict of them"
+                f"{type(environment).__name__}.reward returned {_shown(value_of_name)} as {name!r} for example "
+                f"{example.name}; return a finite number, or a dict of them"
             )
-    return {str(name): float(number) for name, number in rewards.items()}
+        checked[str(name)] = number
+    return checked
+
+
+def _finite(value: Any) -> float | None:
+    """The value as a float; None where it is no number or not finite."""
+    if not isinstance(value, (Real, np.bool_)):  # NumPy's bool is the one scalar of its that is no Real
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
+def _shown(value: Any) -> str:
+    # Python refuses to print integers of thousands of digits.
+    text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"

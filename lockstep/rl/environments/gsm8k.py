@@ -12,8 +12,10 @@ from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
 
 FILES = {"train": "train.jsonl", "validation": "test.jsonl"}
-FINAL = re.compile(r"#### *(-?\$?[\d,]*\.?\d+)\s*$")
-
+# No two repeats of the same characters stand side by side, so a long run of digits is read in linear time.
+DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+FINAL = re.compile(rf"(?<!#)#### *((?:-?\$?|\$-){DIGITS})\s*\Z")
+"""`#### NUMBER` at the end: with or without dollar sign, thousands' commas, decimals; nothing after it but space."""
 
 PROMPT = "Question: {question}\nAnswer:"
 """What the model continues."""
