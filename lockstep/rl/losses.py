@@ -34,6 +34,9 @@ def policy_loss(
     r is the importance ratio; separate bounds as in DAPO (arXiv 2503.14476). KL is the estimator
     e^d − d − 1 with d = log p_reference − log p (Schulman 2020, k3). Returns the loss and, without gradient,
     `policy/ratio_max` and the weighted sums `policy/clip_fraction` and `policy/kl`.
+
+    Everything is a sum over this micro-batch with weights of the whole step, so the losses, gradients and weighted sums
+    of micro-batches add up to the step's; `policy/ratio_max` combines by maximum.
     """
     ratio = torch.exp(inputs.log_probs - inputs.old_log_probs)
     unclipped = -inputs.advantages * ratio
@@ -54,9 +57,11 @@ def policy_loss(
 def token_weights(lengths: Sequence[int], average: Literal["token", "sequence"]) -> list[Tensor]:
     """Each completion's token weights, which add up to 1 over all completions of a step.
 
-    `token`: every token weighs the same. `sequence`: every completion does, whatever its length.
+    `token`: every token weighs the same. `sequence`: every completion does, whatever its length; an empty one counts
+    for nothing.
     """
-    total = sum(lengths)
     if average == "token":
-        return [torch.full((n,), 1.0 / total) for n in lengths]
-    return [torch.full((n,), 1.0 / (n * len(lengths))) for n in lengths]
+        total = sum(lengths)
+        return [torch.full((n,), 1.0 / max(total, 1)) for n in lengths]
+    sequences = sum(n > 0 for n in lengths)
+    return [torch.full((n,), 1.0 / max(n * sequences, 1)) for n in lengths]

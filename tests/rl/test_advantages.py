@@ -1,0 +1,42 @@
+"""What group-relative advantages do not depend on."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.rl import group_advantages
+
+# Quarters up to 4 in groups of 4: sums and means are exact in float32, so equality below is of bits.
+REWARDS = st.lists(st.lists(st.integers(-16, 16).map(lambda n: n / 4), min_size=4, max_size=4), min_size=1, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REWARDS, st.integers(-8, 8), st.booleans())
+def test_a_reward_added_to_a_whole_group_changes_nothing(rewards, shift, normalize):
+    rewards = torch.tensor(rewards)
+    assert torch.equal(group_advantages(rewards + shift, normalize), group_advantages(rewards, normalize))
+
+
+@settings(max_examples=60, deadline=None)
+@given(REWARDS, st.booleans())
+def test_a_group_does_not_see_the_others(rewards, normalize):
+    together = group_advantages(torch.tensor(rewards), normalize)
+    alone = torch.cat([group_advantages(torch.tensor([group]), normalize) for group in rewards])
+    assert torch.equal(together, alone)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.booleans())
+def test_equal_rewards_are_exactly_zero_even_where_their_mean_is_rounded(reward, samples, normalize):
+    assert not group_advantages(torch.full((2, samples), reward), normalize).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(REWARDS)
+def test_advantages_are_in_the_order_of_the_rewards_and_add_up_to_zero(rewards):
+    rewards = torch.tensor(rewards)
+    advantages = group_advantages(rewards, normalize=True)
+    higher, better = rewards[:, :, None] > rewards[:, None], advantages[:, :, None] > advantages[:, None]
+    assert torch.equal(higher, better)
+    # Four quotients of at most √3, each rounded to half a unit in the last place (6e-8).
+    assert advantages.sum(1).abs().max() < 1e-6
