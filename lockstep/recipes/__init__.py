@@ -31,7 +31,7 @@ def digit_sum() -> RLConfig:
     """The demo's reinforcement stage: sums of digits."""
     return RLConfig(
         environment="digit_sum",
-        steps=400,
+        steps=200,
         prompts_per_step=64,
         samples_per_prompt=8,
         max_new_tokens=4,

@@ -13,7 +13,7 @@ from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import pretraining_text
 from lockstep.train.pretrain import pretrain
 
-PRETRAIN_SHARE = 0.55
+PRETRAIN_SHARE = 0.6
 """Of the demo's time, for the progress bar."""
 
 
