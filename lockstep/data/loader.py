@@ -23,18 +23,27 @@ class TokenizedCorpus:
     offsets: np.ndarray
 
 
-def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer) -> TokenizedCorpus:
-    """Tokenises every document and ends it with the tokenizer's end-of-text token."""
+def tokenize_documents(
+    documents: Iterable[str], tokenizer: Tokenizer, limit_tokens: int | None = None
+) -> TokenizedCorpus:
+    """Tokenises every document and ends it with the tokenizer's end-of-text token.
+
+    Stops after the document that reaches `limit_tokens`, where given. Raises UserError if there is no text at all.
+    """
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     kind = np.uint16 if tokenizer.vocab_size < 2**16 else np.uint32
     parts: list[np.ndarray] = []
+    total = 0
     remaining = iter(documents)
-    while batch := list(itertools.islice(remaining, BATCH)):
+    while (limit_tokens is None or total < limit_tokens) and (batch := list(itertools.islice(remaining, BATCH))):
         if isinstance(tokenizer, ByteTokenizer):
             encoded = [np.frombuffer(text.encode(), dtype=np.uint8) for text in batch]
         else:
             encoded = [np.array(ids) for ids in tokenizer.encode_batch(batch)]
-        parts += [np.append(ids, end).astype(kind) for ids in encoded if len(ids)]
+        for ids in encoded:
+            if len(ids) and (limit_tokens is None or total < limit_tokens):
+                parts.append(np.append(ids, end).astype(kind))
+                total += len(parts[-1])
     if not parts:
         raise UserError("the data holds no text; every document is empty")
     return TokenizedCorpus(np.concatenate(parts), np.array([0, *(len(p) for p in parts)]).cumsum())
@@ -45,9 +54,13 @@ class TokenLoader:
 
     A document longer than `sequence_length` is cut into pieces; pieces are shuffled by a function of (seed, epoch)
     alone, and a step takes as many as fit into `tokens_per_step`, at least one.
+
+    Raises UserError for a `sequence_length` below 2 and for data without a sequence of two tokens.
     """
 
     def __init__(self, corpus: TokenizedCorpus, sequence_length: int, tokens_per_step: int, seed: int):
+        if sequence_length < 2:
+            raise UserError(f"sequence_length is {sequence_length}; a sequence needs 2 tokens to predict one")
         self.tokens = corpus.tokens
         self.tokens_per_step = tokens_per_step
         self.seed = seed
@@ -81,6 +94,24 @@ class TokenLoader:
     def epoch(self) -> float:
         """Times that the corpus has been seen."""
         return self.position / len(self.starts)
+
+    def state(self) -> dict[str, int]:
+        """What `load_state` of a loader over the same data needs to go on from here; JSON-able."""
+        return {"position": self.position, "sequences": len(self.starts), "seed": self.seed}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Goes on with the batch after those taken before `state`.
+
+        Raises UserError if the data or the seed are not those of `state`: the order would be another one.
+        """
+        own = self.state()
+        for key in ("sequences", "seed"):
+            if state[key] != own[key]:
+                raise UserError(
+                    f"{key}: {state[key]} when the run was saved, {own[key]} now; resume with the same data, "
+                    "sequence_length and seed, or start again with --overwrite"
+                )
+        self.position = state["position"]
 
     def _piece(self, position: int) -> int:
         epoch, index = divmod(position, len(self.starts))

@@ -6,12 +6,15 @@ import codecs
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from lockstep.errors import UserError
 
 BYTE_FILE = "byte_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
+
+# Tokens that a stream holds back at most.
+LONGEST_PIECE = 32
 
 
 @runtime_checkable
@@ -20,6 +23,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eos_id: int | None
+    bos_id: int | None
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
@@ -32,6 +36,7 @@ class ByteTokenizer:
 
     vocab_size = 258
     eos_id: int | None = 256
+    bos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -48,9 +53,19 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` library."""
+    """A `tokenizer.json`, read by the `tokenizers` library.
 
-    def __init__(self, path: str | Path, eos_token: str | None = END_OF_TEXT):
+    `eos_token` and `bos_token` are names or ids; one that the vocabulary does not hold counts as none. `settings` is
+    what `tokenizer_config.json` said, and goes back into it on `save`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        eos_token: str | int | None = END_OF_TEXT,
+        bos_token: str | int | None = None,
+        settings: dict[str, Any] | None = None,
+    ):
         from tokenizers import Tokenizer as Backend
 
         try:
@@ -59,9 +74,11 @@ class HuggingFaceTokenizer:
             raise UserError(
                 f"{path}: cannot be read as a tokenizer ({error}); save it again with tokenizers"
             ) from error
-        self.vocab_size = self._backend.get_vocab_size()
-        self.eos_id = self._backend.token_to_id(eos_token) if eos_token else None
-        self._eos_token = eos_token
+        # Not the number of tokens: where ids have gaps, the largest one still needs its row in the embedding.
+        self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
+        self.eos_id = self._token_id(eos_token)
+        self.bos_id = self._token_id(bos_token)
+        self._settings = settings or {}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -78,7 +95,20 @@ class HuggingFaceTokenizer:
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
-        _write(folder / "tokenizer_config.json", json.dumps({"eos_token": self._eos_token}))
+        names = {"eos_token": self._token(self.eos_id), "bos_token": self._token(self.bos_id)}
+        _write(folder / "tokenizer_config.json", json.dumps({**self._settings, **names}))
+
+    def _token_id(self, token: str | int | None) -> int | None:
+        found: int | None
+        if isinstance(token, int):
+            found = token if self._token(token) is not None else None
+        else:
+            found = None if token is None else self._backend.token_to_id(token)
+        return found
+
+    def _token(self, token_id: int | None) -> str | None:
+        name: str | None = None if token_id is None else self._backend.id_to_token(token_id)
+        return name
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
@@ -107,14 +137,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 
 def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder, with the end and beginning of text that the folder's settings name.
 
-    Raises UserError if there is none, or if its vocabulary is larger than the model's.
+    Raises UserError if there is none, if it cannot be read, if it lacks a token that the settings name, or if its
+    vocabulary is larger than the model's.
     """
     folder = Path(folder)
     tokenizer: ByteTokenizer | HuggingFaceTokenizer
     if (folder / "tokenizer.json").is_file():
-        tokenizer = HuggingFaceTokenizer(folder / "tokenizer.json", _eos_token(folder))
+        tokenizer = _hugging_face(folder)
     elif (folder / BYTE_FILE).is_file():
         tokenizer = ByteTokenizer()
     else:
@@ -127,30 +158,57 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
     return tokenizer
 
 
-def _eos_token(folder: Path) -> str | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            token = json.loads(path.read_text()).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{path}: not a JSON object ({error})") from error
-        if isinstance(token, dict):
-            token = token.get("content")
-        if token:
-            return str(token)
-    return END_OF_TEXT
+def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
+    settings = _json(folder / "tokenizer_config.json")
+    # The tokenizer's own files name the token; the model's give its id, or several, of which the first counts.
+    named = [("tokenizer_config.json", settings)]
+    named += [(n, _json(folder / n)) for n in ("special_tokens_map.json", "generation_config.json", "config.json")]
+    chosen: dict[str, str | int | None] = {"eos": END_OF_TEXT, "bos": None}
+    origin = {}
+    for role in chosen:
+        for name, values in named:
+            token = values.get(f"{role}_token", values.get(f"{role}_token_id"))
+            token = token.get("content") if isinstance(token, dict) else token
+            token = next(iter(token), None) if isinstance(token, list) else token
+            if token is not None:
+                chosen[role], origin[role] = token, name
+                break
+    tokenizer = HuggingFaceTokenizer(folder / "tokenizer.json", chosen["eos"], chosen["bos"], settings)
+    for role, found in (("eos", tokenizer.eos_id), ("bos", tokenizer.bos_id)):
+        if found is None and role in origin and isinstance(chosen[role], str):
+            raise UserError(
+                f"{folder / origin[role]}: {role}_token {chosen[role]!r} is not in tokenizer.json; name one that is"
+            )
+    return tokenizer
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); mend it or take it away") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a {type(values).__name__}, not a JSON object; mend it or take it away")
+    return values
 
 
 class StreamDecoder:
-    """Text of a growing list of tokens, piece by piece, never half a character."""
+    """Text of a growing list of tokens, piece by piece, never half a character.
+
+    A token costs two decodings of a few tokens, however long the text is.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # Decoded together: the tokens of the last finished piece, as context (some decoders treat the first token of a
+        # text in their own way), and those since. A piece starts and ends between characters, so context cannot spoil
+        # a character that follows. `_shown` characters of them are out already.
         self._held: list[int] = []
-        self._before = ""
+        self._context = 0
+        self._shown = 0
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is still open."""
@@ -158,19 +216,30 @@ class StreamDecoder:
             return self._bytes.decode(bytes([token]) if token < 256 else b"")
         self._held.append(token)
         text = self._tokenizer.decode(self._held)
-        if text.endswith("�"):
-            return ""
-        new = text[len(self._before) :]
-        # The last tokens stay as context: some decoders treat the first token of a text in their own way.
-        self._held = self._held[-4:]
-        self._before = self._tokenizer.decode(self._held)
+        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new = whole[self._shown :]
+        self._shown = max(self._shown, len(whole))
+        if new and len(whole) == len(text):
+            self._drop(self._context, len(text))
+        elif len(self._held) > LONGEST_PIECE:
+            # Special tokens or bytes that are no UTF-8: a character is at most 4 bytes, so all but 3 are final.
+            final = max(self._shown, len(text) - 3)
+            new, self._shown = new + text[self._shown : final], final
+            self._drop(len(self._held) - 8, len(text))
         return new
 
     def finish(self) -> str:
         """What is left, with replacement characters for a character that never ended."""
         if isinstance(self._tokenizer, ByteTokenizer):
             return self._bytes.decode(b"", final=True)
-        return self._tokenizer.decode(self._held)[len(self._before) :]
+        return self._tokenizer.decode(self._held)[self._shown :]
+
+    def _drop(self, count: int, length: int) -> None:
+        """Forgets the first `count` tokens of those held, whose text has `length` characters."""
+        pending = length - self._shown
+        self._held = self._held[count:]
+        self._context = len(self._held)
+        self._shown = max(0, len(self._tokenizer.decode(self._held)) - pending)
 
 
 def _write(path: Path, text: str) -> None:
