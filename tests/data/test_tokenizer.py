@@ -1,10 +1,12 @@
 """Tokenizers: text survives the way there and back, also piece by piece."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data import ByteTokenizer, StreamDecoder, load_tokenizer
+from lockstep.data import ByteTokenizer, HuggingFaceTokenizer, StreamDecoder, Tokenizer, load_tokenizer
 from lockstep.errors import UserError
 
 TEXT = "naïve 日本語 🙂🙃 def f(x):\n\treturn x + 1\n"
@@ -48,4 +50,115 @@ def test_bad_tokenizers_are_refused(bpe_tokenizer, tmp_path):
         load_tokenizer(tmp_path, 300)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read as a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def stream(tokenizer, ids):
+    decoder = StreamDecoder(tokenizer)
+    return "".join([decoder.push(i) for i in ids]) + decoder.finish()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 511), max_size=60))
+def test_a_stream_of_any_tokens_is_their_text(bpe_tokenizer, ids):
+    assert stream(bpe_tokenizer, ids) == bpe_tokenizer.decode(ids)
+
+
+def test_tokens_that_never_become_a_character_are_neither_held_back_nor_lost(bpe_tokenizer):
+    first_byte = bpe_tokenizer.encode("é")[0]
+    decoder = StreamDecoder(bpe_tokenizer)
+    early = "".join([decoder.push(first_byte) for _ in range(200)])
+    assert len(early) > 150 and early + decoder.finish() == bpe_tokenizer.decode([first_byte] * 200)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback_folder(tmp_path_factory):
+    """A tokenizer in SentencePiece's way: "▁" for spaces, the text's first one stripped, bytes as tokens <0x..>."""
+    from tokenizers import AddedToken, decoders, models
+    from tokenizers import Tokenizer as Backend
+
+    vocab = {"<unk>": 0, "▁": 1, "▁world": 2, "▁hello": 3, **{f"<0x{i:02X}>": 4 + i for i in range(256)}}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    folder = tmp_path_factory.mktemp("byte_fallback")
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("text", ["hello🙂🙂日本語 world world", "🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂🙂", "hello world hello"])
+def test_a_stream_with_bytes_as_a_last_resort_keeps_characters_and_spaces(byte_fallback_folder, text):
+    tokenizer = HuggingFaceTokenizer(byte_fallback_folder / "tokenizer.json")
+    ids = []
+    for part in text.replace("world", "|2|").replace("hello", "|3|").replace(" |", "|").split("|"):
+        ids += [int(part)] if part in ("2", "3") else [4 + b for b in part.encode()]
+    assert tokenizer.decode(ids) == text and stream(tokenizer, ids) == text
+
+
+@pytest.mark.parametrize(
+    ("files", "eos", "bos"),
+    [
+        ({}, None, None),
+        ({"config.json": {"eos_token_id": 261, "bos_token_id": 260}}, 261, 260),
+        ({"generation_config.json": {"eos_token_id": [261, 5]}, "config.json": {"eos_token_id": 7}}, 261, None),
+        (
+            {"special_tokens_map.json": {"eos_token": {"content": "</s>"}}, "config.json": {"eos_token_id": 7}},
+            261,
+            None,
+        ),
+        ({"tokenizer_config.json": {"eos_token": "</s>", "bos_token": "<s>"}}, 261, 260),
+        (
+            {"tokenizer_config.json": {"eos_token": None, "bos_token": None}, "config.json": {"eos_token_id": 7}},
+            7,
+            None,
+        ),
+        ({"config.json": {"eos_token_id": 99999}}, None, None),
+    ],
+)
+def test_the_ends_of_a_text_come_from_the_folders_settings(byte_fallback_folder, tmp_path, files, eos, bos):
+    (tmp_path / "tokenizer.json").write_text((byte_fallback_folder / "tokenizer.json").read_text())
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, Tokenizer)
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (eos, bos, 262)
+    tokenizer.save(tmp_path / "again")
+    again = load_tokenizer(tmp_path / "again")
+    assert (again.eos_id, again.bos_id) == (eos, bos)
+
+
+def test_saving_keeps_the_other_settings_and_leaves_nothing_partial(bpe_tokenizer, tmp_path):
+    bpe_tokenizer.save(tmp_path / "a")
+    settings_file = tmp_path / "a" / "tokenizer_config.json"
+    settings_file.write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": "{{ messages }}"}))
+    load_tokenizer(tmp_path / "a").save(tmp_path / "b")
+    saved = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+    assert saved["chat_template"] == "{{ messages }}" and saved["eos_token"] == "<|endoftext|>"
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_the_vocabulary_reaches_to_the_largest_id(bpe_tokenizer, tmp_path):
+    bpe_tokenizer.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"][max(content["model"]["vocab"], key=content["model"]["vocab"].get)] = 900
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).vocab_size == 901
+    with pytest.raises(UserError, match="the tokenizer has 901 tokens, but the model only 512"):
+        load_tokenizer(tmp_path, 512)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token": "<gone>"}', r"tokenizer_config\.json: eos_token '<gone>' is not in tokenizer\.json"),
+        ("{oops", r"tokenizer_config\.json: not JSON"),
+        ("[1]", r"tokenizer_config\.json: a list, not a JSON object"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_file(bpe_tokenizer, tmp_path, content, message):
+    bpe_tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path)
