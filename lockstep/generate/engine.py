@@ -23,6 +23,9 @@ from lockstep.model import Decoder
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB where they are float32."""
 
+Sample = tuple[int, float, list[tuple[int, float]]]
+"""A token, its log-probability, and the likeliest tokens with theirs."""
+
 
 @dataclass
 class Statistics:
@@ -141,15 +144,15 @@ class Engine:
         if not chunks:
             return []
         try:
-            tokens, log_probs = self._compute(chunks)
+            samples = self._compute(chunks)
         except BaseException:
             # Pages that this step was to fill are known already, but hold nothing.
             self.scheduler.restart()
             raise
         self._count(chunks)
-        return self._deliver(tokens, log_probs)
+        return self._deliver(samples)
 
-    def _compute(self, chunks: list[Chunk]) -> tuple[list[int], list[float]]:
+    def _compute(self, chunks: list[Chunk]) -> list[Sample]:
         """Runs the model; samples for each chunk that reaches its sequence's end."""
         batch = self._arrays.prepare(chunks)
         attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
@@ -157,24 +160,28 @@ class Engine:
         self._sampling = batch.sequences
         count, vocab = len(batch.sequences), self.model.config.vocab_size
         rows = max(ops.ROW_MULTIPLE, LOGITS_ELEMENTS // vocab // ops.ROW_MULTIPLE * ops.ROW_MULTIPLE)
-        tokens: list[int] = []
-        log_probs: list[float] = []
+        samples: list[Sample] = []
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
             # The index is padded, so that the head's product needs no padding of its own.
             logits = self.model.logits(hidden[batch.last_rows[start : start + rows]])[: part.stop - start]
-            drawn, scores = ops.sample(logits, *(p[part] for p in batch.sampling))
-            tokens += drawn.tolist()
-            log_probs += scores.tolist()
-        return tokens, log_probs
+            sampling = [p[part] for p in batch.sampling]
+            drawn, scores = ops.sample(logits, *sampling)
+            wanted = [s.params.top_logprobs for s in batch.sequences[part]]
+            tops = ops.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
+            samples += zip(drawn.tolist(), scores.tolist(), tops)
+        return samples
 
-    def _deliver(self, tokens: list[int], log_probs: list[float]) -> list[TokenEvent]:
+    def _deliver(self, samples: list[Sample]) -> list[TokenEvent]:
         events, finished = [], []
-        for sequence, token, log_prob in zip(self._sampling, tokens, log_probs):
+        for sequence, (token, log_prob, top) in zip(self._sampling, samples):
             sequence.append(token, log_prob)
-            if sequence.finish_reason is not None:
+            reason = sequence.finish_reason
+            if reason is not None:
                 finished.append(sequence)
-            events.append(TokenEvent(sequence.request_id, sequence.index, token, log_prob, sequence.finish_reason))
+            events.append(
+                TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, self.weights_version, top)
+            )
         if finished:
             self.scheduler.remove(finished)
             for request_id in {s.request_id for s in finished}:

@@ -8,6 +8,7 @@ from typing import Literal
 from lockstep.errors import UserError
 
 FinishReason = Literal["stop", "length", "abort"]
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class SamplingParams:
     """Stop after the token that completes any of these strings; needs a tokenizer."""
     ignore_eos: bool = False
     """Go on after an end-of-text token."""
+    top_logprobs: int = 0
+    """Also report the log-probabilities of this many likeliest tokens at every position."""
 
     def __post_init__(self) -> None:
         limits = [
@@ -43,6 +46,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
             ("n", self.n >= 1, "at least 1"),
+            ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}"),
             ("stop", all(self.stop), "of strings that are not empty"),
         ]
         for name, holds, rule in limits:
@@ -71,3 +75,7 @@ class TokenEvent:
     token_id: int
     logprob: float
     finish_reason: FinishReason | None
+    weights_version: int
+    """Of the weights that the token was sampled from."""
+    top_logprobs: list[tuple[int, float]]
+    """The likeliest tokens with their log-probabilities, best first, as many as were asked for."""

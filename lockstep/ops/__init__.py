@@ -9,7 +9,7 @@ from lockstep.ops.linear import ROW_MULTIPLE, linear, row_multiple
 from lockstep.ops.logprobs import logits_log_probs, token_log_probs
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.rotary import rotary
-from lockstep.ops.sampling import sample, uniforms
+from lockstep.ops.sampling import sample, top_log_probs, uniforms
 
 __all__ = [
     "BLOCK",
@@ -27,5 +27,6 @@ __all__ = [
     "sample",
     "silu_mul",
     "token_log_probs",
+    "top_log_probs",
     "uniforms",
 ]

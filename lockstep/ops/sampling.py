@@ -25,13 +25,31 @@ def sample(
     switch a cut off. Cuts apply to the draw alone: the log-probability is over the whole vocabulary.
     """
     greedy = temperature == 0
-    inverse = torch.where(greedy, 1.0, 1.0 / temperature)
+    inverse = _inverse(temperature)
     allowed = logits
     cut = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     if cut.any():
         allowed = _cut(logits, inverse, cut, top_k, top_p, min_p)
     tokens = _draw(allowed.contiguous(), inverse, torch.where(greedy, -1.0, uniform))
     return tokens, logits_log_probs(logits, tokens, inverse)[0]
+
+
+def top_log_probs(
+    logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], counts: list[int]
+) -> list[list[tuple[int, float]]]:
+    """Of each row, the `counts[row]` likeliest tokens with their log-probabilities, best first."""
+    inverse = _inverse(temperature)
+    result: list[list[tuple[int, float]]] = [[] for _ in counts]
+    for row in (row for row, count in enumerate(counts) if count):
+        likeliest = logits[row].topk(min(counts[row], logits.shape[1])).indices
+        count = len(likeliest)
+        log_probs = logits_log_probs(logits[row].expand(count, -1), likeliest, inverse[row].repeat(count))[0]
+        result[row] = list(zip(likeliest.tolist(), log_probs.tolist()))
+    return result
+
+
+def _inverse(temperature: Tensor) -> Tensor:
+    return torch.where(temperature == 0, 1.0, 1.0 / temperature)
 
 
 def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -221,3 +221,15 @@ def test_impossible_requests_are_refused_by_name(prompt, params, message):
     with pytest.raises(UserError, match=message):
         engine.generate([prompt], SamplingParams(**params))
     assert engine.allocator.num_free == engine.allocator.num_pages
+
+
+def test_the_likeliest_tokens_carry_exact_log_probabilities():
+    model, prompt = MODELS["bfloat16"], [3, 1, 4]
+    engine = Engine(model, ROOMY)
+    engine.add(prompt, SamplingParams(max_tokens=3, temperature=0.7, top_logprobs=20, seed=1))
+    events = [event for _ in range(3) for event in engine.step()]
+    for position, event in enumerate(events):
+        seen = prompt + [e.token_id for e in events[:position]]
+        assert len(event.top_logprobs) == 20 and event.top_logprobs == sorted(event.top_logprobs, key=lambda t: -t[1])
+        for token, log_prob in event.top_logprobs:
+            assert score(model, [[*seen, token]], 0.7)[0][-1].item() == log_prob
