@@ -15,7 +15,7 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass
 class StepBatch:
-    """What the model and the sampler take. Rows are padded to `ops.ROW_MULTIPLE`."""
+    """What the model and the sampler take. Rows are padded as `ops.padded_rows` says."""
 
     tokens: Tensor
     positions: Tensor
@@ -54,12 +54,12 @@ class BatchArrays:
         counts = np.array([c.count for c in chunks])
         ends = counts.cumsum()
         total = int(ends[-1])
-        padded = -(-total // ops.ROW_MULTIPLE) * ops.ROW_MULTIPLE
+        padded = ops.padded_rows(total)
         tokens, positions = np.zeros(padded, dtype=np.int64), np.zeros(padded, dtype=np.int64)
         tokens[:total] = [t for c in chunks for t in _tokens(c)]
         positions[:total] = np.arange(total) + np.repeat(starts - (ends - counts), counts)
         final = [i for i, c in enumerate(chunks) if c.start + c.count == len(c.sequence.tokens)]
-        last_rows = np.zeros(-(-len(final) // ops.ROW_MULTIPLE) * ops.ROW_MULTIPLE, dtype=np.int64)
+        last_rows = np.zeros(ops.padded_rows(len(final)), dtype=np.int64)
         last_rows[: len(final)] = ends[final] - 1
         sampled, chosen = [chunks[i].sequence for i in final], slots[final]
         draws = ops.uniforms(

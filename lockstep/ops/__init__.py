@@ -5,7 +5,7 @@ Each has a plain PyTorch form, which defines it, and a compiled CPU form. This p
 
 from lockstep.ops.activation import silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
-from lockstep.ops.linear import ROW_MULTIPLE, linear, row_multiple
+from lockstep.ops.linear import ROW_MULTIPLE, linear, padded_rows, row_multiple
 from lockstep.ops.logprobs import logits_log_probs, token_log_probs
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.rotary import rotary
@@ -21,6 +21,7 @@ __all__ = [
     "PagedAttention",
     "linear",
     "logits_log_probs",
+    "padded_rows",
     "rms_norm",
     "rotary",
     "row_multiple",

@@ -14,8 +14,16 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep.ops.few_rows import FEW_ROWS, few_rows_product
+
 ROW_MULTIPLE = 8
-"""Callers that can choose how many rows they pass use a multiple of this: then nothing is ever padded."""
+"""At a multiple of this the library's product needs no padding."""
+
+
+def padded_rows(rows: int) -> int:
+    """How many rows a caller that can choose should pass, so that `linear` need not pad by itself."""
+    return rows if rows <= FEW_ROWS else -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
 
 # Row counts whose bits are compared with those of PROBE_ROWS rows: all small ones, and odd and even larger ones.
 PROBE_ROWS = 64
@@ -28,13 +36,14 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Floa
 
     Raises RuntimeError if no row padding makes the library's product row-invariant for this dtype and shape.
     """
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not needs_gradient and (fast := few_rows_product(x, weight)) is not None:
+        return fast
     rows = x.shape[0]
     missing = -rows % row_multiple(x.dtype, x.device.type, weight.shape[1], weight.shape[0])
     if missing:
         return linear(F.pad(x, (0, 0, 0, missing)), weight)[:rows]
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight)
-    return product(x, weight)
+    return _Linear.apply(x, weight) if needs_gradient else product(x, weight)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -39,8 +39,16 @@ def usable(x: Tensor) -> bool:
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float) -> None:
     """Calls `name` for this dtype: tensors (contiguous) pass their address, integers as int64, floats as float."""
-    function = _functions.get((name, dtype)) or _bind(name, dtype, arguments)
-    function(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+    bound = _functions.get((name, dtype)) or _bind(name, dtype, arguments)
+    bound(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+
+
+def function(name: str) -> Any:
+    """A function of the compiled kernels; it returns an int unless bound otherwise."""
+    compiled = library()
+    if compiled is None:
+        raise RuntimeError(f"{name} was called, but the native operators are not available")
+    return getattr(compiled, name)
 
 
 _functions: dict[tuple[str, torch.dtype], Any] = {}
@@ -48,11 +56,8 @@ _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float}
 
 
 def _bind(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float, ...]) -> Any:
-    compiled = library()
-    if compiled is None:
-        raise RuntimeError(f"{name} was called, but the native operators are not available")
-    function = getattr(compiled, name + SUFFIX[dtype])
-    function.argtypes = [_C_TYPES.get(type(a), ctypes.c_void_p) for a in arguments]
-    function.restype = None
-    _functions[name, dtype] = function
-    return function
+    bound = function(name + SUFFIX[dtype])
+    bound.argtypes = [_C_TYPES.get(type(a), ctypes.c_void_p) for a in arguments]
+    bound.restype = None
+    _functions[name, dtype] = bound
+    return bound
