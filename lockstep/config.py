@@ -7,12 +7,13 @@ a field is its help on the command line. `validate` refuses impossible combinati
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from lockstep.errors import UserError, closest
 
@@ -160,12 +161,49 @@ class RLConfig:
     """Delete a run that is already in `output`."""
 
 
+@dataclass
+class ServeConfig:
+    """An HTTP server over the engine, with OpenAI's routes."""
+
+    model: str
+    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any but a loopback address needs an API key."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    model_name: str = ""
+    """Name that requests use for the model; empty: the folder's name."""
+    dtype: Annotated[str, "dtype"] = ""
+    """`bfloat16` or `float32`; empty: the files' own."""
+    device: str = "cpu"
+    """`cpu`, `cuda`, `cuda:1` …"""
+    api_key: str = ""
+    """Key that the /v1 routes ask for; empty: the environment's LOCKSTEP_API_KEY, and none if that is empty too."""
+    admin_key: str = ""
+    """Key of the /admin routes; empty: the environment's LOCKSTEP_ADMIN_KEY. Without either there are none."""
+    max_body_bytes: int = 8 * 2**20
+    """Bytes of a request's body."""
+    max_prompt_tokens: int = 0
+    """Tokens of a prompt; 0: as many as the model's context holds."""
+    max_n: int = 128
+    """Samples of a prompt (`n`)."""
+    max_requests: int = 512
+    """Requests that are answered at the same time; further ones get 429."""
+    max_waiting: int = 1024
+    """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
+    request_seconds: float = 0.0
+    """Time that a request may take, reading it included; 0: as long as it needs."""
+    shutdown_seconds: float = 30.0
+    """Time that running requests are given after SIGTERM or SIGINT before they are aborted."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
 Config = TypeVar("Config", PretrainConfig, RLConfig)
 
 
-def validate(config: PretrainConfig | RLConfig) -> None:
+def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
     """Refuses impossible values, naming the field and what to change. Raises UserError."""
-    problems = list(_problems(config))
+    problems = list(_serve_problems(config) if isinstance(config, ServeConfig) else _problems(config))
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -196,6 +234,36 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             yield f"min_p is {config.min_p}; it must be in [0, 1)"
         if not config.clip_low < 1:
             yield f"clip_low is {config.clip_low}; it must be below 1, for ratios are positive"
+
+
+def _serve_problems(config: ServeConfig) -> Iterator[str]:
+    positive = ["max_body_bytes", "max_n", "max_requests"]
+    positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
+    not_negative = ["max_prompt_tokens", "max_waiting", "request_seconds", "shutdown_seconds"]
+    for name in positive:
+        if not _value(config, name) > 0:
+            yield f"{name} is {_value(config, name)}; it must be above 0"
+    for name in not_negative:
+        if not 0 <= _value(config, name) < float("inf"):
+            yield f"{name} is {_value(config, name)}; it must be 0 or more"
+    if not 0 <= config.port < 2**16:
+        yield f"port is {config.port}; it must be from 0 to 65535"
+    if config.dtype not in ("", "bfloat16", "float32"):
+        yield f'dtype is "{config.dtype}"; give bfloat16 or float32'
+    if config.admin_key and config.admin_key == config.api_key:
+        yield "admin_key equals api_key; whoever may sample could change the weights, so give another"
+    if not config.api_key and not _is_loopback(config.host):
+        yield (
+            f"host {config.host} can be reached from other machines; set an API key (LOCKSTEP_API_KEY or --api-key), "
+            "or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _value(config: Any, dotted: str) -> Any:
