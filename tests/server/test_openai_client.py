@@ -99,7 +99,8 @@ def test_logprobs_of_a_completion_have_openais_shape(client):
     assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == len(got.text_offset) == 8
     for token, logprob, top, offset in zip(got.tokens, got.token_logprobs, got.top_logprobs, got.text_offset):
         assert 2 <= len(top) <= 3 and logprob in top.values()
-        assert token.startswith("token_id:") or text[offset:].startswith(token)
+        # What a character that never ended leaves belongs to the token after it.
+        assert token.startswith("token_id:") or text[offset:].lstrip("\N{REPLACEMENT CHARACTER}").startswith(token)
     assert client.completions.create(model="small", prompt="x", logprobs=0).choices[0].logprobs.top_logprobs is None
 
 

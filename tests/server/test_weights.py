@@ -149,4 +149,4 @@ def test_only_the_admin_key_opens_the_route_and_without_one_there_is_none(server
     for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": b"Bearer secr\xc3\xa9t"}):
         assert _update(server, headers=headers, path="x").status_code == 401
     with running_server(chat_folder, api_key="key") as running:
-        assert _update(running, headers={"Authorization": "Bearer "}, path="x").status_code == 404
+        assert _update(running, headers={"Authorization": "Bearer x"}, path="x").status_code == 404
