@@ -1,5 +1,6 @@
 """Health, metrics, request ids and the access log tell what happens."""
 
+import contextlib
 import json
 import logging
 import re
@@ -16,7 +17,8 @@ def test_metrics_count_what_was_done(chat_folder):
         running.complete(prompt=prompt, n=4, max_tokens=6, ignore_eos=True)
         running.complete(prompt="x", max_tokens=-1)
         with running.http() as client:
-            with client.stream("POST", "/v1/completions", json=dict(prompt="x", max_tokens=400, stream=True)) as stream:
+            body = dict(prompt="x", max_tokens=400, stream=True, ignore_eos=True)
+            with client.stream("POST", "/v1/completions", json=body) as stream:
                 next(stream.iter_lines())
                 assert running.metric("lockstep_sequences_running") == 1
                 assert running.metric("lockstep_cache_pages_used") > 0
@@ -62,10 +64,8 @@ def test_the_access_log_has_a_line_of_json_for_every_request(server, caplog):
         with server.http() as client:
             client.post("/v1/completions", json=dict(prompt=[1, 2], max_tokens=5, ignore_eos=True))
             client.get("/nowhere")
-            try:
+            with contextlib.suppress(httpx.TimeoutException):
                 client.post("/v1/completions", json=dict(prompt="x", max_tokens=490, ignore_eos=True), timeout=0.1)
-            except httpx.TimeoutException:
-                pass
         lines = []
         server.wait_until(lambda: lines.extend(caplog.messages[len(lines) :]) or len(lines) == 3)
     one, two, three = map(json.loads, lines)
@@ -81,10 +81,10 @@ def test_a_step_that_raises_fails_all_requests_and_the_health(chat_folder, monke
             lines = stream.iter_lines()
             next(lines)
 
-            def broken(chunks):
+            def broken():
                 raise RuntimeError("the device is gone")
 
-            monkeypatch.setattr(running.engine, "_compute", broken)  # no real device can be lost on demand
+            monkeypatch.setattr(running.engine, "step", broken)  # no real device can be lost on demand
             last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
         monkeypatch.undo()

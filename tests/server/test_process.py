@@ -32,15 +32,16 @@ def test_a_server_for_others_without_a_key_or_a_model_does_not_start(chat_folder
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_a_stream_lets_it_finish_and_exits_0(chat_folder, sent):
     with server_process(chat_folder, environment={"LOCKSTEP_API_KEY": "k1"}) as (process, url):
-        with httpx.Client(base_url=url, timeout=30, headers={"Authorization": "Bearer k1"}) as client:
-            with client.stream("POST", "/v1/completions", json=LONG, headers={"X-Request-Id": "abc-1"}) as answer:
-                assert answer.headers["x-request-id"] == "abc-1"
-                lines = answer.iter_lines()
-                next(lines)
-                process.send_signal(sent)
-                seen = _health_until_503(url)
-                assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-                rest = [line for line in lines if line]
+        headers = {"Authorization": "Bearer k1", "X-Request-Id": "abc-1"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=headers, timeout=30) as answer:
+            assert answer.headers["x-request-id"] == "abc-1"
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(sent)
+            seen = _health_until_503(url)
+            late = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers={"Authorization": "Bearer k1"})
+            assert late.status_code == 503
+            rest = [line for line in lines if line]
         assert seen == 503 and rest[-1] == "data: [DONE]" and len(rest) > 100
         output, errors = process.communicate(timeout=20)
         assert process.returncode == 0, errors
