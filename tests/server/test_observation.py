@@ -19,7 +19,8 @@ def test_metrics_count_what_was_done(chat_folder):
         with running.http() as client:
             body = dict(prompt="x", max_tokens=400, stream=True, ignore_eos=True)
             with client.stream("POST", "/v1/completions", json=body) as stream:
-                next(stream.iter_lines())
+                lines = stream.iter_lines()
+                next(lines)
                 assert running.metric("lockstep_sequences_running") == 1
                 assert running.metric("lockstep_cache_pages_used") > 0
             running.wait_until(running.all_pages_free)

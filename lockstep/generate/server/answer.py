@@ -43,7 +43,7 @@ async def answer(
     chat: bool,
 ) -> Response:
     """Samples the prompts and answers, streamed if the body says so."""
-    _check_limits(service, body, prompts)
+    _check_length(service, prompts, "messages" if chat else "prompt")
     params = body.sampling_params(max_tokens, top_logprobs or 0)
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
@@ -65,21 +65,24 @@ async def answer(
     # The first step yields nothing: from there on the request is accepted, and the answer may begin.
     await watch(request, _accepted(steps), limit)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return EventStream(request, _chunks(reply, record, steps, with_usage), limit)
+    return EventStream(request, _chunks(reply, record, steps, with_usage), steps, limit)
 
 
-def _check_limits(service: Service, body: SamplingRequest, prompts: list[list[int]]) -> None:
-    config = service.config
-    if (body.n or 1) > config.max_n:
-        raise ApiError(400, f"n is {body.n}; this server allows {config.max_n}", "n")
-    longest, limit = max(map(len, prompts)), config.max_prompt_tokens or service.context - 1
+def check_count(service: Service, prompts: int, n: int) -> None:
+    """Before the prompts cost any work. Raises ApiError for more than the server ever takes."""
+    if n > service.config.max_n:
+        raise ApiError(400, f"n is {n}; this server allows {service.config.max_n}", "n")
+    limit = service.limits.max_sequences
+    if prompts * n > limit:
+        message = f"{prompts} prompts times n are {prompts * n} sequences, but the server takes {limit}; ask for fewer"
+        raise ApiError(400, message, "n" if n > 1 else "prompt")
+
+
+def _check_length(service: Service, prompts: list[list[int]], field: str) -> None:
+    longest, limit = max(map(len, prompts)), service.config.max_prompt_tokens or service.context - 1
     if longest > limit:
-        raise ApiError(
-            400,
-            f"a prompt has {longest} tokens; this server allows {limit}",
-            "messages" if hasattr(body, "messages") else "prompt",
-            "context_length_exceeded",
-        )
+        message = f"a prompt has {longest} tokens; this server allows {limit}"
+        raise ApiError(400, message, field, "context_length_exceeded")
 
 
 async def _steps(

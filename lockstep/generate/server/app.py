@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from lockstep import __version__
 from lockstep.errors import UserError
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
-from lockstep.generate.server.answer import answer, encode
+from lockstep.generate.server.answer import answer, check_count, encode
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
 from lockstep.generate.server.body import Body, read_body
 from lockstep.generate.server.keys import RequireKeys
@@ -75,7 +75,7 @@ async def completions(request: Request) -> Response:
     service, body = await _read(request, CompletionRequest)
     _check_model(service, body.model)
     body.check_fields()
-    prompts = await _prompts(service, body.prompt)
+    prompts = await _prompts(service, body.prompt, body.n or 1)
     return await answer(
         service, request, body, prompts, body.max_tokens or COMPLETION_TOKENS, body.logprobs, chat=False
     )
@@ -87,6 +87,7 @@ async def chat_completions(request: Request) -> Response:
     service, body = await _read(request, ChatRequest)
     _check_model(service, body.model)
     body.check_fields()
+    check_count(service, 1, body.n or 1)
     if service.template is None:
         raise ApiError(
             400,
@@ -171,10 +172,11 @@ async def _read(request: Request, kind: type[Body]) -> tuple[Service, Body]:
         raise deadline_passed(limit) from None
 
 
-async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]], n: int) -> list[list[int]]:
     """The prompts' tokens."""
     single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     each: list[Any] = [prompt] if single else list(prompt)
+    check_count(service, len(each), n)
     if not all(each) or not each:
         raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
     return [await encode(service, p) if isinstance(p, str) else p for p in each]

@@ -37,11 +37,7 @@ class Limits:
 
     @contextmanager
     def places(self, count: int) -> Iterator[None]:
-        """Places for `count` sequences. Raises ApiError: 429 if they are taken, 400 if there are never as many."""
-        if count > self.max_sequences:
-            raise ApiError(
-                400, f"prompts times n are {count} sequences, but the server takes {self.max_sequences}; ask for fewer"
-            )
+        """Places for `count` sequences. Raises ApiError (429) if they are taken."""
         if self.sequences + count > self.max_sequences:
             raise too_busy(
                 f"{self.sequences} sequences run or wait and {count} more exceed the server's limit of "

@@ -62,19 +62,29 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. What goes wrong after the first is told in an event of its own, without `[DONE]`."""
+    """Server-sent events. What goes wrong after the first is told in an event of its own, without `[DONE]`.
+
+    `source`, which the events are made of, is closed whatever happens, even before the first event.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, request: Request, events: AsyncGenerator[str, None], limit_seconds: float):
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncGenerator[str, None],
+        source: AsyncGenerator[Any, None],
+        limit_seconds: float,
+    ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._request = request
         self._events = events
+        self._source = source
         self._limit_seconds = limit_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await watch(self._request, self._send_events(send), self._limit_seconds)
