@@ -61,6 +61,15 @@ def test_v1_routes_ask_for_the_key_and_health_does_not(limited):
         assert client.get("/health").status_code == client.get("/metrics").status_code == 200
 
 
+def test_no_host_header_gets_past_the_key(limited):
+    with limited.http() as client:
+        for host in ("x#", "x?", "x/admin", "/health#", ""):
+            answer = client.post("/v1/completions", json={"prompt": "x"}, headers={"Host": host})
+            assert answer.status_code == 401, host
+            answer = client.post("/admin/weights", json={"path": "x"}, headers={"Host": host})
+            assert answer.status_code == 404, host
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_is_refused_before_it_is_parsed(limited, chunked):
     data = b'{"prompt": "' + b"x" * 3000 + b'"}'

@@ -61,8 +61,14 @@ def _health_until_503(url):
     return status
 
 
-def test_what_outlasts_the_shutdown_is_aborted_and_told_so(chat_folder):
-    options = ["--shutdown-seconds", "0.2"]
+def test_the_engine_imports_without_the_servers_packages():
+    script = "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'pydantic', 'tyro'):\n"
+    script += "    sys.modules[name] = None\nimport lockstep.cli, lockstep.generate, lockstep.rl\n"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("options", "signals"), [(["--shutdown-seconds", "0.2"], 1), ([], 2)])
+def test_what_outlasts_the_shutdown_or_a_second_signal_is_aborted_and_told_so(chat_folder, options, signals):
     with server_process(chat_folder, *options) as (process, url):
         answers = []
 
@@ -77,7 +83,9 @@ def test_what_outlasts_the_shutdown_is_aborted_and_told_so(chat_folder):
             next(lines)
             time.sleep(0.3)
             started = time.monotonic()
-            process.send_signal(signal.SIGTERM)
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.1)
             rest = [line for line in lines if line]
         thread.join()
         output, errors = process.communicate(timeout=20)

@@ -193,7 +193,7 @@ async def _user_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
     return ApiError(error.status_code, message, code="not_found", headers=error.headers).response()
 
 

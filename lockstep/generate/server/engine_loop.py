@@ -117,15 +117,14 @@ class EngineLoop:
     # From here on: the engine's thread.
 
     def _run(self) -> None:
-        while self._take_commands():
-            if not self._has_work():
-                continue
+        running = True
+        while running:
             try:
-                events = self.engine.step()
+                running = self._take_commands()
+                if self._has_work():
+                    self._hand_out(self.engine.step())
             except Exception as error:  # whatever it was, those who wait for the step must hear of it
                 self._give_up(error)
-            else:
-                self._hand_out(events)
 
     def _has_work(self) -> bool:
         return self.engine.has_work and self.failure is None
@@ -150,9 +149,12 @@ class EngineLoop:
                 request_id = self.engine.add(prompt, generation.params)
                 generation.request_ids.append(request_id)
                 self._owners[request_id] = _Owner(generation, position, generation.params.n)
-        except UserError as error:
+        except Exception as error:
             self._abort(generation)
-            self._post(_settle, generation.accepted, None, error)
+            expected = isinstance(error, UserError)
+            self._post(_settle, generation.accepted, None, error if expected else engine_failed())
+            if not expected:
+                raise
         else:
             self._post(_settle, generation.accepted, None, None)
 

@@ -23,7 +23,9 @@ class RequireKeys:
         await (error.response() if error else self._app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> ApiError | None:
-        path = request.url.path
+        # The path that the router goes by. That of request.url is put together with the Host header, which may say
+        # anything: with "x#" in it, no path would be left to ask a key for.
+        path = request.scope["path"]
         if path.startswith("/admin/"):
             if not self._admin_key:
                 return ApiError(404, f"no route {path[:200]}", code="not_found")

@@ -40,6 +40,9 @@ async def watch(request: Request, work: Coroutine[Any, Any, Result], limit_secon
             raise ClientGone
         record.aborted = "deadline"
         raise deadline_passed(limit_seconds)
+    except asyncio.CancelledError:  # by the server's end, for a client that stopped reading
+        record.aborted = "shutdown"
+        raise
     finally:
         task.cancel()
         gone.cancel()
