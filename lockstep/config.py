@@ -1,6 +1,6 @@
 """The dataclasses every run is made of, their validation, and TOML in and out.
 
-A run is described by one flat dataclass with two nested ones (`train`, `engine`). The docstring under
+A run is described by one flat dataclass with nested ones (`train`, `engine`, `compile`). The docstring under
 a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
 """
 
@@ -32,6 +32,14 @@ class EngineConfig:
     """Capacity of the key-value cache in tokens; when it runs out, the newest sequences are preempted."""
     prefix_cache: bool = True
     """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""
+
+
+@dataclass
+class CompileConfig:
+    """How the model is compiled, for trainer and generator alike."""
+
+    backend: Literal["none", "inductor"] = "none"
+    """`inductor` compiles each block's two halves once for all layers; the artifacts are kept in the cache folder."""
 
 
 @dataclass
@@ -87,6 +95,7 @@ class PretrainConfig:
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only the last."""
     tensorboard: bool = False
@@ -147,6 +156,7 @@ class RLConfig:
     """Fixes the order of the prompts and every draw."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
     engine: EngineConfig = field(default_factory=EngineConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     validation_every: int = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: int = 256
@@ -273,7 +283,7 @@ def _value(config: Any, dotted: str) -> Any:
 
 
 def to_toml(config: PretrainConfig | RLConfig) -> str:
-    """The resolved configuration as TOML: plain fields first, then one table each for `train` and `engine`."""
+    """The resolved configuration as TOML: plain fields first, then a table for each nested one."""
     plain, tables = [], []
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, dict):

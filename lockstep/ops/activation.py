@@ -13,7 +13,7 @@ from lockstep.ops import native
 
 def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """`silu(gate) * up` in float32, rounded once (SwiGLU, arXiv 2002.05202)."""
-    if not native.usable(gate):
+    if torch.compiler.is_compiling() or not native.usable(gate):
         return _reference(gate, up)
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SiluMul.apply(gate, up)

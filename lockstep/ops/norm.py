@@ -13,7 +13,7 @@ from lockstep.ops import native
 
 def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float) -> Float[Tensor, "*rows dim"]:
     """`x / sqrt(mean(x²) + eps) * weight`, computed in float32 and rounded once (arXiv 1910.07467)."""
-    if not native.usable(x):
+    if torch.compiler.is_compiling() or not native.usable(x):
         return _reference(x, weight, eps)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)

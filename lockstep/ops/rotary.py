@@ -17,7 +17,7 @@ def rotary(
     sin: Float[Tensor, "tokens half"],
 ) -> Float[Tensor, "tokens heads head_dim"]:
     """Rotates the pair (x[i], x[i + head_dim/2]) by its angle, in float32 (arXiv 2104.09864, half-split layout)."""
-    if not native.usable(x):
+    if torch.compiler.is_compiling() or not native.usable(x):
         return _reference(x, cos, sin)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotary.apply(x, cos, sin)
