@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from lockstep.config import CompileConfig
 from lockstep.errors import UserError, closest
 
 
@@ -222,17 +223,20 @@ class ParityOptions:
     """`bfloat16` or `float32`; empty: the files' own."""
     seed: int = 0
     """Of the load."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
 
 
 def parity(arguments: list[str]) -> int:
     """compare the log-probabilities of trainer and generator, bit by bit, under a mixed load"""
     options = _parse(ParityOptions, arguments, "parity")
     from lockstep.model import load_model
+    from lockstep.parallel import apply_compile
     from lockstep.rl.parity_check import check_parity
 
     if options.dtype not in ("", "bfloat16", "float32"):
         raise UserError(f'dtype is "{options.dtype}"; give bfloat16 or float32')
     model = load_model(model_folder(options.model), dtype=options.dtype or None)
+    apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
     print(f"Bitwise identical : {result.tokens_different == 0}")
     print(f"Tokens checked    : {result.tokens_checked}")

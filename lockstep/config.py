@@ -206,6 +206,7 @@ class ServeConfig:
     shutdown_seconds: float = 30.0
     """Time that running requests are given after SIGTERM or SIGINT before they are aborted."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
 
 
 Config = TypeVar("Config", PretrainConfig, RLConfig)

@@ -11,6 +11,7 @@ from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
 from lockstep.model import load_model
 from lockstep.observe import MetricsWriter, Progress, open_run, read_metrics, write_report
+from lockstep.parallel import apply_compile
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize
 from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
@@ -30,6 +31,7 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
     model = load_model(config.model, dtype=config.dtype)
+    apply_compile(model, config.compile)
     reference = load_model(config.model, dtype=config.dtype) if config.kl_coefficient > 0 else None
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.

@@ -23,6 +23,7 @@ from lockstep.data import (
 from lockstep.errors import UserError
 from lockstep.model import Decoder, build_model, load_model, preset
 from lockstep.observe import MetricsWriter, Progress, open_run, write_report
+from lockstep.parallel import apply_compile
 from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
 from lockstep.train.trainer import Trainer
 
@@ -36,6 +37,7 @@ def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, pro
     source = TextSource(config.data, config.template, config.skip_bad_lines) if documents is None else documents
     tokenizer = make_tokenizer(config, source)
     model = make_model(config, tokenizer)
+    apply_compile(model, config.compile)
     corpus = tokenize_documents(source, tokenizer)
     loader = TokenLoader(corpus, config.sequence_length, config.tokens_per_step, config.seed)
     trainer = Trainer(model, config.train, config.steps)

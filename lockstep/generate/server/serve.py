@@ -19,6 +19,7 @@ from lockstep.generate.server.chat import load_chat_template
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.weights import step_of
 from lockstep.model import load_model
+from lockstep.parallel import apply_compile
 
 SECONDS_TO_READ = 5
 """What clients are given to read the ends of their answers once the last has been sampled or aborted."""
@@ -29,6 +30,7 @@ logger = logging.getLogger("lockstep.server")
 def build_service(config: ServeConfig, folder: Path) -> Service:
     """Loads model, tokenizer and chat template of `folder`. Raises UserError for a folder that lacks them."""
     model = load_model(folder, config.dtype or None, config.device)
+    apply_compile(model, config.compile)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     engine = Engine(model, config.engine, tokenizer)
     engine.weights_changed(step_of(folder) or 0)

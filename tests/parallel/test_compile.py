@@ -1,0 +1,91 @@
+"""Compiled once for both sides: the bits of trainer and generator agree, and nothing compiles again.
+
+The engine's own property tests also run compiled (`tests/generate/test_engine.py`).
+"""
+
+import pytest
+import torch
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model
+from lockstep.config import CompileConfig, TrainConfig
+from lockstep.errors import UserError
+from lockstep.model import ModelConfig, preset
+from lockstep.parallel import apply_compile
+from lockstep.rl.parity_check import check_parity
+from lockstep.train import Trainer, pack
+from lockstep.train.packing import target_log_probs
+
+INDUCTOR = CompileConfig(backend="inductor")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request):
+    model = build_model(preset("qwen3:micro", 258), dtype=request.param, seed=0)
+    apply_compile(model, INDUCTOR)
+    return model
+
+
+def test_compiled_trainer_and_generator_agree_under_a_mixed_load(model):
+    parity, load = check_parity(model, tokens=1500)
+    assert parity.tokens_different == 0 and parity.tokens_checked >= 1500
+    assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
+
+
+def test_a_compiled_forward_with_a_gradient_has_the_bits_of_one_without_and_a_gradient_near_the_eager_one(model):
+    row = pack([[1, 2, 3, 4, 5], list(range(40))])
+    with torch.no_grad():
+        expected = target_log_probs(model, row)[0]
+    log_probs = target_log_probs(model, row)[0]
+    assert torch.equal(log_probs.detach(), expected)
+    log_probs.sum().backward()
+    eager = build_model(model.config, dtype=model.dtype, seed=0)
+    target_log_probs(eager, row)[0].sum().backward()
+    for (name, compiled), plain in zip(model.named_parameters(), eager.parameters()):
+        # Both sum in their dtype's own precision, in other orders.
+        tolerance = 1e-4 if model.dtype == torch.float32 else 3e-2
+        difference = (compiled.grad.float() - plain.grad.float()).norm() / plain.grad.float().norm()
+        assert difference < tolerance, name
+    model.zero_grad()
+
+
+def test_a_step_of_the_trainer_is_seen_by_the_compiled_generator(model):
+    trainer = Trainer(model, TrainConfig(learning_rate=1e-2, warmup_steps=0), 1)
+    engine = Engine(model, EngineConfig(cache_tokens=512))
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    before = engine.generate([[1, 2, 3]], params)[0][0]
+    trainer.step([pack([list(range(30))])], lambda m, row: -target_log_probs(m, row)[0].mean())
+    engine.weights_changed(1)
+    after = engine.generate([[1, 2, 3]], params)[0][0]
+    assert after.logprobs != before.logprobs
+    assert check_parity(model, tokens=300)[0].tokens_different == 0
+
+
+def test_compiling_again_in_steady_state_is_an_error_that_names_the_guard(model):
+    block = model.layers[0]
+    eps, block.eps = block.eps, 1e-3
+    try:
+        with pytest.raises(torch._dynamo.exc.RecompileError, match="eps"):
+            model(torch.tensor([1, 2]), torch.tensor([0, 1]), None)
+    finally:
+        block.eps = eps
+
+
+def test_a_width_that_compiled_loops_cannot_treat_evenly_is_refused_by_name():
+    config = ModelConfig(
+        family="llama3", vocab_size=50, dim=48, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32,
+        intermediate_size=64,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"does not go with dim 48 .* compile.backend = \"none\""):
+        apply_compile(build_model(config, dtype="float32"), INDUCTOR)
+
+
+def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(monkeypatch):
+    from lockstep.parallel.compile import CompiledHalves
+
+    exact = CompiledHalves.after_attention
+    # No compiler at hand is this bad, so one is made: it adds what depends on the number of rows.
+    monkeypatch.setattr(
+        CompiledHalves, "after_attention", lambda self, b, h, a: exact(self, b, h, a) + h.shape[0] * 1e-2
+    )
+    with pytest.raises(UserError, match="the block's output of .* rows without a gradient differ"):
+        apply_compile(build_model(preset("qwen3:micro", 258), dtype="float32"), INDUCTOR)
