@@ -176,7 +176,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate(x, cos, sin, 1.0)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _silu_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
@@ -185,7 +185,7 @@ def _silu_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     tl.store(out + place, product.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _silu_mul_backward_kernel(grad_out, gate, up, grad_gate, grad_up, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
