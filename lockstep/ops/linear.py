@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep.ops import cuda
 from lockstep.ops.few_rows import FEW_ROWS, few_rows_product
 
 ROW_MULTIPLE = 8
@@ -36,6 +37,10 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Floa
 
     Raises RuntimeError if no row padding makes the library's product row-invariant for this dtype and shape.
     """
+    if cuda.usable(x):
+        from lockstep.ops.cuda.linear import linear as triton_linear
+
+        return triton_linear(x, weight)
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not needs_gradient and (fast := few_rows_product(x, weight)) is not None:
         return fast

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.logprobs import logits_log_probs
 
 
@@ -70,6 +70,10 @@ def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Ten
 
 
 def _draw(logits: Tensor, inverse: Tensor, uniform: Tensor) -> Tensor:
+    if cuda.usable(logits):
+        from lockstep.ops.cuda import vocabulary
+
+        return vocabulary.draw(logits, inverse, uniform)
     if native.usable(logits):
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
         native.call("draw", logits.dtype, logits, inverse, uniform.contiguous(), tokens, *logits.shape)

@@ -8,7 +8,6 @@ never mix, so neither the chunk a row came in nor its place in the tile changes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log2
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lockstep.ops.cuda.kernel import kernel
 
 PAGE = 16
 BLOCK = 64
@@ -25,33 +26,39 @@ LOG2_E = log2(2.718281828459045)
 LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 2}
 
 
-@dataclass
-class Plan:
-    """Which rows belong to which sequence, and which tile holds which rows. The shapes follow from those of the
-    arguments alone, so nothing waits for the device and a CUDA graph can record it."""
+class Planned:
+    """Which rows belong to which sequence, and which tile holds which rows, for all layers of a pass.
 
-    table: Tensor
-    starts: Tensor
-    """First row of each sequence, then that of the padding rows, then the number of rows."""
-    contexts: Tensor
-    """Keys of each sequence, then 0 for the padding rows."""
-    tile_sequences: Tensor
-    tile_rows: Tensor
-    """Sequence and first row of each tile. Tiles that hold nothing have a sequence past the last."""
-    tokens_per_tile: int
-    group: int
+    The shapes of all that is made here follow from the arguments' shapes alone: nothing waits for the device, and a
+    CUDA graph can record it. Arguments as in `PagedAttention`; `q` and `k` are one layer's, for their shapes.
+    """
 
+    def __init__(self, table: Tensor, starts: Tensor, contexts: Tensor, q: Tensor, k: Tensor):
+        rows, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+        self.tokens_per_tile = ROWS[q.dtype] // (heads // kv_heads)
+        if self.tokens_per_tile < 1:
+            raise ValueError(f"{heads // kv_heads} heads of a group exceed the tile of {ROWS[q.dtype]} query rows")
+        self.table = table
+        # The padding rows behind the last sequence are one more, without keys.
+        self.starts = torch.cat((starts, starts.new_full((1,), rows)))
+        self.contexts = torch.cat((contexts, contexts.new_zeros(1)))
+        self.tile_sequences, self.tile_rows = tile_map(self.starts, rows, self.tokens_per_tile)
+        self.slots = self._slots(rows)
 
-def plan_of(table: Tensor, starts: Tensor, contexts: Tensor, rows: int, heads: int, kv_heads: int, dtype: torch.dtype) -> Plan:
-    """The plan of `rows` rows, of which those from `starts[-1]` on are padding. Shapes as in `PagedAttention`."""
-    group = heads // kv_heads
-    tokens = ROWS[dtype] // group
-    if tokens < 1:
-        raise ValueError(f"{group} query heads a key-value head exceed a tile of {ROWS[dtype]} rows")
-    starts = torch.cat((starts, starts.new_full((1,), rows))).to(torch.int32)
-    contexts = torch.cat((contexts, contexts.new_zeros(1))).to(torch.int32)
-    sequences, first = tile_map(starts, rows, tokens)
-    return Plan(table.to(torch.int32).contiguous(), starts, contexts, sequences, first, tokens, group)
+    def _slots(self, rows: int) -> Tensor:
+        """Where each row's key and value go: page · PAGE + offset, int64; -1 for rows that are padding."""
+        sequences, width = self.table.shape
+        row = torch.arange(rows, device=self.table.device)
+        sequence = torch.searchsorted(self.starts[1:], row.to(torch.int32), right=True)
+        position = row + (self.contexts - self.starts[1:])[sequence]
+        page = (position // PAGE).clamp(0, width - 1)
+        slot = self.table[sequence.clamp(max=sequences - 1), page].long() * PAGE + position % PAGE
+        return torch.where(position >= 0, slot, -1)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes one layer's keys and values into the pages; the attended values and log-sums of its queries."""
+        write_pages(k, v, self.slots, keys, values)
+        return attend(q, keys, values, self)
 
 
 def tile_map(starts: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -66,18 +73,7 @@ def tile_map(starts: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
     return sequence.to(torch.int32), first.to(torch.int32)
 
 
-def slots_of(plan: Plan, rows: int) -> Tensor:
-    """Where each row's key and value go: page · PAGE + offset, int64; -1 for padding rows."""
-    row = torch.arange(rows, device=plan.table.device)
-    sequence = torch.searchsorted(plan.starts[1:-1].contiguous(), row, right=True)
-    position = row + (plan.contexts - plan.starts[1:])[sequence]
-    inside = (sequence < plan.table.shape[0]) & (position >= 0)
-    sequence, position = sequence.clamp(max=plan.table.shape[0] - 1), position.clamp(min=0)
-    slot = plan.table[sequence, (position // PAGE).clamp(max=plan.table.shape[1] - 1)].long() * PAGE + position % PAGE
-    return torch.where(inside, slot, -1)
-
-
-@triton.jit
+@kernel
 def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
@@ -89,7 +85,7 @@ def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: 
         tl.store(values + page + (slot % PAGE) * DIM + d, tl.load(v + source, mask=d < DIM), mask=d < DIM)
 
 
-@triton.jit(do_not_specialize=["sequences", "width"])
+@kernel(varying=("sequences", "width"))
 def _attend_kernel(
     q, out, log_sums, keys, values, table, starts, contexts, tile_sequences, tile_rows, sequences, width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
@@ -133,9 +129,7 @@ def _attend_kernel(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        value = tl.load(
-            values + base[:, None] + offset[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0
-        )
+        value = tl.load(values + base[:, None] + offset[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
         attended = attended * shrink[:, None]
         attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
         top = higher
@@ -157,7 +151,7 @@ def write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tenso
         )
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned) -> tuple[Tensor, Tensor]:
     """Attended values, shaped as `q`, zero for padding rows, and the log-sums `[tokens, heads]`."""
     q = q.contiguous()
     rows, heads, dim = q.shape

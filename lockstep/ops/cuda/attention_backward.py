@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.attention import tile_map
+from lockstep.ops.cuda.kernel import kernel
 
 TILE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 """Queries and keys of a tile."""
 
 
-@triton.jit
+@kernel
 def _queries_kernel(
     grad_out, q, k, v, log_sums, deltas, grad_q, starts, tile_sequences, tile_rows, sequences, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
@@ -27,7 +28,11 @@ def _queries_kernel(
     if sequence >= sequences:
         return
     kv_head = head // (HEADS // KV_HEADS)
-    first, begin, end = tl.load(tile_rows + tl.program_id(0)), tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    first, begin, end = (
+        tl.load(tile_rows + tl.program_id(0)),
+        tl.load(starts + sequence),
+        tl.load(starts + sequence + 1),
+    )
     token, d = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     line = token.to(tl.int64) * HEADS + head
     place, mask = line[:, None] * DIM + d[None, :], (token < end)[:, None] & (d < DIM)[None, :]
@@ -49,7 +54,7 @@ def _queries_kernel(
     tl.store(grad_q + place, sums.to(grad_q.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _keys_kernel(
     grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, starts, tile_sequences, tile_rows, sequences, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
@@ -96,12 +101,14 @@ def attend_backward(
     kv_heads, tile, sequences = k.shape[1], TILE[q.dtype], starts.shape[0] - 1
     tile_sequences, tile_rows = tile_map(starts, rows, tile)
     sizes = dict(
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), TILE=tile,
-        num_warps=4, num_stages=2,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), TILE=tile, num_stages=2,
     )  # fmt: skip
     count = tile_sequences.shape[0]
     if rows and sequences:
         common = (starts, tile_sequences, tile_rows, sequences, dim**-0.5)
-        _queries_kernel[(count, heads)](grad_out, q, k, v, log_sums, deltas, grad_q, *common, **sizes)
-        _keys_kernel[(count, kv_heads)](grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, *common, **sizes)
+        _queries_kernel[(count, heads)](grad_out, q, k, v, log_sums, deltas, grad_q, *common, num_warps=4, **sizes)
+        # Two sums of 64 x 128 do not fit the registers of four warps.
+        _keys_kernel[(count, kv_heads)](
+            grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, *common, num_warps=8, **sizes
+        )
     return grad_q, grad_k, grad_v

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.available import operator
+from lockstep.ops.cuda.kernel import kernel
 
 MULTIPROCESSORS = 128
 """What split-K fills. A constant: the number of pieces is part of the arithmetic, so it cannot follow the device."""
@@ -63,7 +64,7 @@ def chunks(in_features: int, out_features: int) -> int:
     return count
 
 
-@triton.jit
+@kernel
 def _piece(
     x, weight, rows, columns, row_mask, column_mask, first, last, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -81,7 +82,7 @@ def _piece(
     return sums
 
 
-@triton.jit(do_not_specialize=["M"])
+@kernel(varying=("M",))
 def _linear_kernel(
     x, weight, out, partial, arrivals, M, N, K, PIECE,
     PIECES: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
@@ -197,9 +198,7 @@ def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_featu
     return agreeing(candidates, dtype, device, in_features, out_features)
 
 
-def agreeing(
-    candidates: Tiles, dtype: torch.dtype, device: torch.device, in_features: int, out_features: int
-) -> Tiles:
+def agreeing(candidates: Tiles, dtype: torch.dtype, device: torch.device, in_features: int, out_features: int) -> Tiles:
     """The candidates whose bits equal the first one's for this shape; where one differs, a lower one takes its rows."""
     out_features = min(out_features, 4096) if chunks(in_features, out_features) == 1 else out_features
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)

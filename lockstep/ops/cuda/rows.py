@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.available import operator
+from lockstep.ops.cuda.kernel import kernel
 
 TILE = 2048
 """Elements that a program holds at once, where rows are short enough for several."""
@@ -24,7 +25,7 @@ def _rows_per_program(block: int) -> int:
     return max(1, TILE // block)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(varying=("rows",))
 def _rms_norm_kernel(x, weight, out, scales, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -37,7 +38,7 @@ def _rms_norm_kernel(x, weight, out, scales, rows, eps, DIM: tl.constexpr, ROWS:
     tl.store(scales + row, scale, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(varying=("rows",))
 def _rms_norm_backward_kernel(
     grad_out, x, weight, scales, grad_x, grad_weight, rows,
     DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -121,7 +122,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _rms_norm(x, weight, eps)[0]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(varying=("rows",))
 def _rotary_kernel(
     x, cosines, sines, out, rows, heads, sign,
     HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -176,7 +177,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate(x, cos, sin, 1.0)
 
 
-@triton.jit
+@kernel
 def _silu_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
@@ -185,7 +186,7 @@ def _silu_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     tl.store(out + place, product.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _silu_mul_backward_kernel(grad_out, gate, up, grad_gate, grad_up, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count

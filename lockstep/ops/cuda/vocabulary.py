@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.ops.cuda.kernel import kernel
+
 PIECES = 8
 BLOCK = 1024
 
 
-@triton.jit
+@kernel
 def _pieces_kernel(
     logits, inverse_temperatures, highest, mass, moment, vocab, WIDTH,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
@@ -46,7 +48,7 @@ def _pieces_kernel(
     tl.store(moment + slot, tl.sum(moments, 0))
 
 
-@triton.jit
+@kernel
 def _join(m, s, t, COUNT: tl.constexpr):
     """Neighbours of `COUNT` masses joined: half as many."""
     m0, m1 = tl.split(tl.reshape(m, (COUNT // 2, 2)))
@@ -58,7 +60,7 @@ def _join(m, s, t, COUNT: tl.constexpr):
     return top, s0 * left + s1 * right, t0 * left + t1 * right
 
 
-@triton.jit
+@kernel
 def _log_probs_kernel(
     logits, targets, inverse_temperatures, highest, mass, moment, out, entropies, normalizers, vocab,
     PIECES: tl.constexpr,
@@ -77,10 +79,8 @@ def _log_probs_kernel(
     tl.store(entropies + row, normalizer - first / total)
 
 
-@triton.jit
-def _gradient_kernel(
-    logits, targets, inverse_temperatures, normalizers, grad_out, vocab, BLOCK: tl.constexpr
-):
+@kernel
+def _gradient_kernel(logits, targets, inverse_temperatures, normalizers, grad_out, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     address = logits + row.to(tl.int64) * vocab + place
@@ -92,7 +92,7 @@ def _gradient_kernel(
     tl.store(address, gradient.to(logits.dtype.element_ty), mask=place < vocab)
 
 
-@triton.jit
+@kernel
 def _draw_kernel(
     logits, inverse_temperatures, uniforms, highest, mass, tokens, vocab, WIDTH,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
