@@ -34,6 +34,15 @@ def sample(
     return tokens, logits_log_probs(logits, tokens, inverse)[0]
 
 
+def draw(
+    logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
+) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """`sample` without cuts. Nothing in it waits for the device: a CUDA graph can record it."""
+    inverse = _inverse(temperature)
+    tokens = _draw(logits.contiguous(), inverse, torch.where(temperature == 0, -1.0, uniform))
+    return tokens, logits_log_probs(logits, tokens, inverse)[0]
+
+
 def top_log_probs(
     logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], counts: list[int]
 ) -> list[list[tuple[int, float]]]:
