@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: gpu-check demo test test-slow lint format bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,12 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/generation.py
 	$(VENV)/bin/python benchmarks/training.py
 	$(VENV)/bin/python benchmarks/grpo.py
+
+# With the GPU machine's own Python: make gpu-check PYTHON=python3
+gpu-check:
+	@if $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+		PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests/gpu && PYTHONPATH=. $(PYTHON) benchmarks/gpu.py; \
+	else echo "no GPU: skipped"; fi
 
 clean:
 	rm -rf $(VENV) run run-pretrain
