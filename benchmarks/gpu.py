@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "recipe-compiled": ("gpu_model", "recipe", {"compiled": True, "graphs": "none"}, 70),
     "recipe-compiled-graphs": ("gpu_model", "recipe", {"compiled": True, "graphs": "full_and_piecewise"}, 70),
 }
-"""Module, function and arguments that measure each part, and the seconds it may take, its start included: 535 in all."""
+"""Module, function and arguments that measure each part, and the seconds that it may take: 535 in all."""
 RESULTS = Path(__file__).parent / "results"
 
 
