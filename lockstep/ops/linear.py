@@ -38,9 +38,9 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Floa
     Raises RuntimeError if no row padding makes the library's product row-invariant for this dtype and shape.
     """
     if cuda.usable(x):
-        from lockstep.ops.cuda.linear import linear as triton_linear
+        from lockstep.ops.cuda.linear import product as triton_product
 
-        return triton_linear(x, weight)
+        return triton_product(x, weight)
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not needs_gradient and (fast := few_rows_product(x, weight)) is not None:
         return fast

@@ -46,3 +46,11 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         return overload
 
     return register
+
+
+def differentiable(name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """Gives an operator its gradient: `save(ctx, inputs, output)` after forward, `backward(ctx, *grads)`.
+
+    On the operator itself and not in an `autograd.Function`, which `torch.compile` would look into.
+    """
+    torch.library.register_autograd(f"lockstep_triton::{name}", backward, setup_context=save, lib=_library)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.ops.cuda.available import operator
+from lockstep.ops.cuda.available import differentiable, operator
 from lockstep.ops.cuda.kernel import kernel
 
 MULTIPROCESSORS = 128
@@ -210,23 +210,15 @@ def agreeing(candidates: Tiles, dtype: torch.dtype, device: torch.device, in_fea
     return (*same[:-1], (None, same[-1][1]))
 
 
-class Linear(torch.autograd.Function):
-    """The product with its gradient, whose own bits need not be row-invariant: the library's products."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return product(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        return grad @ weight, grad.T @ x
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`[rows, in] · [out, in]ᵀ`, with a gradient where one is wanted."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return Linear.apply(x, weight)
-    return product(x, weight)
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The library's products: a gradient's bits need not be row-invariant."""
+    x, weight = ctx.saved_tensors
+    grad = grad.contiguous()
+    return grad @ weight, grad.T @ x
+
+
+differentiable("linear", _save, _backward)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.ops.cuda.available import operator
+from lockstep.ops.cuda.available import differentiable, operator
 from lockstep.ops.cuda.kernel import kernel
 
 TILE = 2048
@@ -101,25 +101,22 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor) 
     return grad_x, parts.sum(0).to(weight.dtype)
 
 
-class RMSNorm(torch.autograd.Function):
-    """`x / sqrt(mean(x²) + eps) * weight` with its gradient."""
+def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, scales = _rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, scales)
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return (*_rms_norm_backward(grads[0], *ctx.saved_tensors), None)
+def _differentiate_rms_norm(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+    grad_x, grad_weight = _rms_norm_backward(grad, *ctx.saved_tensors)
+    return grad_x, grad_weight, None
+
+
+differentiable("rms_norm", _save_rms_norm, _differentiate_rms_norm)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `lockstep.ops.rms_norm`, for rows of any leading shape."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return RMSNorm.apply(x, weight, eps)
-    return _rms_norm(x, weight, eps)[0]
+    out: Tensor = _rms_norm(x, weight, eps)[0]
+    return out
 
 
 @kernel(varying=("rows",))
@@ -157,24 +154,23 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return out
 
 
-class Rotary(torch.autograd.Function):
-    """The rotation; its gradient is the rotation by the opposite angles."""
+def _save_rotary(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1], inputs[2])
+    ctx.sign = inputs[3]
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(grads[0], *ctx.saved_tensors, -1.0), None, None
+def _differentiate_rotary(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    """The rotation by the opposite angles."""
+    return _rotate(grad, *ctx.saved_tensors, -ctx.sign), None, None, None
+
+
+differentiable("rotary", _save_rotary, _differentiate_rotary)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As `lockstep.ops.rotary`: `[tokens, heads, head_dim]` by angles `[tokens, head_dim / 2]`."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return Rotary.apply(x, cos, sin)
-    return _rotate(x, cos, sin, 1.0)
+    out: Tensor = _rotate(x, cos, sin, 1.0)
+    return out
 
 
 @kernel
@@ -228,22 +224,19 @@ def _silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
     return grad_gate, grad_up
 
 
-class SiluMul(torch.autograd.Function):
-    """`silu(gate) * up` with its gradient."""
+def _save_silu_mul(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
 
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _silu_mul(gate, up)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        grad_gate, grad_up = _silu_mul_backward(grads[0], *ctx.saved_tensors)
-        return grad_gate, grad_up
+def _differentiate_silu_mul(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    grad_gate, grad_up = _silu_mul_backward(grad, *ctx.saved_tensors)
+    return grad_gate, grad_up
+
+
+differentiable("silu_mul", _save_silu_mul, _differentiate_silu_mul)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """As `lockstep.ops.silu_mul`."""
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return SiluMul.apply(gate, up)
-    return _silu_mul(gate, up)
+    out: Tensor = _silu_mul(gate, up)
+    return out
