@@ -32,9 +32,8 @@ def random_model(config: ModelConfig) -> Decoder:
 
 def compile_model(model: Decoder) -> None:
     """The library's own compilation of the blocks' halves."""
-    from lockstep.parallel.compile import apply_compile
-
     from lockstep.config import CompileConfig
+    from lockstep.parallel.compile import apply_compile
 
     apply_compile(model, CompileConfig(backend="inductor"))
 

@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--folder")
     options = parser.parse_args()
     if options.side:
-        print(lockstep_seconds(options.folder) if options.side == "lockstep" else trl_seconds(options.folder))
+        seconds = lockstep_seconds if options.side == "lockstep" else trl_seconds
+        print(json.dumps({"seconds": seconds(options.folder)}))
         return
     from peers import compare
 

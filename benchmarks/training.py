@@ -7,6 +7,7 @@ Run: python benchmarks/training.py
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def main() -> None:
         began = time.perf_counter()
         for _ in range(STEPS):
             step()
-        print((time.perf_counter() - began) / STEPS)
+        print(json.dumps({"seconds": (time.perf_counter() - began) / STEPS}))
         return
     from peers import compare
 

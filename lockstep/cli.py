@@ -1,4 +1,4 @@
-"""One command: lockstep demo | pretrain | rl | generate | parity.
+"""One command: lockstep demo | pretrain | rl | generate | serve | parity.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -195,6 +195,21 @@ def engine_config_for(model: Any) -> Any:
     return EngineConfig(cache_tokens=min(65536, model.config.max_positions + 16), max_sequences=8)
 
 
+def serve(arguments: list[str]) -> int:
+    """answer OpenAI's HTTP requests: completions and chat, text or tokens, streamed or not"""
+    import os
+
+    from lockstep.config import ServeConfig, validate
+
+    config = _parse(ServeConfig, arguments, "serve")
+    config.api_key = config.api_key or os.environ.get("LOCKSTEP_API_KEY", "")
+    config.admin_key = config.admin_key or os.environ.get("LOCKSTEP_ADMIN_KEY", "")
+    validate(config)
+    from lockstep.generate.server import serve as run
+
+    return run(config, model_folder(config.model))
+
+
 @dataclass
 class ParityOptions:
     """Compare trainer and generator."""
@@ -242,6 +257,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "pretrain": pretrain,
     "rl": rl,
     "generate": generate,
+    "serve": serve,
     "parity": parity,
 }
 

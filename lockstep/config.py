@@ -1,18 +1,19 @@
 """The dataclasses every run is made of, their validation, and TOML in and out.
 
-A run is described by one flat dataclass with two nested ones (`train`, `engine`). The docstring under
+A run is described by one flat dataclass with nested ones (`train`, `engine`, `compile`). The docstring under
 a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from lockstep.errors import UserError, closest
 
@@ -33,6 +34,14 @@ class EngineConfig:
     """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""
     cuda_graphs: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
     """Record the generator's launches and replay them: decode steps whole, or small steps between attentions."""
+
+
+@dataclass
+class CompileConfig:
+    """How the model is compiled, for trainer and generator alike."""
+
+    backend: Literal["none", "inductor"] = "none"
+    """`inductor` compiles each block's two halves once for all layers; the artifacts are kept in the cache folder."""
 
 
 @dataclass
@@ -88,6 +97,7 @@ class PretrainConfig:
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: only the last."""
     tensorboard: bool = False
@@ -148,6 +158,7 @@ class RLConfig:
     """Fixes the order of the prompts and every draw."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
     engine: EngineConfig = field(default_factory=EngineConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     validation_every: int = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: int = 256
@@ -162,12 +173,49 @@ class RLConfig:
     """Delete a run that is already in `output`."""
 
 
+@dataclass
+class ServeConfig:
+    """An HTTP server over the engine, with OpenAI's routes."""
+
+    model: str
+    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any but a loopback address needs an API key."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    model_name: str = ""
+    """Name that requests use for the model; empty: the folder's name."""
+    dtype: Annotated[str, "dtype"] = ""
+    """`bfloat16` or `float32`; empty: the files' own."""
+    device: str = "cpu"
+    """`cpu`, `cuda`, `cuda:1` …"""
+    api_key: str = ""
+    """Key that the /v1 routes ask for; empty: the environment's LOCKSTEP_API_KEY, and none if that is empty too."""
+    admin_key: str = ""
+    """Key of the /admin routes; empty: the environment's LOCKSTEP_ADMIN_KEY. Without either there are none."""
+    max_body_bytes: int = 8 * 2**20
+    """Bytes of a request's body."""
+    max_prompt_tokens: int = 0
+    """Tokens of a prompt; 0: as many as the model's context holds."""
+    max_n: int = 128
+    """Samples of a prompt (`n`)."""
+    max_requests: int = 512
+    """Requests that are answered at the same time; further ones get 429."""
+    max_waiting: int = 1024
+    """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
+    request_seconds: float = 0.0
+    """Time that a request may take, reading it included; 0: as long as it needs."""
+    shutdown_seconds: float = 30.0
+    """Time that running requests are given after SIGTERM or SIGINT before they are aborted."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
 Config = TypeVar("Config", PretrainConfig, RLConfig)
 
 
-def validate(config: PretrainConfig | RLConfig) -> None:
+def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
     """Refuses impossible values, naming the field and what to change. Raises UserError."""
-    problems = list(_problems(config))
+    problems = list(_serve_problems(config) if isinstance(config, ServeConfig) else _problems(config))
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -200,6 +248,36 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             yield f"clip_low is {config.clip_low}; it must be below 1, for ratios are positive"
 
 
+def _serve_problems(config: ServeConfig) -> Iterator[str]:
+    positive = ["max_body_bytes", "max_n", "max_requests"]
+    positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
+    not_negative = ["max_prompt_tokens", "max_waiting", "request_seconds", "shutdown_seconds"]
+    for name in positive:
+        if not _value(config, name) > 0:
+            yield f"{name} is {_value(config, name)}; it must be above 0"
+    for name in not_negative:
+        if not 0 <= _value(config, name) < float("inf"):
+            yield f"{name} is {_value(config, name)}; it must be 0 or more"
+    if not 0 <= config.port < 2**16:
+        yield f"port is {config.port}; it must be from 0 to 65535"
+    if config.dtype not in ("", "bfloat16", "float32"):
+        yield f'dtype is "{config.dtype}"; give bfloat16 or float32'
+    if config.admin_key and config.admin_key == config.api_key:
+        yield "admin_key equals api_key; whoever may sample could change the weights, so give another"
+    if not config.api_key and not _is_loopback(config.host):
+        yield (
+            f"host {config.host} can be reached from other machines; set an API key (LOCKSTEP_API_KEY or --api-key), "
+            "or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _value(config: Any, dotted: str) -> Any:
     for name in dotted.split("."):
         config = getattr(config, name)
@@ -207,7 +285,7 @@ def _value(config: Any, dotted: str) -> Any:
 
 
 def to_toml(config: PretrainConfig | RLConfig) -> str:
-    """The resolved configuration as TOML: plain fields first, then one table each for `train` and `engine`."""
+    """The resolved configuration as TOML: plain fields first, then a table for each nested one."""
     plain, tables = [], []
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, dict):

@@ -150,14 +150,14 @@ class GraphRunner(Runner):
         def first() -> Tensors:
             cos, sin = rotary_tables(model.frequencies, positions)
             hidden = F.embedding(tokens, model.embed_tokens.weight)
-            return (hidden, cos, sin, *blocks[0].before_attention(hidden, cos, sin))
+            return (hidden, cos, sin, *model.halves.before_attention(blocks[0], hidden, cos, sin))
 
         def between(before: Block, after: Block, hidden: Tensor) -> Tensors:
-            hidden = before.after_attention(hidden, attended)
-            return (hidden, *after.before_attention(hidden, cos, sin))
+            hidden = model.halves.after_attention(before, hidden, attended)
+            return (hidden, *model.halves.before_attention(after, hidden, cos, sin))
 
         def last(hidden: Tensor) -> Tensors:
-            hidden = blocks[-1].after_attention(hidden, attended)
+            hidden = model.halves.after_attention(blocks[-1], hidden, attended)
             return (ops.rms_norm(hidden, model.norm.weight, model.config.norm_eps),)
 
         hidden, cos, sin, q, k, v = self._piece(size, 0, first)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import UserError, closest
 from lockstep.model.config import ModelConfig
@@ -53,21 +53,50 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     config = read_config(folder)
     files = _tensor_files(folder)
     model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
+    _copy_weights(model, folder, files)
+    return model
+
+
+def load_weights(model: Decoder, path: str | Path) -> None:
+    """Replaces the model's weights by those of another folder, in place: whoever reads the model sees the new ones.
+
+    All names, shapes and files are checked before the first tensor changes. Raises UserError, with the weights as
+    they were, for a folder that is incomplete or of another model.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    for field in dataclasses.fields(config):
+        new, own = getattr(config, field.name), getattr(model.config, field.name)
+        # What ends a text belongs to the folder that the model came from.
+        if new != own and field.name not in ("bos_token_id", "eos_token_ids"):
+            raise UserError(
+                f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
+            )
+    _copy_weights(model, folder, _tensor_files(folder))
+
+
+def _copy_weights(model: Decoder, folder: Path, files: dict[str, Path]) -> None:
     wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
-    unknown = [n for n in files if n not in wanted and not _ignored(n, config)]
+    unknown = [n for n in files if n not in wanted and not _ignored(n, model.config)]
     if missing := [n for n in wanted if n not in files]:
         raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
     if unknown:
         raise UserError(f"{folder}: tensor {unknown[0]} has no place in this model{_more(unknown)}; check config.json")
+    # Opened once, for the checks and the copies: a file that is replaced in between changes nothing.
+    opened = {path: _open(path) for path in sorted({files[name] for name in wanted})}
+    held = {path: set(file.keys()) for path, file in opened.items()}
+    for name, parameter in wanted.items():
+        path = files[name]
+        if name not in held[path]:
+            raise UserError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
+        shape = opened[path].get_slice(name).get_shape()
+        if shape != list(parameter.shape):
+            raise UserError(
+                f"{path}: tensor {name} has shape {shape}, but config.json asks for {list(parameter.shape)}"
+            )
     with torch.no_grad():
-        for name, tensor in _tensors(files, wanted):
-            if tensor.shape != wanted[name].shape:
-                raise UserError(
-                    f"{files[name]}: tensor {name} has shape {list(tensor.shape)}, "
-                    f"but config.json asks for {list(wanted[name].shape)}"
-                )
-            wanted[name].copy_(tensor)
-    return model
+        for name, parameter in sorted(wanted.items(), key=lambda item: files[item[0]]):
+            parameter.copy_(opened[files[name]].get_tensor(name))
 
 
 def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
@@ -129,6 +158,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor name in the folder."""
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
         files = {name: folder / file for name, file in weight_map.items()}
         for file in sorted(set(files.values())):
             if not file.is_file():
@@ -145,16 +176,6 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
-
-
-def _tensors(files: dict[str, Path], wanted: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted({files[name] for name in wanted}):
-        file = _open(path)
-        held = set(file.keys())
-        for name in (n for n in wanted if files[n] == path):
-            if name not in held:
-                raise UserError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
-            yield name, file.get_tensor(name)
 
 
 def _dtype_of(files: dict[str, Path], dtype: str | torch.dtype | None) -> torch.dtype:

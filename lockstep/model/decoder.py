@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -32,6 +34,16 @@ class Block(nn.Module):
         return hidden + self.mlp(ops.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps))
 
 
+class Halves(Protocol):
+    """How a block's two halves are called: directly, which is `Block` itself, or compiled."""
+
+    def before_attention(
+        self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor: ...
+
+
 class Decoder(nn.Module):
     """A Llama 3 or Qwen3 decoder over a packed row of tokens, without a batch dimension."""
 
@@ -44,6 +56,8 @@ class Decoder(nn.Module):
         if not config.tie_embeddings:
             self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
         self._frequencies: Tensor | None = None
+        self.halves: Halves = Block
+        """Part of the model, for it has a say in the bits: trainer and generator cannot but share it."""
 
     def forward(
         self, tokens: Int[Tensor, "tokens"], positions: Int[Tensor, "tokens"], attention: ops.Attention
@@ -57,8 +71,8 @@ class Decoder(nn.Module):
         hidden = F.embedding(tokens, self.embed_tokens.weight)
         for index, block in enumerate(self.layers):
             assert isinstance(block, Block)  # ModuleList forgets what it holds
-            attended = attention(index, *block.before_attention(hidden, cos, sin))
-            hidden = block.after_attention(hidden, attended)
+            attended = attention(index, *self.halves.before_attention(block, hidden, cos, sin))
+            hidden = self.halves.after_attention(block, hidden, attended)
         return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:

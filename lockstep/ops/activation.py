@@ -17,7 +17,7 @@ def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> 
         from lockstep.ops.cuda import rows
 
         return rows.silu_mul(gate, up)
-    if not native.usable(gate):
+    if torch.compiler.is_compiling() or not native.usable(gate):
         return _reference(gate, up)
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _SiluMul.apply(gate, up)

@@ -41,6 +41,8 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Floa
         from lockstep.ops.cuda.linear import product as triton_product
 
         return triton_product(x, weight)
+    if torch.compiler.is_compiling():
+        return _opaque_linear(x, weight)
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if not needs_gradient and (fast := few_rows_product(x, weight)) is not None:
         return fast
@@ -78,6 +80,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return linear_gradients(grads[0].contiguous(), *ctx.saved_tensors)
+
+
+# Compiled code calls the product as a whole: no compiler has a say in its order of summation.
+@torch.library.custom_op("lockstep::linear", mutates_args=())
+def _opaque_linear(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        return linear(x, weight)
+
+
+@torch.library.custom_op("lockstep::linear_gradients", mutates_args=())
+def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return linear_gradients(grad.contiguous(), x, weight)
+
+
+@_opaque_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@_opaque_gradients.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+_opaque_linear.register_autograd(
+    lambda ctx, grad: _opaque_gradients(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @cache

@@ -21,7 +21,7 @@ def rotary(
         from lockstep.ops.cuda import rows
 
         return rows.rotary(x, cos, sin)
-    if not native.usable(x):
+    if torch.compiler.is_compiling() or not native.usable(x):
         return _reference(x, cos, sin)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotary.apply(x, cos, sin)

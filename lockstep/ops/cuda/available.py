@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,14 +15,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def usable(x: Tensor) -> bool:
     """On an NVIDIA GPU, in a floating type, with triton installed and LOCKSTEP_NATIVE not 0."""
-    return x.is_cuda and x.dtype in DTYPES and _installed()
+    return x.is_cuda and x.dtype in DTYPES and INSTALLED
 
 
-@lru_cache(maxsize=1)
 def _installed() -> bool:
     if os.environ.get("LOCKSTEP_NATIVE", "1") == "0" or torch.version.hip is not None:
         return False
     return importlib.util.find_spec("triton") is not None
+
+
+INSTALLED = _installed()
+"""Looked up once, at import: `torch.compile` could not trace the looking."""
 
 
 _library = torch.library.Library("lockstep_triton", "DEF")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
+
+from lockstep.ops.cache import cache_folder, fingerprint
 
 SOURCES = Path(__file__).parent
 FLAGS = [
@@ -39,7 +39,8 @@ def build() -> Path:
         raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
     sources = sorted(SOURCES.glob("*.cpp"))
     command = [compiler, *FLAGS, *map(str, sources)]
-    target = _cache_folder() / f"kernels-{_fingerprint(command)}.so"
+    contents = [source.read_bytes() for source in sorted([*sources, *SOURCES.glob("*.h")])]
+    target = cache_folder() / f"kernels-{fingerprint(*command, *contents)}.so"
     if not target.exists():
         _compile([*command, *_openmp_runtime()], target)
     return target
@@ -49,29 +50,6 @@ def _openmp_runtime() -> list[str]:
     """torch's own OpenMP library, where it brings one: two runtimes in a process would fight for the cores."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return [str(bundled[0]), f"-Wl,-rpath,{bundled[0].parent}"] if bundled else []
-
-
-def _fingerprint(command: list[str]) -> str:
-    digest = hashlib.sha256("\0".join([*command, torch.__version__, platform.machine(), _cpu_flags()]).encode())
-    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:20]
-
-
-def _cpu_flags() -> str:
-    """What `-march=native` depends on: a cache folder may be shared by machines with other processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _cache_folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "lockstep"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _compile(command: list[str], target: Path) -> None:

@@ -1,0 +1,8 @@
+"""The HTTP server: OpenAI's routes over the engine, with tokens in and out, metrics, and weights that change live."""
+
+from lockstep.generate.server.app import create_app
+from lockstep.generate.server.engine_loop import EngineLoop
+from lockstep.generate.server.serve import build_service, serve
+from lockstep.generate.server.service import Service
+
+__all__ = ["EngineLoop", "Service", "build_service", "create_app", "serve"]

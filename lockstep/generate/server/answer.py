@@ -1,0 +1,172 @@
+"""From prompts to an answer: the way through the engine that both routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lockstep.errors import UserError
+from lockstep.generate.sampling_params import SamplingParams
+from lockstep.generate.server.access_log import RequestRecord, record_of
+from lockstep.generate.server.api_error import ApiError, json_response
+from lockstep.generate.server.engine_loop import PromptEvent
+from lockstep.generate.server.protocol import SamplingRequest
+from lockstep.generate.server.responses import DONE, Piece, Reply, usage_of
+from lockstep.generate.server.service import Service
+from lockstep.generate.server.text import GrowingText
+from lockstep.generate.server.watch import EventStream, watch
+
+LONG_TEXT = 4096
+"""Characters from which on a text is tokenized outside the event loop's thread: above a millisecond or so."""
+
+
+async def encode(service: Service, text: str) -> list[int]:
+    """Tokens of a prompt's text, nothing added to it."""
+    if len(text) < LONG_TEXT:
+        return service.tokenizer.encode(text)
+    return await asyncio.to_thread(service.tokenizer.encode, text)
+
+
+async def answer(
+    service: Service,
+    request: Request,
+    body: SamplingRequest,
+    prompts: list[list[int]],
+    max_tokens: int,
+    top_logprobs: int | None,
+    chat: bool,
+) -> Response:
+    """Samples the prompts and answers, streamed if the body says so."""
+    _check_length(service, prompts, "messages" if chat else "prompt")
+    params = body.sampling_params(max_tokens, top_logprobs or 0)
+    reply = Reply(
+        id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+        created=int(time.time()),
+        model=service.model_name,
+        chat=chat,
+        prompts=prompts,
+        tokenizer=service.tokenizer,
+        top_logprobs=top_logprobs,
+        token_ids=bool(body.return_token_ids),
+    )
+    record = record_of(request)
+    record.stream = bool(body.stream)
+    record.prompt_tokens = sum(map(len, prompts))
+    steps = _steps(service, record, prompts, params)
+    limit = service.config.request_seconds
+    if not body.stream:
+        return await watch(request, _whole(reply, record, steps), limit)
+    # The first step yields nothing: from there on the request is accepted, and the answer may begin.
+    await watch(request, _accepted(steps), limit)
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    return EventStream(request, _chunks(reply, record, steps, with_usage), steps, limit)
+
+
+def check_count(service: Service, prompts: int, n: int) -> None:
+    """Before the prompts cost any work. Raises ApiError for more than the server ever takes."""
+    if n > service.config.max_n:
+        raise ApiError(400, f"n is {n}; this server allows {service.config.max_n}", "n")
+    limit = service.limits.max_sequences
+    if prompts * n > limit:
+        message = f"{prompts} prompts times n are {prompts * n} sequences, but the server takes {limit}; ask for fewer"
+        raise ApiError(400, message, "n" if n > 1 else "prompt")
+
+
+def _check_length(service: Service, prompts: list[list[int]], field: str) -> None:
+    longest, limit = max(map(len, prompts)), service.config.max_prompt_tokens or service.context - 1
+    if longest > limit:
+        message = f"a prompt has {longest} tokens; this server allows {limit}"
+        raise ApiError(400, message, field, "context_length_exceeded")
+
+
+async def _steps(
+    service: Service, record: RequestRecord, prompts: list[list[int]], params: SamplingParams
+) -> AsyncGenerator[list[Piece], None]:
+    """An empty list once the engine has accepted the prompts, then what each of its steps adds to the choices."""
+    stop_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids |= set(service.engine.model.config.eos_token_ids)
+    choices = [_Choice(GrowingText(service.tokenizer, params.stop, stop_ids)) for _ in range(len(prompts) * params.n)]
+    try:
+        with service.limits.places(len(choices)):
+            async with service.engine_loop.generation(prompts, params) as generation:
+                yield []
+                async with aclosing(generation.events()) as batches:
+                    async for batch in batches:
+                        if record.first_token is None:
+                            record.first_token = record.seconds
+                            service.metrics.first_token(record.first_token)
+                        record.completion_tokens += len(batch)
+                        yield [_piece(service, choices, params.n, event) for event in batch]
+    except UserError as error:
+        raise ApiError(400, str(error)) from error
+    except ApiError as error:
+        record.aborted = {"engine_failed": "failure", "shutting_down": "shutdown"}.get(error.code or "")
+        raise
+
+
+class _Choice:
+    """A sample on its way."""
+
+    def __init__(self, text: GrowingText):
+        self.text = text
+        self.tokens = 0
+        self.first_token = 0.0
+
+
+def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: PromptEvent) -> Piece:
+    position, event = prompt_event
+    index = position * n + event.index
+    choice = choices[index]
+    choice.tokens += 1
+    if choice.tokens == 1:
+        choice.first_token = time.perf_counter()
+    last = event.finish_reason is not None
+    offset = choice.text.length
+    text = choice.text.push(event.token_id, last)
+    if last:
+        service.metrics.sample_finished(time.perf_counter() - choice.first_token, choice.tokens)
+    # A stop string may be complete only where the last, broken character is written out.
+    reason = "stop" if last and choice.text.stopped else event.finish_reason
+    return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason)
+
+
+async def _accepted(steps: AsyncGenerator[list[Piece], None]) -> None:
+    await anext(steps)
+
+
+async def _whole(reply: Reply, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]) -> Response:
+    choices: dict[int, Piece] = {}
+    async with aclosing(steps):
+        async for pieces in steps:
+            for piece in pieces:
+                if piece.first:
+                    choices[piece.index] = piece
+                else:
+                    choices[piece.index].add(piece)
+    ordered = [choices[index] for index in sorted(choices)]
+    return json_response(reply.answer(ordered, usage_of(record.prompt_tokens, record.completion_tokens)))
+
+
+async def _chunks(
+    reply: Reply, record: RequestRecord, steps: AsyncGenerator[list[Piece], None], with_usage: bool
+) -> AsyncGenerator[str, None]:
+    begun: set[int] = set()
+    async with aclosing(steps):
+        async for pieces in steps:
+            events = []
+            for piece in pieces:
+                if reply.shows(piece):
+                    piece.first = piece.index not in begun
+                    begun.add(piece.index)
+                    events.append(reply.chunk(piece, with_usage))
+            if events:
+                yield "".join(events)
+    end = reply.usage_chunk(usage_of(record.prompt_tokens, record.completion_tokens)) if with_usage else ""
+    yield end + DONE

@@ -1,0 +1,216 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from lockstep import __version__
+from lockstep.errors import UserError
+from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
+from lockstep.generate.server.answer import answer, check_count, encode
+from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
+from lockstep.generate.server.body import Body, read_body
+from lockstep.generate.server.keys import RequireKeys
+from lockstep.generate.server.limits import LimitRequests
+from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
+from lockstep.generate.server.service import Service
+from lockstep.generate.server.watch import ClientGone, deadline_passed
+from lockstep.generate.server.weights import update_weights
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions; a chat may go on to the end of the context."""
+
+routes = APIRouter()
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application: routes, and around them keys, limits and the access log."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine_loop.start()
+        yield
+        await service.engine_loop.stop()
+
+    app = FastAPI(title="Lockstep", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(routes)
+    for error, handler in HANDLERS.items():
+        app.add_exception_handler(error, handler)
+    config = service.config
+    limited = LimitRequests(app, service.limits)
+    return AccessLog(RequireKeys(limited, config.api_key, config.admin_key), service.metrics)
+
+
+def _described(body: type[BaseModel]) -> dict[str, Any]:
+    # The body is read by hand, bounded and before anything else sees it, so FastAPI has to be told its schema.
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, definition in schema.pop("$defs", {}).items():
+        schema = _inlined(schema, f"#/components/schemas/{name}", definition)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(node: Any, reference: str, definition: dict[str, Any]) -> Any:
+    if isinstance(node, dict):
+        if node.get("$ref") == reference:
+            return definition
+        return {key: _inlined(value, reference, definition) for key, value in node.items()}
+    return [_inlined(item, reference, definition) for item in node] if isinstance(node, list) else node
+
+
+@routes.post("/v1/completions", openapi_extra=_described(CompletionRequest))
+async def completions(request: Request) -> Response:
+    """Continues one or several prompts, given as text or as tokens."""
+    service, body = await _read(request, CompletionRequest)
+    _check_model(service, body.model)
+    body.check_fields()
+    prompts = await _prompts(service, body.prompt, body.n or 1)
+    return await answer(
+        service, request, body, prompts, body.max_tokens or COMPLETION_TOKENS, body.logprobs, chat=False
+    )
+
+
+@routes.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
+async def chat_completions(request: Request) -> Response:
+    """The assistant's next message."""
+    service, body = await _read(request, ChatRequest)
+    _check_model(service, body.model)
+    body.check_fields()
+    check_count(service, 1, body.n or 1)
+    if service.template is None:
+        raise ApiError(
+            400,
+            "this model's folder has no chat template; use /v1/completions, or put a chat_template.jinja beside its "
+            "weights",
+            code="no_chat_template",
+        )
+    prompt = await encode(service, service.template.render([message.plain() for message in body.messages]))
+    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
+    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
+
+
+@routes.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    service = _service(request)
+    return json_response({"object": "list", "data": [_model(service)]})
+
+
+@routes.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """The served model, under its name."""
+    service = _service(request)
+    _check_model(service, name)
+    return json_response(_model(service))
+
+
+@routes.get("/health")
+async def health(request: Request) -> Response:
+    """200 while requests are taken."""
+    service = _service(request)
+    if service.engine_loop.failure is not None:
+        raise engine_failed()
+    if service.limits.draining:
+        raise shutting_down()
+    return json_response({"status": "ok", "weights_version": service.engine.weights_version})
+
+
+@routes.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    return Response(_service(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@routes.post("/admin/weights", openapi_extra=_described(WeightsRequest))
+async def weights(request: Request) -> Response:
+    """Loads other weights while requests run."""
+    service, body = await _read(request, WeightsRequest)
+    return json_response(await update_weights(service, body))
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "lockstep",
+        "max_model_len": service.context,
+    }
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name is not None and name != service.model_name:
+        message = f"the model {name[:200]!r} does not exist; this server has {service.model_name!r}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+
+async def _read(request: Request, kind: type[Body]) -> tuple[Service, Body]:
+    service = _service(request)
+    limit = service.config.request_seconds
+    try:
+        async with asyncio.timeout(limit or None):
+            return service, await read_body(request, kind, service.config.max_body_bytes)
+    except TimeoutError:
+        record_of(request).aborted = "deadline"
+        raise deadline_passed(limit) from None
+
+
+async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]], n: int) -> list[list[int]]:
+    """The prompts' tokens."""
+    single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    each: list[Any] = [prompt] if single else list(prompt)
+    check_count(service, len(each), n)
+    if not all(each) or not each:
+        raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
+    return [await encode(service, p) if isinstance(p, str) else p for p in each]
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _user_error(request: Request, error: Exception) -> Response:
+    return ApiError(400, str(error)).response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+    return ApiError(error.status_code, message, code="not_found", headers=error.headers).response()
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    record_of(request).aborted = "disconnected"
+    return Response(status_code=DISCONNECTED)  # for the log: nobody reads it
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return ApiError(500, "an error of the server's own; its log says more").response()
+
+
+HANDLERS = {
+    ApiError: _api_error,
+    UserError: _user_error,
+    HTTPException: _http_error,
+    ClientGone: _client_gone,
+    ClientDisconnect: _client_gone,
+    Exception: _bug,
+}

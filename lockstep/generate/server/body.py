@@ -1,0 +1,56 @@
+"""A request's body: bounded before it is parsed, and errors that name the field."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from lockstep.generate.server.api_error import ApiError
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
+    """The body as a `kind`. Raises ApiError: 415 for another content type, 413 beyond `max_bytes`, else 400."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Also keeps pages in a browser out: without asking first, they may send forms and plain text only.
+    if content_type != "application/json":
+        raise ApiError(415, "send JSON, with the header Content-Type: application/json")
+    too_large = ApiError(
+        413, f"the body is larger than {max_bytes} bytes, the server's limit", headers={"Connection": "close"}
+    )
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced[:20]) > max_bytes:
+        raise too_large
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > max_bytes:
+            raise too_large
+    return parse_body(bytes(data), kind)
+
+
+def parse_body(data: bytes, kind: type[Body]) -> Body:
+    """Raises ApiError for what is no JSON or not a `kind`."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise ApiError(400, _message(problem, kind), _field(problem)) from None
+
+
+def _field(problem: Any) -> str | None:
+    return str(problem["loc"][0])[:64] if problem["loc"] else None
+
+
+def _message(problem: Any, kind: type[BaseModel]) -> str:
+    name = _field(problem)
+    if name is None:
+        return str(problem["msg"])
+    field = kind.model_fields.get(name)
+    if field is not None and field.description and problem["type"] != "missing":
+        return f"{name} must be {field.description}"
+    where = ".".join(str(part)[:64] for part in problem["loc"])
+    return f"{where}: {problem['msg']}"

@@ -1,0 +1,217 @@
+"""The engine in a thread of its own, and the bridge to asyncio.
+
+Only that thread touches the engine. Commands reach it through a queue and run between steps; what a step sampled goes
+back to the event loop in one call. Without work the thread sleeps on the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lockstep.errors import UserError
+from lockstep.generate.engine import Engine
+from lockstep.generate.sampling_params import SamplingParams, TokenEvent
+from lockstep.generate.server.api_error import ApiError, engine_failed
+
+Result = TypeVar("Result")
+PromptEvent = tuple[int, TokenEvent]
+"""Which of the prompts, and a token sampled for it."""
+
+logger = logging.getLogger("lockstep.server")
+
+
+class Generation:
+    """One client's prompts on their way through the engine."""
+
+    def __init__(self, prompts: list[list[int]], params: SamplingParams):
+        self.prompts = prompts
+        self.params = params
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.unfinished = len(prompts) * params.n
+        self.received: asyncio.Queue[list[PromptEvent] | ApiError] = asyncio.Queue()
+        self.request_ids: list[int] = []
+        """The engine's; the engine's thread alone reads and writes them."""
+
+    async def events(self) -> AsyncGenerator[list[PromptEvent], None]:
+        """What each step sampled, until all samples have ended. Raises ApiError if the engine fails or shuts down."""
+        while self.unfinished:
+            batch = await self.received.get()
+            if isinstance(batch, ApiError):
+                raise batch
+            self.unfinished -= sum(event.finish_reason is not None for _, event in batch)
+            yield batch
+
+    def fail(self, error: ApiError) -> None:
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+        self.received.put_nowait(error)
+
+
+@dataclass
+class _Owner:
+    """Whose an engine's request is, and how many of its samples still run."""
+
+    generation: Generation
+    position: int
+    unfinished: int
+
+
+class EngineLoop:
+    """Owns the engine's thread. Everything public is called from the event loop that called `start`."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.failure: BaseException | None = None
+        """What a step raised; from then on every request is refused."""
+        self.generations: set[Generation] = set()
+        self._owners: dict[int, _Owner] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="lockstep-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after the step that it is in."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @asynccontextmanager
+    async def generation(self, prompts: list[list[int]], params: SamplingParams) -> AsyncIterator[Generation]:
+        """Queues the prompts, all or none. Leaving the context frees whatever they still hold before the next step.
+
+        Raises UserError for a prompt that can never be computed, ApiError if the engine has failed.
+        """
+        generation = Generation(prompts, params)
+        self.generations.add(generation)
+        self._commands.put(functools.partial(self._add, generation))
+        try:
+            await generation.accepted
+            yield generation
+        finally:
+            self.generations.discard(generation)
+            if generation.unfinished:
+                self._commands.put(functools.partial(self._abort, generation))
+
+    async def between_steps(self, function: Callable[[Engine], Result]) -> Result:
+        """Runs `function` in the engine's thread. If it raises anything but UserError, the engine counts as failed."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._commands.put(functools.partial(self._call, function, future))
+        return await future
+
+    def fail_all(self, error: ApiError) -> None:
+        """Ends every request with `error`."""
+        for generation in self.generations:
+            generation.fail(error)
+
+    # From here on: the engine's thread.
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            try:
+                running = self._take_commands()
+                if self._has_work():
+                    self._hand_out(self.engine.step())
+            except Exception as error:  # whatever it was, those who wait for the step must hear of it
+                self._give_up(error)
+
+    def _has_work(self) -> bool:
+        return self.engine.has_work and self.failure is None
+
+    def _take_commands(self) -> bool:
+        """Runs what is queued, waiting where there is nothing else to do; False when it is time to end."""
+        try:
+            command = self._commands.get(block=not self._has_work())
+            while command is not None:
+                command()
+                command = self._commands.get(block=False)
+        except queue.Empty:
+            return True
+        return False
+
+    def _add(self, generation: Generation) -> None:
+        if self.failure is not None:
+            self._post(generation.fail, engine_failed())
+            return
+        try:
+            for position, prompt in enumerate(generation.prompts):
+                request_id = self.engine.add(prompt, generation.params)
+                generation.request_ids.append(request_id)
+                self._owners[request_id] = _Owner(generation, position, generation.params.n)
+        except Exception as error:
+            self._abort(generation)
+            expected = isinstance(error, UserError)
+            self._post(_settle, generation.accepted, None, error if expected else engine_failed())
+            if not expected:
+                raise
+        else:
+            self._post(_settle, generation.accepted, None, None)
+
+    def _abort(self, generation: Generation) -> None:
+        for request_id in generation.request_ids:
+            self.engine.abort(request_id)
+            self._owners.pop(request_id, None)
+        generation.request_ids = []
+
+    def _call(self, function: Callable[[Engine], Any], future: asyncio.Future[Any]) -> None:
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = function(self.engine)
+        except UserError as error:
+            failure = error
+        except Exception as error:  # it may have changed the engine half
+            self._give_up(error)
+            failure = engine_failed()
+        self._post(_settle, future, result, failure)
+
+    def _hand_out(self, events: list[TokenEvent]) -> None:
+        batches: dict[Generation, list[PromptEvent]] = {}
+        for event in events:
+            owner = self._owners[event.request_id]
+            batches.setdefault(owner.generation, []).append((owner.position, event))
+            owner.unfinished -= event.finish_reason is not None
+            if not owner.unfinished:
+                del self._owners[event.request_id]
+        if batches:
+            self._post(_deliver, batches)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.error("the engine has failed; requests are refused until a restart", exc_info=error)
+        self.failure = error
+        for request_id in list(self._owners):
+            self.engine.abort(request_id)
+        generations = {owner.generation for owner in self._owners.values()}
+        self._owners.clear()
+        for generation in generations:
+            generation.request_ids = []
+            self._post(generation.fail, ApiError(500, "the engine has failed on this request", code="engine_failed"))
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None, "start() was not called"
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _deliver(batches: dict[Generation, list[PromptEvent]]) -> None:
+    for generation, batch in batches.items():
+        generation.received.put_nowait(batch)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():  # who waited for it has gone
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

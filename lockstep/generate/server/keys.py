@@ -1,0 +1,44 @@
+"""Who may ask: the API key of the /v1 routes, the admin key of the /admin routes."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lockstep.generate.server.api_error import ApiError
+
+
+class RequireKeys:
+    """Refuses requests without the key of their routes, before anything of their body is read."""
+
+    def __init__(self, app: ASGIApp, api_key: str, admin_key: str):
+        self._app = app
+        self._api_key = api_key
+        self._admin_key = admin_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refusal(Request(scope)) if scope["type"] == "http" else None
+        await (error.response() if error else self._app)(scope, receive, send)
+
+    def _refusal(self, request: Request) -> ApiError | None:
+        # The path that the router goes by. That of request.url is put together with the Host header, which may say
+        # anything: with "x#" in it, no path would be left to ask a key for.
+        path = request.scope["path"]
+        if path.startswith("/admin/"):
+            if not self._admin_key:
+                return ApiError(404, f"no route {path[:200]}", code="not_found")
+            return _compare(request, self._admin_key, "admin key")
+        if path.startswith("/v1/") and self._api_key:
+            return _compare(request, self._api_key, "API key")
+        return None
+
+
+def _compare(request: Request, key: str, name: str) -> ApiError | None:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Header text is Latin-1 of the bytes sent. compare_digest takes the same time wherever the two differ.
+    if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+        return None
+    message = f"send the {name} in the header Authorization: Bearer KEY"
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

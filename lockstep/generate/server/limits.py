@@ -1,0 +1,74 @@
+"""How much is taken on at the same time; what goes beyond is refused at once, to be sent again later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lockstep.generate.server.api_error import ApiError, shutting_down, too_busy
+
+
+class Limits:
+    """Counts requests and sequences. Lives in the event loop's thread."""
+
+    def __init__(self, max_requests: int, max_sequences: int):
+        self.max_requests = max_requests
+        self.max_sequences = max_sequences
+        """Running and waiting."""
+        self.requests = 0
+        self.sequences = 0
+        self.draining = False
+        """The server is shutting down: nothing new is taken on."""
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """A place among the requests. Raises ApiError (429, or 503 when shutting down)."""
+        if self.draining:
+            raise shutting_down()
+        if self.requests >= self.max_requests:
+            raise too_busy(f"{self.requests} requests are being answered, the server's limit; try again later")
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.requests -= 1
+
+    @contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """Places for `count` sequences. Raises ApiError (429) if they are taken."""
+        if self.sequences + count > self.max_sequences:
+            raise too_busy(
+                f"{self.sequences} sequences run or wait and {count} more exceed the server's limit of "
+                f"{self.max_sequences}; try again later"
+            )
+        self.sequences += count
+        try:
+            yield
+        finally:
+            self.sequences -= count
+
+
+class LimitRequests:
+    """Lets a request for work through only where there is a place for it, and keeps the place until it is answered."""
+
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # New weights and health checks must get through however much work there is.
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        place = self._limits.request()
+        try:
+            place.__enter__()
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            place.__exit__(None, None, None)

@@ -1,0 +1,91 @@
+"""What Prometheus scrapes: the engine's state as it is then, and counts and times of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lockstep.generate.engine import Engine
+
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+PER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+
+
+class EngineCollector(Collector):
+    """Reads the engine when asked; single numbers, so no lock against its thread is needed."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, done = self._engine, self._engine.statistics
+        pages = engine.allocator.num_pages
+        prompt_tokens = done.prompt_tokens_computed + done.prompt_tokens_reused
+        gauges = [
+            ("sequences_running", "Sequences in the engine's batch.", len(engine.scheduler.running)),
+            ("sequences_waiting", "Sequences that wait for a place or for cache pages.", len(engine.scheduler.waiting)),
+            ("cache_pages_total", "Pages of the key-value cache.", pages),
+            ("cache_pages_used", "Pages that a sequence holds.", pages - engine.allocator.num_free),
+            (
+                "prefix_hit_rate",
+                "Share of all prompt tokens that were found in the cache.",
+                done.prompt_tokens_reused / max(1, prompt_tokens),
+            ),
+            ("weights_version", "Version of the weights in use.", engine.weights_version),
+        ]
+        counters = [
+            ("prompt_tokens_computed", "Prompt tokens that went through the model.", done.prompt_tokens_computed),
+            ("prompt_tokens_reused", "Prompt tokens that were found in the cache.", done.prompt_tokens_reused),
+            ("tokens_sampled", "Tokens sampled.", done.tokens_sampled),
+            ("preemptions", "Sequences that gave up their pages and were computed anew.", done.preemptions),
+            ("steps", "Forward passes.", done.steps),
+        ]
+        for name, help_text, value in gauges:
+            yield GaugeMetricFamily(f"lockstep_{name}", help_text, value=value)
+        for name, help_text, value in counters:
+            yield CounterMetricFamily(f"lockstep_{name}", help_text, value=value)
+
+
+class Metrics:
+    """The application's own registry."""
+
+    def __init__(self, engine: Engine):
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine))
+        self._requests = Counter(
+            "lockstep_requests", "Requests by route and status.", ["route", "status"], registry=self._registry
+        )
+        self._aborted = Counter(
+            "lockstep_requests_aborted", "Requests ended before their time.", ["reason"], registry=self._registry
+        )
+        self._first_token = Histogram(
+            "lockstep_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self._per_token = Histogram(
+            "lockstep_time_per_output_token_seconds",
+            "Between the tokens of a sample, averaged over the sample.",
+            buckets=PER_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def sample_finished(self, seconds: float, tokens: int) -> None:
+        """A sample of `tokens` tokens took `seconds` from its first to its last."""
+        if tokens > 1:
+            self._per_token.observe(seconds / (tokens - 1))
+
+    def finished(self, route: str, status: int, aborted: str | None) -> None:
+        self._requests.labels(route, str(status)).inc()
+        if aborted is not None:
+            self._aborted.labels(aborted).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)

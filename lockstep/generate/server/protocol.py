@@ -1,0 +1,177 @@
+"""Request bodies: OpenAI's fields, ours beside them, and which fields are refused rather than ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.errors import closest
+from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from lockstep.generate.server.api_error import ApiError
+
+LARGEST = 2**31 - 1
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
+
+IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""Fields that change nothing in the answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+"""Fields of OpenAI's that are not supported, with the values that ask for nothing."""
+
+
+class Options(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(strict=True)
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SamplingRequest(BaseModel):
+    """What both routes take."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=LARGEST)
+    min_p: float | None = Field(None, ge=0, lt=1)
+    n: int | None = Field(None, ge=1, le=LARGEST)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
+        None, description="a string, or up to 16 strings, of 1 to 256 characters"
+    )
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: Options | None = None
+    return_token_ids: bool | None = None
+
+    def check_fields(self) -> None:
+        """Raises ApiError for a field that would change the answer and is not supported."""
+        known = type(self).model_fields
+        for name, value in (self.model_extra or {}).items():
+            if name in IGNORED or value is None or any(_same(value, v) for v in NEUTRAL.get(name, ())):
+                continue
+            if name in NEUTRAL:
+                raise ApiError(400, f"{name} is not supported here; leave it out", name[:64], "unsupported_parameter")
+            hint = closest(name[:64], [*known, *NEUTRAL])
+            raise ApiError(400, f"unknown field {name[:64]!r}.{hint} Leave it out", name[:64], "unknown_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        if self.temperature and self.temperature < 0.01:
+            raise ApiError(
+                400, "temperature is below 0.01; give 0, which takes the likeliest token, or more", "temperature"
+            )
+
+    def sampling_params(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            n=self.n or 1,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            top_logprobs=top_logprobs,
+        )
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=LARGEST)
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(400, "best_of other than n is not supported here; leave it out", "best_of")
+
+
+class TextPart(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A turn of the conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = Field(description="a string, or a list of parts of type text")
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As templates expect it, the content in one string."""
+        content = self.content
+        text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+
+
+class ChatRequest(SamplingRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        for position, message in enumerate(self.messages):
+            for name, value in (message.model_extra or {}).items():
+                if value not in (None, [], {}):
+                    where = f"messages.{position}.{name[:64]}"
+                    raise ApiError(400, f"{where} is not supported here; leave it out", "messages")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one", "max_tokens")
+
+
+class WeightsRequest(BaseModel):
+    """POST /admin/weights."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    path: str | None = Field(None, min_length=1, max_length=4096)
+    version: int | None = Field(None, ge=0, lt=2**63)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # 0 == False and 1 == True, but a penalty of false is a mistake.
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

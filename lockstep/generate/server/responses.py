@@ -1,0 +1,145 @@
+"""Answers and chunks of a stream in OpenAI's shapes, with tokens and weights' versions beside the text."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.data import Tokenizer
+from lockstep.generate.sampling_params import TokenEvent
+from lockstep.generate.server.text import token_bytes, token_name
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass
+class Piece:
+    """What a step added to one choice, or all steps together."""
+
+    index: int
+    prompt: int
+    """Which of the request's prompts."""
+    first: bool = True
+    text: str = ""
+    events: list[TokenEvent] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Where in the text each token begins."""
+    finish_reason: str | None = None
+
+    def add(self, later: Piece) -> None:
+        self.text += later.text
+        self.events += later.events
+        self.offsets += later.offsets
+        self.finish_reason = later.finish_reason
+
+
+@dataclass
+class Reply:
+    """What all objects of one answer have in common, and what the client wants in them."""
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+    prompts: list[list[int]]
+    tokenizer: Tokenizer
+    top_logprobs: int | None
+    """None: no log-probabilities at all."""
+    token_ids: bool
+
+    def answer(self, pieces: list[Piece], usage: dict[str, int]) -> dict[str, Any]:
+        """The whole answer to a request that is not streamed."""
+        return self._object([self._choice(p, "message") for p in pieces], chunk=False) | {"usage": usage}
+
+    def chunk(self, piece: Piece, with_usage: bool) -> str:
+        """A choice's new piece as a server-sent event."""
+        chunk = self._object([self._choice(piece, "delta")], chunk=True, first=piece.first)
+        return server_sent_event(chunk | {"usage": None} if with_usage else chunk)
+
+    def usage_chunk(self, usage: dict[str, int]) -> str:
+        """The last event of a stream that is to end with its usage."""
+        return server_sent_event(self._object([], chunk=True, first=False) | {"usage": usage})
+
+    def shows(self, piece: Piece) -> bool:
+        """Whether a chunk of it would tell the client anything."""
+        exact = self.token_ids or self.top_logprobs is not None
+        return bool(piece.text or piece.finish_reason or (exact and piece.events))
+
+    def _object(self, choices: list[dict[str, Any]], chunk: bool, first: bool = True) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        result = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        if self.chat and self.token_ids and first:
+            result["prompt_token_ids"] = self.prompts[0]
+        return result
+
+    def _choice(self, piece: Piece, holder: str) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": piece.index}
+        if self.chat:
+            role = {"role": "assistant"} if piece.first else {}
+            choice[holder] = role | {"content": piece.text} | ({"refusal": None} if holder == "message" else {})
+            choice["logprobs"] = None if self.top_logprobs is None else self._chat_logprobs(piece)
+        else:
+            choice["text"] = piece.text
+            choice["logprobs"] = None if self.top_logprobs is None else self._completion_logprobs(piece)
+        choice["finish_reason"] = piece.finish_reason
+        if self.token_ids:
+            choice["token_ids"] = [event.token_id for event in piece.events]
+            choice["weights_versions"] = [event.weights_version for event in piece.events]
+            if not self.chat and piece.first:
+                choice["prompt_token_ids"] = self.prompts[piece.prompt]
+        return choice
+
+    def _completion_logprobs(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "tokens": [token_name(self.tokenizer, event.token_id) for event in piece.events],
+            "token_logprobs": [_number(event.logprob) for event in piece.events],
+            "top_logprobs": [self._by_name(event) for event in piece.events] if self.top_logprobs else None,
+            "text_offset": piece.offsets,
+        }
+
+    def _by_name(self, event: TokenEvent) -> dict[str, float | None]:
+        """The likeliest tokens and the sampled one. Of tokens with equal text, the less likely go by their ids."""
+        names: dict[str, float | None] = {}
+        listed = list(event.top_logprobs)
+        if event.token_id not in dict(listed):
+            listed.append((event.token_id, event.logprob))
+        for token, logprob in listed:
+            name = token_name(self.tokenizer, token)
+            names[f"token_id:{token}" if name in names else name] = _number(logprob)
+        return names
+
+    def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
+        content = [
+            self._entry(event.token_id, event.logprob)
+            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in event.top_logprobs]}
+            for event in piece.events
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": token_name(self.tokenizer, token),
+            "logprob": _number(logprob),
+            "bytes": token_bytes(self.tokenizer, token),
+        }
+
+
+def server_sent_event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def _number(logprob: float) -> float | None:
+    # JSON has no infinity; null is what a reader cannot mistake for a number.
+    return logprob if math.isfinite(logprob) else None

@@ -1,0 +1,107 @@
+"""From a configuration to a running server, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from lockstep.config import ServeConfig
+from lockstep.data import load_tokenizer
+from lockstep.generate.engine import Engine
+from lockstep.generate.server.api_error import shutting_down
+from lockstep.generate.server.app import create_app
+from lockstep.generate.server.chat import load_chat_template
+from lockstep.generate.server.service import Service
+from lockstep.generate.server.weights import step_of
+from lockstep.model import load_model
+
+SECONDS_TO_READ = 5
+"""What clients are given to read the ends of their answers once the last has been sampled or aborted."""
+
+logger = logging.getLogger("lockstep.server")
+
+
+def build_service(config: ServeConfig, folder: Path) -> Service:
+    """Loads model, tokenizer and chat template of `folder`. Raises UserError for a folder that lacks them."""
+    model = load_model(folder, config.dtype or None, config.device)
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    engine = Engine(model, config.engine, tokenizer)
+    engine.weights_changed(step_of(folder) or 0)
+    name = config.model_name or Path(config.model).resolve().name
+    return Service(config, folder, name, engine, tokenizer, load_chat_template(folder))
+
+
+def serve(config: ServeConfig, folder: Path) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    access = logging.StreamHandler(sys.stdout)
+    access.setFormatter(logging.Formatter("%(message)s"))
+    access_logger = logging.getLogger("lockstep.access")
+    access_logger.addHandler(access)
+    access_logger.setLevel(logging.INFO)
+    access_logger.propagate = False
+    service = build_service(config, folder)
+    server = Server(service)
+    server.run()
+    return 0 if server.started else 1
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with an end in three parts: refuse what is new, finish what runs, abort the rest.
+
+    The socket stays open meanwhile, so that a health check sees 503 and not a broken connection.
+    """
+
+    def __init__(self, service: Service):
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                host=config.host,
+                port=config.port,
+                http="h11",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=SECONDS_TO_READ,
+            )
+        )
+        self._service = service
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._end: asyncio.Task[None] | None = None
+
+    async def startup(self, *arguments: object, **keywords: object) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        await super().startup(*arguments, **keywords)  # type: ignore[arg-type]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal begins the end, a second one aborts what still runs. Called by the signal's handler."""
+        if self._event_loop is None:
+            self.should_exit = True
+        else:
+            self._event_loop.call_soon_threadsafe(self.begin_end)
+
+    def begin_end(self) -> None:
+        if self._end is not None:
+            self._service.engine_loop.fail_all(shutting_down())
+        else:
+            self._end = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        limits, seconds = self._service.limits, self._service.config.shutdown_seconds
+        limits.draining = True
+        logger.info("shutting down: %d requests may run for %g seconds more", limits.requests, seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                while limits.requests:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            logger.info("aborting %d requests", limits.requests)
+            self._service.engine_loop.fail_all(shutting_down())
+        self.should_exit = True

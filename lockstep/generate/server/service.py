@@ -1,0 +1,44 @@
+"""What the routes share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep import ops
+from lockstep.config import ServeConfig
+from lockstep.data import Tokenizer
+from lockstep.generate.engine import Engine
+from lockstep.generate.server.chat import ChatTemplate
+from lockstep.generate.server.engine_loop import EngineLoop
+from lockstep.generate.server.limits import Limits
+from lockstep.generate.server.metrics import Metrics
+
+
+@dataclass
+class Service:
+    """One model behind one engine."""
+
+    config: ServeConfig
+    folder: Path
+    """Of the weights the server began with."""
+    model_name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    started: int = field(default_factory=lambda: int(time.time()))
+    engine_loop: EngineLoop = field(init=False)
+    limits: Limits = field(init=False)
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine_loop = EngineLoop(self.engine)
+        places = self.config.engine.max_sequences + self.config.max_waiting
+        self.limits = Limits(self.config.max_requests, places)
+        self.metrics = Metrics(self.engine)
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return min(self.engine.model.config.max_positions, self.engine.allocator.num_pages * ops.PAGE)

@@ -1,0 +1,106 @@
+"""Work for a client that may go away, or whose time may be up: then the work is cancelled at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lockstep.generate.server.access_log import record_of
+from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.responses import server_sent_event
+
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """Nobody is left to read the answer."""
+
+
+async def watch(request: Request, work: Coroutine[Any, Any, Result], limit_seconds: float) -> Result:
+    """What `work` returns, if it does so while the client is there and within `limit_seconds` of the request's start.
+
+    The request's body must have been read. Raises ClientGone, or ApiError (408); 0 seconds: no limit.
+    """
+    record = record_of(request)
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    left = max(0.0, limit_seconds - record.seconds) if limit_seconds else None
+    try:
+        await asyncio.wait({task, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            record.aborted = "disconnected"
+            raise ClientGone
+        record.aborted = "deadline"
+        raise deadline_passed(limit_seconds)
+    except asyncio.CancelledError:  # by the server's end, for a client that stopped reading
+        record.aborted = "shutdown"
+        raise
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait({task, gone})
+
+
+def deadline_passed(limit_seconds: float) -> ApiError:
+    # The official clients repeat a request after 408 unless they are told not to.
+    return ApiError(
+        408,
+        f"the request took longer than {limit_seconds} seconds, the server's limit; ask for fewer tokens",
+        code="deadline",
+        headers={"x-should-retry": "false"},
+    )
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. What goes wrong after the first is told in an event of its own, without `[DONE]`.
+
+    `source`, which the events are made of, is closed whatever happens, even before the first event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncGenerator[str, None],
+        source: AsyncGenerator[Any, None],
+        limit_seconds: float,
+    ):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._request = request
+        self._events = events
+        self._source = source
+        self._limit_seconds = limit_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._source), aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await watch(self._request, self._send_events(send), self._limit_seconds)
+            except ClientGone:
+                return
+            except ApiError as error:
+                await _send_part(send, server_sent_event(error.body()), more=True)
+            await _send_part(send, "", more=False)
+
+    async def _send_events(self, send: Send) -> None:
+        async for events in self._events:
+            await _send_part(send, events, more=True)
+
+
+async def _send_part(send: Send, text: str, more: bool) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": more})

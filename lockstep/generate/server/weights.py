@@ -1,0 +1,56 @@
+"""New weights into a running engine, between two steps, without dropping a request."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.generate.engine import Engine
+from lockstep.generate.server.protocol import WeightsRequest
+from lockstep.generate.server.service import Service
+from lockstep.model import load_weights
+from lockstep.observe import RunFolder
+
+
+async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
+    """Loads them in place. Raises UserError, the old weights untouched, for a folder that does not fit."""
+    folder = _folder(service, wanted)
+
+    def load(engine: Engine) -> dict[str, Any]:
+        started = time.perf_counter()
+        load_weights(engine.model, folder)
+        version = wanted.version
+        if version is None:
+            version = step_of(folder)
+        engine.weights_changed(engine.weights_version + 1 if version is None else version)
+        seconds = time.perf_counter() - started
+        return {"weights_version": engine.weights_version, "path": str(folder), "seconds": round(seconds, 4)}
+
+    return await service.engine_loop.between_steps(load)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's folder is named after."""
+    found = re.fullmatch(r"step_(\d{1,18})", folder.name)
+    return int(found[1]) if found else None
+
+
+def _folder(service: Service, wanted: WeightsRequest) -> Path:
+    if wanted.path is not None:
+        folder = Path(wanted.path)
+        try:
+            folder = RunFolder(folder).newest_checkpoint() or folder
+        except (OSError, ValueError) as error:
+            raise UserError(f"{wanted.path!r}: cannot be read ({error})") from error
+    elif wanted.version is None:
+        raise UserError("give path, a model's folder, or version, a step of the served run")
+    elif step_of(service.folder) is None:
+        raise UserError("the server was not started from a run's folder, so versions have no folder; give path")
+    else:
+        folder = RunFolder(service.folder.parent.parent).checkpoint_path(wanted.version)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give a Hugging Face model folder, a run's folder, or its step")
+    return folder

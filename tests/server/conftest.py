@@ -1,0 +1,133 @@
+"""A real server on a loopback port, in a thread of this process or in a process of its own."""
+
+import asyncio
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+
+from lockstep.config import EngineConfig, ServeConfig
+
+ENGINE = EngineConfig(max_tokens_per_step=512, max_sequences=64, cache_tokens=16384)
+TEMPLATE = (
+    "{% for message in messages %}\n"
+    "  {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
+    "<|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Running:
+    """A server in a thread, and what tests ask of it."""
+
+    def __init__(self, service, server):
+        self.service = service
+        self.engine = service.engine
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+    def http(self, **options):
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def openai(self, key="none"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def complete(self, **body):
+        with self.http() as client:
+            return client.post("/v1/completions", json=body)
+
+    def metric(self, name):
+        with self.http() as client:
+            text = client.get("/metrics").text
+        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, flags=re.M)[1])
+
+    def all_pages_free(self):
+        return self.engine.allocator.num_free == self.engine.allocator.num_pages and not self.engine.has_work
+
+    def wait_until(self, condition, seconds=20.0):
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, "waited in vain"
+            time.sleep(0.005)
+
+
+@contextmanager
+def running_server(folder, **options):
+    from lockstep.generate.server.serve import Server, build_service
+
+    config = ServeConfig(model=str(folder), port=0, **({"engine": ENGINE} | options))
+    service = build_service(config, folder)
+    server = Server(service)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve()))
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    running = Running(service, server)
+    try:
+        yield running
+        running.wait_until(running.all_pages_free)
+    finally:
+        loop.call_soon_threadsafe(server.begin_end)
+        loop.call_soon_threadsafe(server.begin_end)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def server_process(folder, *options, environment=None):
+    """(process, its URL): `lockstep serve` as a user starts it."""
+    command = [sys.executable, "-m", "lockstep", "serve", "--model", str(folder), "--port", "0", *options]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (environment or {})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+    try:
+        lines = []
+        while not (found := re.search(r"running on (http://\S+)", lines[-1] if lines else "")):
+            line = process.stderr.readline()
+            assert line, "".join(lines)
+            lines.append(line)
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="package")
+def chat_folder(tmp_path_factory, bpe_tokenizer):
+    """The small model with a chat template, and weights that make its tokens depend on what was said."""
+    import torch
+
+    from lockstep.model import build_model, preset, save_model
+
+    folder = tmp_path_factory.mktemp("chat")
+    config = preset("qwen3:micro", bpe_tokenizer.vocab_size, (bpe_tokenizer.eos_id,))
+    config = dataclasses.replace(config, max_positions=512)
+    model = build_model(config, dtype="bfloat16", seed=1)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(2)
+    save_model(model, folder)
+    bpe_tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="package")
+def server(chat_folder):
+    with running_server(chat_folder, model_name="small", admin_key="secret") as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def client(server):
+    with server.openai() as client:
+        yield client

@@ -1,0 +1,69 @@
+"""Chat templates render as transformers renders them."""
+
+import json
+import shutil
+
+import pytest
+
+from lockstep.errors import UserError
+from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.chat import load_chat_template
+
+MESSAGES = [
+    {"role": "system", "content": "  Be brief <&> ünïcode. "},
+    {"role": "user", "content": "What is\n2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3+3?"},
+]
+TEMPLATE = """{%- set ns = namespace(first=true) %}
+{{ bos_token or '' }}
+{% for message in messages %}
+    {% if message.content is none %}{% continue %}{% endif %}
+    {%- if message['role'] == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}
+    {% if message.role == 'assistant' %}
+{% generation %}[{{ message.content | tojson }}]{% endgeneration %}
+    {% else %}
+<{{ message.role }} {{ message | tojson(indent=1) }}>
+    {% endif %}
+    {% set ns.first = false %}
+{% endfor %}
+{% if add_generation_prompt %}{{ strftime_now('%Y')[:2] }}<assistant>{{ eos_token }}{% endif %}"""
+
+
+def _put(folder, where, template):
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if where == "file":
+        (folder / "chat_template.jinja").write_text(template)
+        return
+    path = folder / "tokenizer_config.json"
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+    value = {"chat_template": template if where == "settings" else named}
+    path.write_text(json.dumps(json.loads(path.read_text()) | value))
+
+
+@pytest.mark.parametrize("where", ["file", "settings", "named settings"])
+def test_a_rendering_equals_that_of_transformers(tmp_path, chat_folder, where):
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(chat_folder, tmp_path, dirs_exist_ok=True)
+    _put(tmp_path, where, TEMPLATE)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(MESSAGES, chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True)
+    assert load_chat_template(tmp_path).render(MESSAGES) == expected
+
+
+def test_what_a_template_refuses_is_the_clients_mistake(tmp_path):
+    _put(tmp_path, "file", TEMPLATE)
+    with pytest.raises(ApiError, match="system comes first") as caught:
+        load_chat_template(tmp_path).render([MESSAGES[1], MESSAGES[0]])
+    assert caught.value.status == 400
+    _put(tmp_path, "file", "{{ ''.__class__.__mro__ }}")
+    with pytest.raises(ApiError, match="unsafe"):
+        load_chat_template(tmp_path).render(MESSAGES)
+
+
+def test_a_broken_template_is_refused_at_start_and_a_folder_may_have_none(tmp_path):
+    assert load_chat_template(tmp_path) is None
+    _put(tmp_path, "file", "{% for %}")
+    with pytest.raises(UserError, match="chat template cannot be read"):
+        load_chat_template(tmp_path)

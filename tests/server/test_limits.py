@@ -1,0 +1,165 @@
+"""Every limit answers with its own status, and keys keep their routes."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from lockstep.config import EngineConfig, ServeConfig, validate
+from lockstep.errors import UserError
+from tests.server.conftest import ENGINE, running_server
+
+LONG = dict(prompt="x", max_tokens=500, ignore_eos=True)
+SMALL = EngineConfig(max_tokens_per_step=64, max_sequences=2, cache_tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def limited(chat_folder):
+    with running_server(
+        chat_folder,
+        api_key="kéy",
+        max_body_bytes=2000,
+        max_prompt_tokens=30,
+        max_n=4,
+        max_requests=3,
+        max_waiting=3,
+        engine=SMALL,
+    ) as running:
+        yield running
+
+
+AUTHORIZED = {"Authorization": "Bearer kéy".encode()}
+
+
+def test_an_address_that_others_can_reach_needs_a_key():
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
+        with pytest.raises(UserError, match="set an API key"):
+            validate(ServeConfig(model="m", host=host))
+        validate(ServeConfig(model="m", host=host, api_key="k"))
+    for host in ("127.0.0.1", "::1", "localhost"):
+        validate(ServeConfig(model="m", host=host))
+
+
+def test_impossible_settings_are_refused_by_name():
+    config = ServeConfig(model="m", port=70000, max_n=0, shutdown_seconds=-1, api_key="a", admin_key="a", dtype="int4")
+    with pytest.raises(UserError) as caught:
+        validate(config)
+    for name in ("port is 70000", "max_n is 0", "shutdown_seconds is -1", "admin_key equals api_key", '"int4"'):
+        assert name in str(caught.value)
+
+
+def test_v1_routes_ask_for_the_key_and_health_does_not(limited):
+    with limited.http() as client:
+        for headers in ({}, {"Authorization": "Bearer key"}, {"Authorization": "Basic kéy".encode()}):
+            answer = client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert client.get("/v1/models", headers=headers).status_code == 401
+        assert client.get("/v1/models", headers=AUTHORIZED).status_code == 200
+        assert client.get("/health").status_code == client.get("/metrics").status_code == 200
+
+
+def test_no_host_header_gets_past_the_key(limited):
+    with limited.http() as client:
+        for host in ("x#", "x?", "x/admin", "/health#", ""):
+            answer = client.post("/v1/completions", json={"prompt": "x"}, headers={"Host": host})
+            assert answer.status_code == 401, host
+            answer = client.post("/admin/weights", json={"path": "x"}, headers={"Host": host})
+            assert answer.status_code == 404, host
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_refused_before_it_is_parsed(limited, chunked):
+    data = b'{"prompt": "' + b"x" * 3000 + b'"}'
+    content = (data[i : i + 500] for i in range(0, len(data), 500)) if chunked else data
+    headers = AUTHORIZED | {"Content-Type": "application/json"}
+    with limited.http() as client:
+        answer = client.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 413 and "2000 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_body_without_end_is_cut_off(limited):
+    address = limited.server.servers[0].sockets[0].getsockname()
+    with socket.create_connection(address) as connection:
+        connection.settimeout(10)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer kéy\r\n"
+        head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head.encode())
+        sent, answer = 0, b""
+        try:
+            while sent < 50_000_000:
+                connection.sendall(b"10000\r\n" + b"x" * 0x10000 + b"\r\n")
+                sent += 0x10000
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        with contextlib.suppress(ConnectionResetError):
+            answer = connection.recv(4096)
+    assert sent < 20_000_000 and (not answer or b" 413 " in answer)
+
+
+def test_prompts_and_n_have_limits(limited):
+    with limited.http(headers=AUTHORIZED) as client:
+
+        def refused(**body):
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 400
+            return answer.json()["error"]
+
+        assert refused(prompt=[1] * 31)["code"] == "context_length_exceeded"
+        assert "this server allows 4" in refused(prompt="x", n=5)["message"]
+        assert "6 sequences, but the server takes 5" in refused(prompt=["x", "y"], n=3)["message"]
+
+
+def test_too_many_requests_or_sequences_get_429_and_when_to_come_back(limited):
+    def hold(client, n):
+        return client.stream("POST", "/v1/completions", json=LONG | {"n": n, "stream": True})
+
+    with limited.http(headers=AUTHORIZED) as client:
+        with hold(client, 4):
+            answer = client.post("/v1/completions", json={"prompt": "x", "n": 2})
+            assert answer.status_code == 429 and "5" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+        limited.wait_until(lambda: limited.service.limits.sequences == 0)
+        with hold(client, 1), hold(client, 1), hold(client, 1):
+            answer = client.post("/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 429 and "3 requests" in answer.json()["error"]["message"]
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        limited.wait_until(lambda: limited.service.limits.requests == 0)
+        assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+
+
+def test_a_deadline_ends_answers_streams_and_bodies(chat_folder):
+    with running_server(chat_folder, request_seconds=0.3, engine=ENGINE) as running, running.http() as client:
+        many = LONG | {"n": 60}
+        answer = client.post("/v1/completions", json=many)
+        assert answer.status_code == 408 and answer.json()["error"]["code"] == "deadline"
+        text = client.post("/v1/completions", json=many | {"stream": True}).text
+        assert '"code": "deadline"' in text.splitlines()[-2] and "[DONE]" not in text
+        running.wait_until(running.all_pages_free)
+
+        def slow():
+            yield b'{"prompt":'
+            time.sleep(0.6)
+            yield b'"x"}'
+
+        answer = client.post("/v1/completions", content=slow(), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 408
+
+
+def test_equal_work_from_many_threads_stays_within_the_limits(limited):
+    statuses = []
+
+    def ask():
+        with limited.http(headers=AUTHORIZED) as client:
+            statuses.append(client.post("/v1/completions", json={"prompt": "x", "n": 2}).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) <= {200, 429} and 200 in statuses
+    limits = limited.service.limits
+    limited.wait_until(lambda: limits.requests == limits.sequences == 0)

@@ -1,0 +1,151 @@
+"""The official client against a real server: completions and chat, streamed and not."""
+
+import openai
+import pytest
+
+from lockstep import SamplingParams, load_model
+from lockstep.generate import Engine
+
+PROMPT = "def main(arguments):\n    "
+
+
+def test_models_lists_the_served_one_and_knows_no_other(client):
+    assert [m.id for m in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError, match="'large' does not exist"):
+        client.models.retrieve("large")
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="large", prompt="x")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+
+
+def test_a_completion_is_the_engines_own(client, chat_folder, bpe_tokenizer):
+    answer = client.completions.create(model="small", prompt=PROMPT, max_tokens=12, seed=3, temperature=0.8, n=2)
+    prompt = bpe_tokenizer.encode(PROMPT)
+    params = SamplingParams(max_tokens=12, seed=3, temperature=0.8, n=2)
+    expected = Engine(load_model(chat_folder)).generate([prompt], params)[0]
+    assert [c.text for c in answer.choices] == [bpe_tokenizer.decode(c.token_ids) for c in expected]
+    assert [c.finish_reason for c in answer.choices] == [c.finish_reason for c in expected]
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in expected)
+
+
+def test_a_streamed_completion_has_the_text_of_the_whole_one(client):
+    options = dict(model="small", prompt=[PROMPT, "import "], max_tokens=20, seed=1, n=2)
+    whole = client.completions.create(**options)
+    texts, reasons, usage = {}, {}, None
+    for chunk in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert [texts[i] for i in range(4)] == [c.text for c in whole.choices]
+    assert [reasons[i] for i in range(4)] == [c.finish_reason for c in whole.choices]
+    assert usage == whole.usage
+
+
+def test_chat_streamed_and_not(client):
+    options = dict(
+        model="small",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "argparse?"}]},
+        ],
+        max_completion_tokens=16,
+        seed=5,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    whole = client.chat.completions.create(**options)
+    choice = whole.choices[0]
+    assert choice.message.role == "assistant" and whole.usage.completion_tokens == len(choice.logprobs.content)
+    entry = choice.logprobs.content[0]
+    assert len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob >= entry.logprob
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(c.choices[0].delta.role is None for c in chunks[1:])
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == choice.message.content
+    assert [e for c in chunks for e in c.choices[0].logprobs.content] == choice.logprobs.content
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+def test_a_chat_without_a_limit_ends_with_the_context(client, server):
+    answer = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "Hi"}], extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == server.service.context
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_text_ends_before_a_stop_string_of_which_a_stream_shows_no_part(client, as_list):
+    free = dict(model="small", prompt=PROMPT, max_tokens=60, seed=11, extra_body={"ignore_eos": True})
+    text = client.completions.create(**free).choices[0].text
+    stop = text[25:31]
+    assert "\N{REPLACEMENT CHARACTER}" not in stop
+    options = free | {"stop": ["never\x00there", stop] if as_list else stop}
+    whole = client.completions.create(**options).choices[0]
+    assert whole.text == text[: text.index(stop)] and whole.finish_reason == "stop"
+    shown = ""
+    for chunk in client.completions.create(**options, stream=True):
+        shown += chunk.choices[0].text
+        assert whole.text.startswith(shown)
+    assert shown == whole.text
+
+
+def test_logprobs_of_a_completion_have_openais_shape(client):
+    answer = client.completions.create(model="small", prompt=PROMPT, max_tokens=8, seed=2, logprobs=2)
+    got, text = answer.choices[0].logprobs, answer.choices[0].text
+    assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == len(got.text_offset) == 8
+    for token, logprob, top, offset in zip(got.tokens, got.token_logprobs, got.top_logprobs, got.text_offset):
+        assert 2 <= len(top) <= 3 and logprob in top.values()
+        # What a character that never ended leaves belongs to the token after it.
+        assert token.startswith("token_id:") or text[offset:].lstrip("\N{REPLACEMENT CHARACTER}").startswith(token)
+    assert client.completions.create(model="small", prompt="x", logprobs=0).choices[0].logprobs.top_logprobs is None
+
+
+def test_the_same_seed_gives_the_same_text_and_temperature_0_the_likeliest(client):
+    def text(**options):
+        return client.completions.create(model="small", prompt=PROMPT, max_tokens=10, **options).choices[0].text
+
+    assert text(seed=4) == text(seed=4) != text(seed=5)
+    assert text(temperature=0) == text(temperature=0, seed=9) == text(extra_body={"top_k": 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("echo", True),
+        ("suffix", "end"),
+        ("best_of", 3),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -1),
+        ("logit_bias", {"5": 1}),
+    ],
+)
+def test_what_would_change_the_answer_and_is_not_supported_is_refused_by_name(client, field, value):
+    with pytest.raises(openai.BadRequestError, match=field) as caught:
+        client.completions.create(model="small", prompt="x", **{field: value})
+    assert caught.value.param == field
+
+
+def test_tools_are_refused_and_a_misspelt_field_gets_a_hint(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x"}], tools=[tool])
+    with pytest.raises(openai.BadRequestError, match='Did you mean "temperature"'):
+        client.completions.create(model="small", prompt="x", extra_body={"temperatur": 0.5})
+
+
+def test_fields_that_change_nothing_are_accepted(client):
+    client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "x", "name": "ann"}],
+        max_tokens=2,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        presence_penalty=0,
+        tools=[],
+        response_format={"type": "text"},
+    )

@@ -1,0 +1,97 @@
+"""`lockstep serve` as a process: signals, log lines, keys from the environment, refusals at start."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.server.conftest import server_process
+
+LONG = dict(prompt="x", max_tokens=400, ignore_eos=True, stream=True)
+
+
+def _refused(*options):
+    command = [sys.executable, "-m", "lockstep", "serve", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_server_for_others_without_a_key_or_a_model_does_not_start(chat_folder):
+    for options, message in [
+        (["--model", str(chat_folder), "--host", "0.0.0.0"], "set an API key"),
+        (["--model", "/nowhere"], "/nowhere: no such folder"),
+    ]:
+        result = _refused(*options)
+        assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_a_stream_lets_it_finish_and_exits_0(chat_folder, sent):
+    with server_process(chat_folder, environment={"LOCKSTEP_API_KEY": "k1"}) as (process, url):
+        headers = {"Authorization": "Bearer k1", "X-Request-Id": "abc-1"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=headers, timeout=30) as answer:
+            assert answer.headers["x-request-id"] == "abc-1"
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(sent)
+            seen = _health_until_503(url)
+            late = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, headers={"Authorization": "Bearer k1"})
+            assert late.status_code == 503
+            rest = [line for line in lines if line]
+        assert seen == 503 and rest[-1] == "data: [DONE]" and len(rest) > 100
+        output, errors = process.communicate(timeout=20)
+        assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    log = [json.loads(line) for line in output.splitlines()]
+    line = next(line for line in log if line["request_id"] == "abc-1")
+    assert line["status"] == 200 and line["completion_tokens"] == 400 and line["stream"] and line["aborted"] is None
+    assert 0 < line["first_token_seconds"] < line["seconds"]
+
+
+def _health_until_503(url):
+    for _ in range(200):
+        status = httpx.get(f"{url}/health").status_code
+        if status == 503:
+            break
+        time.sleep(0.005)
+    return status
+
+
+def test_the_engine_imports_without_the_servers_packages():
+    script = "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'pydantic', 'tyro'):\n"
+    script += "    sys.modules[name] = None\nimport lockstep.cli, lockstep.generate, lockstep.rl\n"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("options", "signals"), [(["--shutdown-seconds", "0.2"], 1), ([], 2)])
+def test_what_outlasts_the_shutdown_or_a_second_signal_is_aborted_and_told_so(chat_folder, options, signals):
+    with server_process(chat_folder, *options) as (process, url):
+        answers = []
+
+        def ask():
+            body = dict(prompt="x", max_tokens=450, n=100, ignore_eos=True)
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=30))
+
+        thread = threading.Thread(target=ask)
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"n": 100}, timeout=30) as stream:
+            thread.start()
+            lines = stream.iter_lines()
+            next(lines)
+            time.sleep(0.3)
+            started = time.monotonic()
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.1)
+            rest = [line for line in lines if line]
+        thread.join()
+        output, errors = process.communicate(timeout=20)
+        assert process.returncode == 0 and time.monotonic() - started < 8, errors
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+    log = [json.loads(line) for line in output.splitlines()]
+    assert sorted((line["status"], line["aborted"]) for line in log) == [(200, "shutdown"), (503, "shutdown")]
+    assert "Traceback" not in errors

@@ -1,0 +1,209 @@
+"""Whatever is sent: an answer in OpenAI's shape, never a 5xx, no page lost, and the engine goes on."""
+
+import json
+import random
+import socket
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+
+SETTINGS = settings(
+    max_examples=350, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([-1, 0, 1, 2, 3, 513, -(2**31), 2**31, 2**63, -(2**63), 10**40, 1e-300, 1e308, -0.0]),
+    st.floats(),
+    st.text(max_size=20),
+    st.lists(st.integers(-2, 600), max_size=6),
+    st.lists(st.text(max_size=4), max_size=4),
+    st.lists(st.lists(st.integers(-1, 520), max_size=3), max_size=3),
+    st.dictionaries(st.text(max_size=5), st.integers(), max_size=2),
+    st.recursive(st.none(), lambda inner: st.lists(inner, max_size=2), max_leaves=10),
+)
+FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *NEUTRAL, *IGNORED})
+SENSIBLE = {
+    "max_tokens": st.integers(1, 4),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.1, 1),
+    "top_k": st.integers(0, 5),
+    "n": st.integers(1, 3),
+    "seed": st.integers(0, 5),
+    "stop": st.text(min_size=1, max_size=2),
+    "stream": st.booleans(),
+    "logprobs": st.integers(0, 5),
+    "return_token_ids": st.booleans(),
+    "prompt": st.one_of(st.text(min_size=1, max_size=30), st.lists(st.integers(0, 511), min_size=1, max_size=20)),
+}
+
+
+@st.composite
+def bodies(draw):
+    """Sensible fields, of which some are replaced by junk."""
+    body = {"max_tokens": 2, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    body |= {name: draw(SENSIBLE[name]) for name in draw(st.lists(st.sampled_from(sorted(SENSIBLE)), max_size=6))}
+    route = draw(st.sampled_from(["/v1/completions", "/v1/chat/completions"]))
+    body.pop("messages" if route == "/v1/completions" else "prompt", None)
+    if route == "/v1/chat/completions" and "logprobs" in body:
+        body["logprobs"] = bool(body["logprobs"])
+    body |= {name: draw(JUNK) for name in draw(st.lists(st.sampled_from(FIELDS), max_size=2))}
+    return route, body
+
+
+def _check(answer):
+    assert answer.status_code < 500, (answer.status_code, answer.text)
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert error["message"] and set(error) == {"message", "type", "param", "code"}
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.text.endswith("data: [DONE]\n\n"), answer.text
+    else:
+        assert answer.json()["choices"]
+
+
+def _healthy(server):
+    assert server.complete(prompt="x", max_tokens=2).status_code == 200
+    server.wait_until(server.all_pages_free)
+    with server.http() as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_odd_values_in_any_field(server):
+    statuses = []
+    with server.http() as client:
+
+        @SETTINGS
+        @given(bodies())
+        def send(request):
+            route, body = request
+            # json.dumps writes NaN and Infinity, and lone surrogates as escapes: both are part of the trial.
+            answer = client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
+            statuses.append(answer.status_code)
+            _check(answer)
+
+        send()
+    assert len(statuses) >= 350 and statuses.count(200) > 60 and statuses.count(400) > 60, statuses
+    _healthy(server)
+
+
+@settings(SETTINGS, max_examples=150)
+@given(seed=st.integers(0, 2**32))
+def _send_mangled(client, seen, seed):
+    draw = random.Random(seed)
+    valid = {"prompt": "añ\ud83d\ude00", "max_tokens": 2, "temperature": 0.5, "stop": ["x"], "n": 1}
+    data = bytearray(json.dumps(valid, ensure_ascii=draw.random() < 0.5).encode(errors="surrogatepass"))
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(data))
+        match draw.randrange(4):
+            case 0:
+                data[at] = draw.randrange(256)
+            case 1:
+                del data[at : at + draw.randint(1, 5)]
+            case 2:
+                data[at:at] = bytes(draw.randrange(256) for _ in range(draw.randint(1, 5)))
+            case 3:
+                data[at:at] = draw.choice([b"NaN", b"1e999", b'"\\ud800"', b"-" * 3, b"[" * 500, b"\x00", b"9" * 5000])
+        data = data or bytearray(b"{")
+    route = draw.choice(["/v1/completions", "/v1/chat/completions"])
+    answer = client.post(route, content=bytes(data), headers={"Content-Type": "application/json"})
+    seen.append(answer.status_code)
+    _check(answer)
+
+
+def test_mangled_bytes_in_a_body(server):
+    seen = []
+    with server.http() as client:
+        _send_mangled(client, seen)
+    assert len(seen) >= 150 and seen.count(400) > 100
+    _healthy(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{}", "prompt"),
+        (b"[1, 2]", None),
+        (b"\xff\xfe", None),
+        (b'{"prompt": "\\ud800"}', None),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "temperature": -1}', "temperature"),
+        (b'{"prompt": "x", "temperature": 1e-40}', "temperature"),
+        (b'{"prompt": "x", "top_p": 1e999}', "top_p"),
+        (b'{"prompt": "x", "max_tokens": 99999999999999999999}', "max_tokens"),
+        (b'{"prompt": "x", "max_tokens": "5"}', "max_tokens"),
+        (b'{"prompt": "x", "max_tokens": true}', "max_tokens"),
+        (b'{"prompt": "x", "n": 0}', "n"),
+        (b'{"prompt": "x", "n": 1000}', "n"),
+        (b'{"prompt": "x", "stop": [""]}', "stop"),
+        (b'{"prompt": "x", "stream_options": {}}', "stream_options"),
+        (b'{"prompt": ""}', "prompt"),
+        (b'{"prompt": []}', "prompt"),
+        (b'{"prompt": [[]]}', "prompt"),
+        (b'{"prompt": [1, "a"]}', "prompt"),
+        (b'{"prompt": [1, -1]}', None),
+        (b'{"prompt": [999999]}', None),
+        (b'{"prompt": [1, 99999999999999999999999999]}', None),
+        (b'{"prompt": "' + b"word " * 5000 + b'"}', "prompt"),
+        (b'{"prompt": "x", "max_tokens": 600}', None),
+        (b'{"prompt": "x", "user": ' + b"[" * 50000 + b"]" * 50000 + b"}", None),
+        (b'{"prompt": "x", "' + b"k" * 3000 + b'": 1}', "k" * 64),
+    ],
+)
+def test_a_bad_body_is_refused_and_its_field_named(server, body, param):
+    with server.http() as client:
+        answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    _check(answer)
+    assert answer.json()["error"]["param"] == param
+
+
+def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
+    with server.http() as client:
+        for answer, status in [
+            (client.get("/v1/nothing"), 404),
+            (client.get("/"), 404),
+            (client.get("/v1/completions"), 405),
+            (client.delete("/v1/models"), 405),
+            (client.post("/v1/completions", content=b"{}"), 415),
+            (client.post("/v1/completions", data={"prompt": "x"}), 415),
+        ]:
+            assert answer.status_code == status
+            _check(answer)
+        schema = client.get("/openapi.json").json()
+    assert "prompt" in json.dumps(schema["paths"]["/v1/completions"]["post"]["requestBody"])
+
+
+def test_bytes_that_are_no_http_do_not_hurt(server):
+    draw = random.Random(0)
+    address = server.server.servers[0].sockets[0].getsockname()
+    start = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    garbage = [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET / HTTP/9.9\r\n\r\n",
+        start + b"Content-Length: -5\r\n\r\n",
+        start + b"Content-Length: 99999999999999999999999\r\n\r\n{",
+        start + b"Content-Length: 50\r\n\r\n{",
+        start + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n",
+        start + b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        start + b"X-Request-Id: \xff\xfe\r\nContent-Length: 2\r\n\r\n{}",
+        start + b"Authorization: Bearer \xff\r\nContent-Length: 2\r\n\r\n{}",
+    ]
+    garbage += [bytes(draw.randrange(256) for _ in range(draw.randint(1, 300))) for _ in range(20)]
+    for data in garbage:
+        with socket.create_connection(address) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(5)
+            answer = b""
+            try:
+                while part := connection.recv(4096):
+                    answer += part
+            except ConnectionResetError:
+                pass
+            assert not answer.startswith(b"HTTP/1.1 5"), answer
+    _healthy(server)

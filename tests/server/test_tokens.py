@@ -1,0 +1,82 @@
+"""Tokens in, tokens out: the API's numbers are the engine's and the trainer's own, bit for bit."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep import load_model, score
+
+PROMPTS = [[1, 2, 3, 4], [9] * 40]
+
+
+def _check_scores(model, prompt, token_ids, logprobs, temperature):
+    expected = score(model, [prompt + token_ids], temperature)[0][len(prompt) - 1 :]
+    assert torch.equal(torch.tensor(logprobs, dtype=torch.float64), expected.double())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_token_ids_are_the_trainers_bit_for_bit(server, chat_folder, temperature):
+    answer = server.complete(
+        prompt=PROMPTS, n=2, max_tokens=10, seed=1, temperature=temperature, logprobs=0, return_token_ids=True
+    ).json()
+    model = load_model(chat_folder)
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        prompt = PROMPTS[choice["index"] // 2]
+        assert choice["prompt_token_ids"] == prompt
+        assert choice["weights_versions"] == [0] * len(choice["token_ids"])
+        _check_scores(model, prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"], temperature)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
+
+
+def test_a_single_list_of_tokens_is_one_prompt(server):
+    answer = server.complete(prompt=[5, 6, 7], max_tokens=2, return_token_ids=True).json()
+    assert [c["prompt_token_ids"] for c in answer["choices"]] == [[5, 6, 7]]
+
+
+def test_every_chunk_of_a_stream_carries_its_tokens(server):
+    options = dict(prompt=PROMPTS, max_tokens=10, seed=1, logprobs=1, return_token_ids=True)
+    whole = server.complete(**options).json()["choices"]
+    merged = [{"token_ids": [], "weights_versions": [], "logprobs": []} for _ in whole]
+    with server.http() as client, client.stream("POST", "/v1/completions", json=options | {"stream": True}) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    for choice in (c for line in lines[:-1] for c in json.loads(line)["choices"]):
+        target = merged[choice["index"]]
+        if not target["token_ids"]:
+            assert choice["prompt_token_ids"] == PROMPTS[choice["index"]]
+        assert choice["token_ids"]
+        target["token_ids"] += choice["token_ids"]
+        target["weights_versions"] += choice["weights_versions"]
+        target["logprobs"] += choice["logprobs"]["token_logprobs"]
+    for choice, target in zip(whole, merged):
+        assert target["token_ids"] == choice["token_ids"]
+        assert target["weights_versions"] == choice["weights_versions"]
+        assert target["logprobs"] == choice["logprobs"]["token_logprobs"]
+
+
+def test_a_chat_tells_the_prompt_it_rendered(server, chat_folder, bpe_tokenizer):
+    body = dict(messages=[{"role": "user", "content": "Hi"}], max_tokens=6, seed=1, logprobs=True)
+    with server.http() as client:
+        answer = client.post("/v1/chat/completions", json=body | {"return_token_ids": True}).json()
+    eos = bpe_tokenizer.eos_id
+    assert answer["prompt_token_ids"] == [
+        *bpe_tokenizer.encode("<|user|>Hi"),
+        eos,
+        *bpe_tokenizer.encode("\n<|assistant|>"),
+    ]
+    choice = answer["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    _check_scores(load_model(chat_folder), answer["prompt_token_ids"], choice["token_ids"], logprobs, 1.0)
+
+
+def test_a_stop_token_ends_the_tokens_but_has_no_text(server):
+    free = server.complete(prompt=[7, 8], max_tokens=20, seed=2, ignore_eos=True, return_token_ids=True).json()
+    ids = free["choices"][0]["token_ids"]
+    stop = ids[6]
+    options = dict(prompt=[7, 8], max_tokens=20, seed=2, ignore_eos=True, return_token_ids=True)
+    choice = server.complete(**options, stop_token_ids=[stop]).json()["choices"][0]
+    assert choice["token_ids"] == ids[: ids.index(stop) + 1] and choice["finish_reason"] == "stop"
+    assert choice["text"] == server.service.tokenizer.decode(choice["token_ids"][:-1])
