@@ -83,13 +83,15 @@ class _Linear(torch.autograd.Function):
 
 
 # Compiled code calls the product as a whole: no compiler has a say in its order of summation.
-@torch.library.custom_op("lockstep::linear", mutates_args=())
+@torch.library.custom_op("lockstep::linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
 def _opaque_linear(x: Tensor, weight: Tensor) -> Tensor:
     with torch.no_grad():
         return linear(x, weight)
 
 
-@torch.library.custom_op("lockstep::linear_gradients", mutates_args=())
+@torch.library.custom_op(
+    "lockstep::linear_gradients", mutates_args=(), schema="(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)"
+)
 def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return linear_gradients(grad.contiguous(), x, weight)
 
