@@ -79,7 +79,7 @@ def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     budget=st.sampled_from([7, 30, 200]),
