@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: gpu-check gpu-test gpu-bench demo test test-slow lint format bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,18 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/generation.py
 	$(VENV)/bin/python benchmarks/training.py
 	$(VENV)/bin/python benchmarks/grpo.py
+
+# With the GPU machine's own Python: make gpu-check PYTHON=python3. Without a GPU both parts only say so.
+GPU := $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null
+
+gpu-check: gpu-test gpu-bench
+
+# Without conftest.py: the checking of shapes needs packages that such a machine may lack.
+gpu-test:
+	@if $(GPU); then PYTHONPATH=. $(PYTHON) -m pytest --noconftest -m gpu tests/gpu; else echo "no GPU: skipped"; fi
+
+gpu-bench:
+	@if $(GPU); then PYTHONPATH=. $(PYTHON) benchmarks/gpu.py; else echo "no GPU: skipped"; fi
 
 clean:
 	rm -rf $(VENV) run run-pretrain

@@ -32,6 +32,8 @@ class EngineConfig:
     """Capacity of the key-value cache in tokens; when it runs out, the newest sequences are preempted."""
     prefix_cache: bool = True
     """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""
+    cuda_graphs: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
+    """Record the generator's launches and replay them: decode steps whole, or small steps between attentions."""
 
 
 @dataclass

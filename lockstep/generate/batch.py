@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +30,19 @@ class StepBatch:
     """The row of each one's last token, padded."""
     sampling: tuple[Tensor, ...]
     """Temperature, top_k, top_p, min_p and uniform draw of each."""
+    decodes: bool
+    """Whether every sequence computes one token and is sampled."""
+
+    def to(self, device: torch.device) -> StepBatch:
+        """This batch on another device."""
+        tensors: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **tensors, sampling=tuple(t.to(device) for t in self.sampling))
 
 
 class BatchArrays:
     """A row for each running sequence: its pages and how it is sampled."""
 
-    def __init__(self, max_sequences: int, device: torch.device):
-        self.device = device
+    def __init__(self, max_sequences: int):
         # A list of pages is a row's owner: a sequence that was preempted comes back with a new one.
         self._owner: list[list[int] | None] = [None] * max_sequences
         self._table = np.zeros((max_sequences, 16), dtype=np.int32)
@@ -46,7 +54,7 @@ class BatchArrays:
         self._seed = np.zeros(max_sequences, dtype=np.int64)
 
     def prepare(self, chunks: list[Chunk]) -> StepBatch:
-        """The tensors of one step."""
+        """The tensors of one step, on the CPU."""
         for chunk in chunks:
             self._update(chunk.sequence)
         slots = np.array([c.sequence.slot for c in chunks])
@@ -68,18 +76,16 @@ class BatchArrays:
         width = int(self._filled[slots].max())
         columns = (self._temperature, self._top_k, self._top_p, self._min_p)
         return StepBatch(
-            tokens=self._tensor(tokens),
-            positions=self._tensor(positions),
-            block_table=self._tensor(self._table[slots, :width]),
-            query_lengths=self._tensor(counts.astype(np.int32)),
-            context_lengths=self._tensor((starts + counts).astype(np.int32)),
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            block_table=torch.from_numpy(self._table[slots, :width]),
+            query_lengths=torch.from_numpy(counts.astype(np.int32)),
+            context_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
             sequences=sampled,
-            last_rows=self._tensor(last_rows),
-            sampling=(*(self._tensor(c[chosen]) for c in columns), draws.to(self.device)),
+            last_rows=torch.from_numpy(last_rows),
+            sampling=(*(torch.from_numpy(c[chosen]) for c in columns), draws),
+            decodes=len(final) == total,
         )
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def _update(self, sequence: Sequence) -> None:
         """Brings the sequence's row up to date: all of it for a newcomer, else only its new pages."""

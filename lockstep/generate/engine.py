@@ -14,7 +14,9 @@ from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
+from lockstep.generate.graphs import GraphRunner
 from lockstep.generate.pages import PageAllocator
+from lockstep.generate.runner import Runner
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
@@ -62,7 +64,9 @@ class Engine:
         self.cache = ops.KVCache(
             shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim, model.dtype, model.device
         )
-        self._arrays = BatchArrays(self.config.max_sequences, model.device)
+        self._arrays = BatchArrays(self.config.max_sequences)
+        graphs = self.config.cuda_graphs != "none"
+        self._runner = GraphRunner(model, self.cache, self.config) if graphs else Runner(model, self.cache)
         self._requests: dict[int, list[Sequence]] = {}
         self._next_id = 0
 
@@ -155,16 +159,23 @@ class Engine:
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
         """Runs the model; samples for each chunk that reaches its sequence's end."""
         batch = self._arrays.prepare(chunks)
-        attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
-        hidden = self.model(batch.tokens, batch.positions, attention)
         self._sampling = batch.sequences
+        decoded = self._runner.decode(batch)
+        if decoded is not None and not any(s.params.cuts or s.params.top_logprobs for s in batch.sequences):
+            return [(token, score, []) for token, score in zip(decoded.tokens.tolist(), decoded.log_probs.tolist())]
+        batch = batch.to(self.model.device)
+        hidden = None if decoded is not None else self._runner.hidden(batch)
         count, vocab = len(batch.sequences), self.model.config.vocab_size
         rows = max(ops.ROW_MULTIPLE, LOGITS_ELEMENTS // vocab // ops.ROW_MULTIPLE * ops.ROW_MULTIPLE)
         samples: list[Sample] = []
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
             # The index is padded, so that the head's product needs no padding of its own.
-            logits = self.model.logits(hidden[batch.last_rows[start : start + rows]])[: part.stop - start]
+            if hidden is None:
+                assert decoded is not None
+                logits = decoded.logits[part]
+            else:
+                logits = self.model.logits(hidden[batch.last_rows[start : start + rows]])[: part.stop - start]
             sampling = [p[part] for p in batch.sampling]
             drawn, scores = ops.sample(logits, *sampling)
             wanted = [s.params.top_logprobs for s in batch.sequences[part]]

@@ -53,6 +53,11 @@ class SamplingParams:
             if not holds:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are left out of the draw."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclass
 class Completion:

@@ -1,24 +1,28 @@
 """The row-invariant operators: the bits of a row never depend on the other rows.
 
-Each has a plain PyTorch form, which defines it, and a compiled CPU form. This package imports torch and numpy alone.
+Each has a plain PyTorch form, which defines it, a compiled CPU form, and a Triton form for NVIDIA GPUs. This package
+imports torch and numpy alone, and triton where a CUDA tensor comes.
 """
 
 from lockstep.ops.activation import silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
+from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.linear import ROW_MULTIPLE, linear, padded_rows, row_multiple
 from lockstep.ops.logprobs import logits_log_probs, token_log_probs
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.rotary import rotary
-from lockstep.ops.sampling import sample, top_log_probs, uniforms
+from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
 
 __all__ = [
     "BLOCK",
     "PAGE",
     "ROW_MULTIPLE",
     "Attention",
+    "DecodeAttention",
     "KVCache",
     "PackedAttention",
     "PagedAttention",
+    "draw",
     "linear",
     "logits_log_probs",
     "padded_rows",

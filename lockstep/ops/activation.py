@@ -8,11 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 
 
 def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """`silu(gate) * up` in float32, rounded once (SwiGLU, arXiv 2002.05202)."""
+    if cuda.usable(gate):
+        from lockstep.ops.cuda import rows
+
+        return rows.silu_mul(gate, up)
     if torch.compiler.is_compiling() or not native.usable(gate):
         return _reference(gate, up)
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):

@@ -7,13 +7,14 @@ tokens up to it and on nothing else: not on the chunk it came in, its neighbours
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.attention_reference import attend_reference, write_pages_reference
 
 PAGE = 16
@@ -76,10 +77,19 @@ class PagedAttention:
         self.table = block_table.to(torch.int32).contiguous()
         self.contexts = context_lengths.to(torch.int32).contiguous()
         self.starts = _starts(query_lengths)
-        self.slots = _slots(self.table, self.starts, self.contexts)
+        self._planned: Any = None
+
+    @cached_property
+    def slots(self) -> Tensor:
+        return _slots(self.table, self.starts, self.contexts)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if cuda.usable(q):
+            from lockstep.ops.cuda.attention import Planned
+
+            self._planned = self._planned or Planned(self.table, self.starts, self.contexts, q, k)
+            return self._planned(q, k, v, keys, values)[0]
         tokens = self.slots.shape[0]
         _write_pages(k[:tokens], v[:tokens], self.slots, keys, values)
         return _attend(q, keys, values, self.table, self.starts, self.contexts, tokens)[0]
@@ -99,6 +109,7 @@ class PackedAttention:
         columns = torch.arange(int(pages.max()) if lengths else 0, device=device)
         self.table = ((ends - pages)[:, None] + columns).clamp(max=self.num_pages - 1).to(torch.int32)
         self.slots = _slots(self.table, self.starts, self.contexts)
+        self._planned: Any = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -110,6 +121,11 @@ class PackedAttention:
         kv_heads, head_dim = k.shape[1:]
         keys = k.new_zeros(self.num_pages, kv_heads, head_dim, PAGE)
         values = v.new_zeros(self.num_pages, kv_heads, PAGE, head_dim)
+        if cuda.usable(q):
+            from lockstep.ops.cuda.attention import Planned
+
+            self._planned = self._planned or Planned(self.table, self.starts, self.contexts, q, k)
+            return self._planned(q, k, v, keys, values)
         tokens = self.slots.shape[0]
         _write_pages(k[:tokens], v[:tokens], self.slots, keys, values)
         return _attend(q, keys, values, self.table, self.starts, self.contexts, tokens)
@@ -129,6 +145,10 @@ class _TrainedAttention(torch.autograd.Function):
 
         q, k, v, out, log_sums = ctx.saved_tensors
         starts, grad_out = ctx.attention.starts, grads[0].contiguous()
+        if cuda.usable(q):
+            from lockstep.ops.cuda.attention_backward import attend_backward
+
+            return (*attend_backward(grad_out, q, k, v, out, log_sums, starts), None)
         if not _native(q):
             return (*attend_backward_reference(grad_out, q, k, v, out, log_sums, starts.tolist()), None)
         heads, head_dim = q.shape[1:]

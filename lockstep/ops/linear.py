@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep.ops import cuda
 from lockstep.ops.few_rows import FEW_ROWS, few_rows_product
 
 ROW_MULTIPLE = 8
@@ -36,6 +37,10 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Floa
 
     Raises RuntimeError if no row padding makes the library's product row-invariant for this dtype and shape.
     """
+    if cuda.usable(x):
+        from lockstep.ops.cuda.linear import product as triton_product
+
+        return triton_product(x, weight)
     if torch.compiler.is_compiling():
         return _opaque_linear(x, weight)
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -78,13 +83,15 @@ class _Linear(torch.autograd.Function):
 
 
 # Compiled code calls the product as a whole: no compiler has a say in its order of summation.
-@torch.library.custom_op("lockstep::linear", mutates_args=())
+@torch.library.custom_op("lockstep::linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
 def _opaque_linear(x: Tensor, weight: Tensor) -> Tensor:
     with torch.no_grad():
         return linear(x, weight)
 
 
-@torch.library.custom_op("lockstep::linear_gradients", mutates_args=())
+@torch.library.custom_op(
+    "lockstep::linear_gradients", mutates_args=(), schema="(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)"
+)
 def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return linear_gradients(grad.contiguous(), x, weight)
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.linear import ROW_MULTIPLE, linear, linear_gradients
 
 PIECES = 8
@@ -43,6 +43,10 @@ def logits_log_probs(
     inverse_temperature: Float[Tensor, "rows"],
 ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
     """Log-probability of the target, entropy, and log of the normaliser of each row, float32, without gradient."""
+    if cuda.usable(logits):
+        from lockstep.ops.cuda import vocabulary
+
+        return vocabulary.log_probs(logits, targets, inverse_temperature)
     if not native.usable(logits):
         return _reference(logits, targets, inverse_temperature)
     logits = logits.contiguous()
@@ -127,6 +131,10 @@ class _TokenLogProbs(torch.autograd.Function):
 
 def _logits_gradient(logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor) -> Tensor:
     """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`."""
+    if cuda.usable(logits):
+        from lockstep.ops.cuda import vocabulary
+
+        return vocabulary.logits_gradient(logits, targets, inverse, normalizers, grad)
     if native.usable(logits):
         native.call(
             "log_probs_backward",

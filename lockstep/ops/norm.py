@@ -8,11 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 
 
 def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float) -> Float[Tensor, "*rows dim"]:
     """`x / sqrt(mean(x²) + eps) * weight`, computed in float32 and rounded once (arXiv 1910.07467)."""
+    if cuda.usable(x):
+        from lockstep.ops.cuda import rows
+
+        return rows.rms_norm(x, weight, eps)
     if torch.compiler.is_compiling() or not native.usable(x):
         return _reference(x, weight, eps)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 
 
 def rotary(
@@ -17,6 +17,10 @@ def rotary(
     sin: Float[Tensor, "tokens half"],
 ) -> Float[Tensor, "tokens heads head_dim"]:
     """Rotates the pair (x[i], x[i + head_dim/2]) by its angle, in float32 (arXiv 2104.09864, half-split layout)."""
+    if cuda.usable(x):
+        from lockstep.ops.cuda import rows
+
+        return rows.rotary(x, cos, sin)
     if torch.compiler.is_compiling() or not native.usable(x):
         return _reference(x, cos, sin)
     if torch.is_grad_enabled() and x.requires_grad:

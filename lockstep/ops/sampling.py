@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.logprobs import logits_log_probs
 
 
@@ -31,6 +31,15 @@ def sample(
     if cut.any():
         allowed = _cut(logits, inverse, cut, top_k, top_p, min_p)
     tokens = _draw(allowed.contiguous(), inverse, torch.where(greedy, -1.0, uniform))
+    return tokens, logits_log_probs(logits, tokens, inverse)[0]
+
+
+def draw(
+    logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
+) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """`sample` without cuts. Nothing in it waits for the device: a CUDA graph can record it."""
+    inverse = _inverse(temperature)
+    tokens = _draw(logits.contiguous(), inverse, torch.where(temperature == 0, -1.0, uniform))
     return tokens, logits_log_probs(logits, tokens, inverse)[0]
 
 
@@ -70,6 +79,10 @@ def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Ten
 
 
 def _draw(logits: Tensor, inverse: Tensor, uniform: Tensor) -> Tensor:
+    if cuda.usable(logits):
+        from lockstep.ops.cuda import vocabulary
+
+        return vocabulary.draw(logits, inverse, uniform)
     if native.usable(logits):
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
         native.call("draw", logits.dtype, logits, inverse, uniform.contiguous(), tokens, *logits.shape)

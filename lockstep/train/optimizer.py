@@ -71,7 +71,7 @@ class MasterAdamW:
             master.copy_(tensors[f"master.{name}"])
             keys = ("step", "exp_avg", "exp_avg_sq")
             if f"step.{name}" in tensors:
-                self.adamw.state[master] = {k: tensors[f"{k}.{name}"].clone() for k in keys}
+                self.adamw.state[master] = {k: tensors[f"{k}.{name}"].to(master.device, copy=True) for k in keys}
         self.write_model()
 
 

@@ -1,0 +1,121 @@
+"""One NVIDIA GPU, measured: the reference recipe, decoding, prefill and training, and what invariance costs.
+
+Run: make gpu-check PYTHON=python3, or PYTHONPATH=. python benchmarks/gpu.py [--parts decode kernels]. Under 9 minutes.
+Each part is a process of its own with a time budget: one that fails or runs out of time leaves the others' numbers.
+Results are printed as they come and written to benchmarks/results/gpu-DATE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "kernels": ("gpu_kernels", "costs", {}, 110),
+    "decode": ("gpu_model", "decode", {}, 110),
+    "throughput": ("gpu_model", "throughput", {}, 70),
+    "recipe-eager": ("gpu_model", "recipe", {"compiled": False, "graphs": "none"}, 60),
+    "recipe-eager-graphs": ("gpu_model", "recipe", {"compiled": False, "graphs": "full_and_piecewise"}, 45),
+    "recipe-compiled": ("gpu_model", "recipe", {"compiled": True, "graphs": "none"}, 70),
+    "recipe-compiled-graphs": ("gpu_model", "recipe", {"compiled": True, "graphs": "full_and_piecewise"}, 70),
+}
+"""Module, function and arguments that measure each part, and the seconds that it may take: 535 in all."""
+RESULTS = Path(__file__).parent / "results"
+
+
+def measure(part: str) -> None:
+    """The child's side: one JSON object a line."""
+    module, function, arguments, _ = PARTS[part]
+    for row in getattr(importlib.import_module(module), function)(**arguments):
+        print(json.dumps({"part": part, **row}), flush=True)
+
+
+def run(part: str) -> list[Row]:
+    """The parent's side: the rows that came before the part's end, its failure or the end of its time."""
+    budget = PARTS[part][-1]
+    print(f"\n{part} (at most {budget} s)", flush=True)
+    began = time.perf_counter()
+    command = [sys.executable, __file__, "--measure", part]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    errors: list[str] = []
+    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    clock = threading.Timer(budget, process.kill)
+    clock.start()
+    rows = []
+    for line in process.stdout:
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+            print(described(rows[-1]), flush=True)
+    code = process.wait()
+    clock.cancel()
+    reader.join(5)
+    seconds = time.perf_counter() - began
+    if code:
+        reason = f"stopped after {budget} s" if seconds >= budget else "".join(errors)[-3000:] or f"exit code {code}"
+        rows.append({"part": part, "name": "error", "error": reason})
+        print(described(rows[-1]), flush=True)
+    rows.append({"part": part, "name": "process", "value": round(seconds, 1), "unit": "s, start to end"})
+    print(described(rows[-1]), flush=True)
+    return rows
+
+
+def described(row: Row) -> str:
+    if "error" in row:
+        return f"  {row['name']:58} FAILED: {str(row['error']).strip().splitlines()[-1][:150]}"
+    goal = f"goal {row['goal']}: {'met' if row['met'] else 'MISSED'}" if "goal" in row else ""
+    return f"  {row['name']:58} {row['value']!s:>10} {row['unit']:18} {goal}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--measure", choices=list(PARTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU: skipped")
+        return
+    if options.measure:
+        try:
+            measure(options.measure)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+        return
+    import triton
+
+    now = datetime.now(UTC)
+    report: dict[str, Any] = {
+        "date": now.isoformat(timespec="seconds"),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "rows": [],
+    }
+    print(f"{report['gpu']}, torch {report['torch']}, triton {report['triton']}")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"gpu-{now:%Y%m%d-%H%M%S}.json"
+    for part in options.parts:
+        report["rows"] += run(part)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    missed = [f"{r['part']}: {r['name']}" for r in report["rows"] if not r.get("met", True) or "error" in r]
+    print(f"\nwritten to {path}" + "".join(f"\n  missed or failed: {m}" for m in missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What row-invariance costs: our product against cuBLAS, our attention against torch's, at the same shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from gpu_clock import Row, bandwidth, device_seconds, peak, row, seconds
+
+from lockstep import ops
+from lockstep.ops.cuda import linear as products
+
+# (in, out) of one layer's products: Qwen3-0.6B's and Qwen3-8B's.
+LAYERS = {
+    "0.6B": [(1024, 2048), (1024, 1024), (1024, 1024), (2048, 1024), (1024, 3072), (1024, 3072), (3072, 1024)],
+    "8B": [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 12288), (4096, 12288), (12288, 4096)],
+}
+DECODE, PREFILL = 1.15, 1.3
+OUT_OF_CACHE = 256 << 20
+"""Bytes of weights that are read in turn, several times the second-level cache."""
+
+
+def costs() -> Iterator[Row]:
+    yield row("copy bandwidth", bandwidth() / 1e12, "TB/s")
+    yield row("bfloat16 product 8192^3", peak() / 1e12, "TFLOP/s")
+    yield from linears()
+    yield from attentions()
+    yield from tiles()
+
+
+def linears() -> Iterator[Row]:
+    for name, shapes in LAYERS.items():
+        kept = {s: len(products._tiles(torch.bfloat16, torch.device("cuda"), *s)) for s in set(shapes)}
+        yield row(f"tiles of equal bits, of {len(products.HALF_TILES)}, {name}", min(kept.values()), "tiles")
+        for rows, goal in ((1, DECODE), (32, DECODE), (256, DECODE), (4096, PREFILL)):
+            ours = theirs = 0.0
+            for inner, outer in shapes:
+                mine, library = product_seconds(rows, inner, outer)
+                ours, theirs = ours + mine, theirs + library
+            yield row(f"linear / cuBLAS, a layer of {name}, {rows} rows", ours / theirs, "x", at_most=goal)
+            yield row(f"linear, a layer of {name}, {rows} rows", ours * 1e6, "us")
+    mine, library = product_seconds(32, 1024, 151936)
+    yield row("linear / cuBLAS, head of 0.6B, 32 rows", mine / library, "x", at_most=DECODE)
+
+
+def product_seconds(rows: int, inner: int, outer: int) -> tuple[float, float]:
+    """Of our product and of the library's."""
+    x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+    copies = min(64, max(1, OUT_OF_CACHE // (2 * inner * outer)))
+    weights = [torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    mine = device_seconds([lambda w=w: products.product(x, w) for w in weights])
+    return mine, device_seconds([lambda w=w: F.linear(x, w) for w in weights])
+
+
+@torch.no_grad()
+def attentions() -> Iterator[Row]:
+    heads, kv_heads, dim = 16, 8, 128
+    for batch, context in ((1, 1024), (32, 512), (32, 2048), (256, 512)):
+        yield from decode_attention(batch, context, heads, kv_heads, dim)
+    yield from packed(8, 1024, heads, kv_heads, dim)
+
+
+def decode_attention(batch: int, context: int, heads: int, kv_heads: int, dim: int) -> Iterator[Row]:
+    pages = context // ops.PAGE
+    cache = ops.KVCache(1, batch * pages, kv_heads, dim, torch.bfloat16, "cuda")
+    cache.keys.normal_()
+    cache.values.normal_()
+    table = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
+    contexts = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    q = torch.randn(batch, heads, dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, batch, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    attention = ops.DecodeAttention(cache, table, contexts)
+    mine = device_seconds([lambda: attention(0, q, k, v)], rounds=20)
+    dense = torch.randn(2, batch, kv_heads, context, dim, device="cuda", dtype=torch.bfloat16)
+    query = q[:, :, None]
+    library = device_seconds(
+        [lambda: F.scaled_dot_product_attention(query, dense[0], dense[1], enable_gqa=True)], rounds=20
+    )
+    shape = f"{batch} sequences of {context}"
+    yield row(f"attention / torch's, decode, {shape}", mine / library, "x", at_most=DECODE)
+    yield row(f"attention, decode, {shape}: share of bandwidth", dense.nbytes / mine / bandwidth(), "")
+
+
+def packed(count: int, length: int, heads: int, kv_heads: int, dim: int) -> Iterator[Row]:
+    """Whole sequences: prefill, and training with its backward."""
+    tokens = count * length
+    q = torch.randn(tokens, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(tokens, kv_heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    attention = ops.PackedAttention([length] * count, "cuda")
+
+    def library() -> torch.Tensor:
+        q_, k_, v_ = (x.view(count, length, -1, dim).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, enable_gqa=True)
+
+    with torch.no_grad():
+        mine, theirs = seconds(lambda: attention(0, q, k, v)), seconds(library)
+    yield row(f"attention / torch's, prefill, {count} x {length}", mine / theirs, "x", at_most=PREFILL)
+    grad = torch.randn(tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
+    with torch.enable_grad():
+        mine = seconds(lambda: attention(0, q, k, v).backward(grad))
+        grad = grad.view(count, length, heads, dim).transpose(1, 2)
+        theirs = seconds(lambda: library().backward(grad))
+    yield row(f"attention / torch's, training, {count} x {length}", mine / theirs, "x", at_most=PREFILL)
+
+
+def tiles() -> Iterator[Row]:
+    """Other tiles than those in use: whether their bits agree, and how long they take."""
+    few, middle, many = (tile for _, tile in products.HALF_TILES)
+    others = {
+        (1, 1024, 3072): [few, *(dataclasses.replace(few, block_n=n, block_k=k) for n, k in ((32, 128), (32, 256)))],
+        (32, 4096, 4096): [
+            few,
+            middle,
+            *(dataclasses.replace(middle, block_n=n, block_k=k) for n, k in ((32, 128), (32, 256), (128, 64))),
+        ],
+        (4096, 1024, 3072): [
+            many,
+            dataclasses.replace(many, block_n=256, stages=3),
+            dataclasses.replace(many, block_m=64, block_n=256, warps=4, stages=4),
+            dataclasses.replace(many, warps=4),
+            dataclasses.replace(many, stages=3),
+        ],
+    }
+    for (rows, inner, outer), candidates in others.items():
+        x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+        copies = min(64, max(1, OUT_OF_CACHE // (2 * inner * outer)))
+        weights = [torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        expected = products.product_with(few, x, weights[0])
+        for tile in candidates:
+            name = f"{rows} rows {inner}->{outer}, tile {tuple(dataclasses.astuple(tile))}"
+            try:
+                equal = torch.equal(products.product_with(tile, x, weights[0]), expected)
+                taken = device_seconds([lambda w=w, t=tile, x_=x: products.product_with(t, x_, w) for w in weights])
+            except Exception as error:  # a tile that does not fit this GPU is a result, too
+                yield {"name": name, "error": f"{type(error).__name__}: {error}"}
+                continue
+            yield {**row(name, taken * 1e6, "us"), "bits_equal": equal}

@@ -1,0 +1,192 @@
+"""CUDA graphs of a step: what the model launches is recorded once a batch size, and replayed over static buffers.
+
+A replay reads the trainer's own weights: an update in place is seen by the next step. A batch is padded to the next
+size of a ladder; the padding rows belong to no sequence, so they write no page and their results are dropped.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.config import EngineConfig
+from lockstep.errors import UserError
+from lockstep.generate.batch import StepBatch
+from lockstep.generate.runner import Decoded, Runner
+from lockstep.model import Decoder
+from lockstep.model.decoder import Block
+from lockstep.model.layers import rotary_tables
+
+Tensors = tuple[Tensor, ...]
+Replay = Callable[[], Tensors]
+Capture = Callable[[Callable[[], Tensors]], Replay]
+"""Records what a function does with its static buffers; the result does it again and returns the same tensors."""
+
+
+def ladder(max_sequences: int) -> list[int]:
+    """The batch sizes that are captured: powers of two, and the largest batch."""
+    return sorted({1 << i for i in range(max_sequences.bit_length())} | {max_sequences})
+
+
+class CudaCapture:
+    """Captures with CUDA. The graphs of one engine share their memory: they never run at the same time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], Tensors]) -> Replay:
+        # Outside the graph first: kernels are compiled, tiles compared and counters made then. What a pass writes
+        # into the pages, it writes again with the same values.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on using the device meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            results = function()
+
+        def replay() -> Tensors:
+            graph.replay()
+            return results
+
+        return replay
+
+
+class Inputs(NamedTuple):
+    """Static buffers of a step, of the ladder's largest size."""
+
+    tokens: Tensor
+    positions: Tensor
+    table: Tensor
+    contexts: Tensor
+    temperature: Tensor
+    uniform: Tensor
+
+
+class GraphRunner(Runner):
+    """Replays decode steps whole, or small steps piece by piece, as `EngineConfig.cuda_graphs` says.
+
+    `capture` stands for CUDA's in tests. Raises UserError, when a step runs, where its region cannot be captured.
+    """
+
+    def __init__(self, model: Decoder, cache: ops.KVCache, config: EngineConfig, capture: Capture | None = None):
+        super().__init__(model, cache)
+        if capture is None and model.device.type != "cuda":
+            raise UserError(
+                f'engine: cuda_graphs is "{config.cuda_graphs}", but the model is on the {model.device.type}; '
+                'set it to "none", or move the model to a GPU'
+            )
+        self.mode = config.cuda_graphs
+        self.sizes = ladder(config.max_sequences)
+        self._capture = capture or CudaCapture()
+        self._whole: dict[int, Replay] = {}
+        self._pieces: dict[tuple[int, int], Replay] = {}
+        largest, device = self.sizes[-1], model.device
+        width = min(cache.num_pages, -(-model.config.max_positions // ops.PAGE))
+        heads, head_dim = model.config.num_heads, model.config.head_dim
+        self._inputs = Inputs(
+            tokens=torch.zeros(largest, dtype=torch.int64, device=device),
+            positions=torch.zeros(largest, dtype=torch.int64, device=device),
+            table=torch.zeros(largest, width, dtype=torch.int32, device=device),
+            contexts=torch.zeros(largest, dtype=torch.int32, device=device),
+            temperature=torch.ones(largest, dtype=torch.float32, device=device),
+            uniform=torch.zeros(largest, dtype=torch.float64, device=device),
+        )
+        self._attended = torch.zeros(largest, heads, head_dim, dtype=model.dtype, device=device)
+
+    def decode(self, batch: StepBatch) -> Decoded | None:
+        """The whole step in one replay, where every sequence of it awaits one token."""
+        count = len(batch.sequences)
+        if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
+            return None
+        size = self._size(count)
+        inputs = self._inputs
+        columns = (batch.tokens[:count], batch.positions[:count], batch.context_lengths)
+        for buffer, values in zip((inputs.tokens, inputs.positions, inputs.contexts), columns):
+            _fill(buffer[:size], values)
+        _fill(inputs.temperature[:size], batch.sampling[0])
+        _fill(inputs.uniform[:size], batch.sampling[-1])
+        inputs.table[:count, : batch.block_table.shape[1]].copy_(batch.block_table, non_blocking=True)
+        if size not in self._whole:
+            self._whole[size] = self._captured(partial(self._step, size), f"a decode step of {size} sequences")
+        logits, tokens, log_probs = self._whole[size]()
+        return Decoded(logits[:count], tokens[:count], log_probs[:count])
+
+    def hidden(self, batch: StepBatch) -> Tensor:
+        rows = batch.tokens.shape[0]
+        if self.mode == "full" or rows > self.sizes[-1]:
+            return super().hidden(batch)
+        return self._piecewise(batch, self._size(rows))
+
+    def _size(self, rows: int) -> int:
+        return self.sizes[bisect.bisect_left(self.sizes, rows)]
+
+    def _step(self, size: int) -> Tensors:
+        """Embedding to draw, over the first `size` rows of the static buffers."""
+        tokens, positions, table, contexts, temperature, uniform = (buffer[:size] for buffer in self._inputs)
+        hidden = self.model(tokens, positions, ops.DecodeAttention(self.cache, table, contexts))
+        logits = self.model.logits(hidden)
+        return (logits, *ops.draw(logits, temperature, uniform))
+
+    def _piecewise(self, batch: StepBatch, size: int) -> Tensor:
+        """As `Decoder.forward`, with what lies between two attentions replayed; attention itself runs uncaptured."""
+        model = self.model
+        tokens, positions = self._inputs.tokens[:size], self._inputs.positions[:size]
+        _fill(tokens, batch.tokens)
+        _fill(positions, batch.positions)
+        attention = ops.PagedAttention(self.cache, batch.block_table, batch.query_lengths, batch.context_lengths)
+        attended = self._attended[:size]
+        blocks: list[Any] = list(model.layers)
+
+        def first() -> Tensors:
+            cos, sin = rotary_tables(model.frequencies, positions)
+            hidden = F.embedding(tokens, model.embed_tokens.weight)
+            return (hidden, cos, sin, *model.halves.before_attention(blocks[0], hidden, cos, sin))
+
+        def between(before: Block, after: Block, hidden: Tensor) -> Tensors:
+            hidden = model.halves.after_attention(before, hidden, attended)
+            return (hidden, *model.halves.before_attention(after, hidden, cos, sin))
+
+        def last(hidden: Tensor) -> Tensors:
+            hidden = model.halves.after_attention(blocks[-1], hidden, attended)
+            return (ops.rms_norm(hidden, model.norm.weight, model.config.norm_eps),)
+
+        hidden, cos, sin, q, k, v = self._piece(size, 0, first)
+        for index in range(len(blocks) - 1):
+            attended.copy_(attention(index, q, k, v))
+            around = partial(between, blocks[index], blocks[index + 1], hidden)
+            hidden, q, k, v = self._piece(size, index + 1, around)
+        attended.copy_(attention(len(blocks) - 1, q, k, v))
+        return self._piece(size, len(blocks), partial(last, hidden))[0]
+
+    def _piece(self, size: int, index: int, function: Callable[[], Tensors]) -> Tensors:
+        if (size, index) not in self._pieces:
+            region = f"the part before the attention of layer {index}, of {size} rows,"
+            self._pieces[size, index] = self._captured(function, region)
+        return self._pieces[size, index]()
+
+    def _captured(self, function: Callable[[], Tensors], region: str) -> Replay:
+        try:
+            return self._capture(function)
+        except RuntimeError as error:
+            less = '"piecewise" or "none"' if self.mode.startswith("full") else '"none"'
+            raise UserError(
+                f'engine: cuda_graphs is "{self.mode}", but {region} cannot be captured ({error}); an operator in it '
+                f"waits for the device or allocates outside torch. Set engine.cuda_graphs to {less}"
+            ) from error
+
+
+def _fill(buffer: Tensor, values: Tensor) -> None:
+    """`values` at the beginning, zeros behind: a context of 0 marks a row as padding."""
+    count = values.shape[0]
+    buffer[:count].copy_(values, non_blocking=True)
+    buffer[count:].zero_()

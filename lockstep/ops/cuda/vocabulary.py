@@ -1,0 +1,181 @@
+"""Log-probabilities over the vocabulary, their gradient and the draw of a token, in Triton.
+
+As on the CPU: each row's vocabulary is reduced in `PIECES` fixed pieces, joined in one binary tree.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.ops.cuda.kernel import kernel
+
+PIECES = 8
+BLOCK = 1024
+
+
+@kernel
+def _pieces_kernel(
+    logits, inverse_temperatures, highest, mass, moment, vocab, WIDTH,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each piece x of a row: m = max x, Σ e^(x-m) and Σ e^(x-m) x."""
+    row, piece = tl.program_id(0), tl.program_id(1)
+    base = logits + row.to(tl.int64) * vocab
+    inverse = tl.load(inverse_temperatures + row)
+    first, last = piece * WIDTH, tl.minimum((piece + 1) * WIDTH, vocab)
+    lane = tl.arange(0, BLOCK)
+    tops = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    for start in range(first, last, BLOCK):
+        place = start + lane
+        x = tl.load(base + place, mask=place < last, other=float("-inf")).to(tl.float32) * inverse
+        tops = tl.maximum(tops, x)
+    top = tl.max(tops, 0)
+    # A piece without any token: -inf minus 0 stays -inf.
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    sums, moments = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(first, last, BLOCK):
+        place = start + lane
+        x = tl.load(base + place, mask=place < last, other=float("-inf")).to(tl.float32) * inverse
+        weight = tl.exp(x - shift)
+        sums += weight
+        moments += tl.where(weight > 0, weight * x, 0.0)
+    slot = row * PIECES + piece
+    tl.store(highest + slot, top)
+    tl.store(mass + slot, tl.sum(sums, 0))
+    tl.store(moment + slot, tl.sum(moments, 0))
+
+
+@kernel
+def _join(m, s, t, COUNT: tl.constexpr):
+    """Neighbours of `COUNT` masses joined: half as many."""
+    m0, m1 = tl.split(tl.reshape(m, (COUNT // 2, 2)))
+    s0, s1 = tl.split(tl.reshape(s, (COUNT // 2, 2)))
+    t0, t1 = tl.split(tl.reshape(t, (COUNT // 2, 2)))
+    top = tl.maximum(m0, m1)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    left, right = tl.exp(m0 - shift), tl.exp(m1 - shift)
+    return top, s0 * left + s1 * right, t0 * left + t1 * right
+
+
+@kernel
+def _log_probs_kernel(
+    logits, targets, inverse_temperatures, highest, mass, moment, out, entropies, normalizers, vocab,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = row * PIECES + tl.arange(0, PIECES)
+    m, s, t = tl.load(highest + slot), tl.load(mass + slot), tl.load(moment + slot)
+    m, s, t = _join(m, s, t, 8)
+    m, s, t = _join(m, s, t, 4)
+    m, s, t = _join(m, s, t, 2)
+    top, total, first = tl.sum(m, 0), tl.sum(s, 0), tl.sum(t, 0)  # of one element each
+    normalizer = top + tl.log(total)
+    chosen = tl.load(logits + row.to(tl.int64) * vocab + tl.load(targets + row)).to(tl.float32)
+    tl.store(normalizers + row, normalizer)
+    tl.store(out + row, chosen * tl.load(inverse_temperatures + row) - normalizer)
+    tl.store(entropies + row, normalizer - first / total)
+
+
+@kernel
+def _gradient_kernel(logits, targets, inverse_temperatures, normalizers, grad_out, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    address = logits + row.to(tl.int64) * vocab + place
+    inverse = tl.load(inverse_temperatures + row)
+    factor = tl.load(grad_out + row) * inverse
+    x = tl.load(address, mask=place < vocab, other=0.0).to(tl.float32) * inverse
+    p = tl.exp(x - tl.load(normalizers + row))
+    gradient = tl.where(place == tl.load(targets + row), factor * (1.0 - p), -factor * p)
+    tl.store(address, gradient.to(logits.dtype.element_ty), mask=place < vocab)
+
+
+@kernel
+def _draw_kernel(
+    logits, inverse_temperatures, uniforms, highest, mass, tokens, vocab, WIDTH,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first token at which the running sum of weights passes uniform · total; the likeliest if uniform < 0."""
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * vocab
+    inverse, uniform = tl.load(inverse_temperatures + row), tl.load(uniforms + row)
+    index = tl.arange(0, PIECES)
+    m = tl.load(highest + row * PIECES + index)
+    top = tl.max(m, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = (tl.load(mass + row * PIECES + index) * tl.exp(m - shift)).to(tl.float64)
+    passed = tl.cumsum(weights, 0)
+    wanted = uniform * tl.sum(weights, 0)
+    greedy = uniform < 0
+    # The piece where the sum passes `wanted`, or which holds the maximum; where rounding lets none pass, the last
+    # piece with any weight.
+    hit = tl.where(greedy, m == top, passed > wanted)
+    last_heavy = tl.max(tl.where(weights > 0, index, 0), 0)
+    piece = tl.minimum(tl.min(tl.where(hit, index, PIECES), 0), last_heavy)
+    before = tl.sum(tl.where(index < piece, weights, 0.0), 0)
+    first, last = piece * WIDTH, tl.minimum((piece + 1) * WIDTH, vocab)
+    lane = tl.arange(0, BLOCK)
+    token, heavy = vocab, first
+    for start in range(first, last, BLOCK):
+        place = start + lane
+        x = tl.load(base + place, mask=place < last, other=float("-inf")).to(tl.float32) * inverse
+        weight = tl.exp(x - shift).to(tl.float64)
+        running = before + tl.cumsum(weight, 0)
+        found = tl.where(greedy, x == top, (running > wanted) & (weight > 0))
+        token = tl.minimum(token, tl.min(tl.where(found, place, vocab), 0))
+        heavy = tl.maximum(heavy, tl.max(tl.where(weight > 0, place, first), 0))
+        before += tl.sum(weight, 0)
+    tl.store(tokens + row, tl.where(token < vocab, token, heavy).to(tl.int64))
+
+
+def _pieces(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, vocab = logits.shape
+    highest, mass, moment = (logits.new_empty(rows, PIECES, dtype=torch.float32) for _ in range(3))
+    _pieces_kernel[(rows, PIECES)](
+        logits, inverse_temperature, highest, mass, moment, vocab, triton.cdiv(vocab, PIECES),
+        PIECES=PIECES, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+    return highest, mass, moment
+
+
+def log_probs(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, entropy and log of the normaliser of each row, float32."""
+    logits, targets, inverse_temperature = logits.contiguous(), targets.contiguous(), inverse_temperature.contiguous()
+    rows, vocab = logits.shape
+    out, entropies, normalizers = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    if rows:
+        highest, mass, moment = _pieces(logits, inverse_temperature)
+        _log_probs_kernel[(rows,)](
+            logits, targets, inverse_temperature, highest, mass, moment, out, entropies, normalizers, vocab,
+            PIECES=PIECES, num_warps=1,
+        )  # fmt: skip
+    return out, entropies, normalizers
+
+
+def logits_gradient(
+    logits: Tensor, targets: Tensor, inverse_temperature: Tensor, normalizers: Tensor, grad: Tensor
+) -> Tensor:
+    """(onehot - p) / temperature times the incoming gradient; overwrites `logits`."""
+    rows, vocab = logits.shape
+    if rows:
+        _gradient_kernel[(rows, triton.cdiv(vocab, BLOCK))](
+            logits, targets.contiguous(), inverse_temperature.contiguous(), normalizers.contiguous(),
+            grad.contiguous(), vocab, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return logits
+
+
+def draw(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse transform of `uniform` (float64 in [0, 1); negative: the likeliest). Logits of -inf are never drawn."""
+    logits, inverse_temperature = logits.contiguous(), inverse_temperature.contiguous()
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        highest, mass, _ = _pieces(logits, inverse_temperature)
+        _draw_kernel[(rows,)](
+            logits, inverse_temperature, uniform.double().contiguous(), highest, mass, tokens, vocab,
+            triton.cdiv(vocab, PIECES), PIECES=PIECES, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
+    return tokens

@@ -1,0 +1,47 @@
+"""Paged attention of a decode step whose shapes, and nothing else, are known beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lockstep.ops import cuda
+from lockstep.ops.attention import KVCache, PagedAttention
+
+
+class DecodeAttention:
+    """`PagedAttention` of one query a sequence. Rows at the end whose context is 0 are padding.
+
+    With the Triton forms nothing waits for the device, so that a CUDA graph can record it.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        block_table: Int[Tensor, "sequences pages"],
+        context_lengths: Int[Tensor, "sequences"],
+    ):
+        self.cache = cache
+        self.table = block_table
+        self.contexts = context_lengths
+        self._planned: Any = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._planned is None:
+            self._planned = self._plan(q, k)
+        if isinstance(self._planned, PagedAttention):
+            return self._planned(layer, q, k, v)
+        return self._planned(q, k, v, self.cache.keys[layer], self.cache.values[layer])[0]
+
+    def _plan(self, q: Tensor, k: Tensor) -> Any:
+        if cuda.usable(q):
+            from lockstep.ops.cuda.attention import Planned
+
+            starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+            return Planned(self.table, starts, self.contexts, q, k)
+        count = int((self.contexts > 0).sum())
+        contexts = self.contexts[:count]
+        return PagedAttention(self.cache, self.table[:count], torch.ones_like(contexts), contexts)

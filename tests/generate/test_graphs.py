@@ -1,0 +1,157 @@
+"""Graphs without a GPU: the same static buffers, padding and regions, run anew instead of replayed."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model
+from lockstep.errors import UserError
+from lockstep.generate.graphs import GraphRunner, ladder
+from lockstep.model import ModelConfig
+
+MODES = ["piecewise", "full", "full_and_piecewise"]
+
+
+def _model():
+    config = ModelConfig(
+        family="qwen3",
+        vocab_size=60,
+        dim=32,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        qk_norm=True,
+        max_positions=200,
+    )
+    return build_model(config, "float32", seed=1)
+
+
+MODEL = _model()
+
+
+class Recorder:
+    """Captures as CUDA does, as far as results can tell: a replay writes the tensors that the first run made."""
+
+    def __init__(self):
+        self.captured = 0
+        self.replayed = 0
+
+    def __call__(self, function):
+        self.captured += 1
+        results = function()
+
+        def replay():
+            self.replayed += 1
+            for result, new in zip(results, function(), strict=True):
+                result.copy_(new)
+            return results
+
+        return replay
+
+
+def _engine(mode: str, capture, **settings_of_engine) -> Engine:
+    config = EngineConfig(**settings_of_engine)
+    engine = Engine(MODEL, config)
+    config.cuda_graphs = mode
+    engine._runner = GraphRunner(MODEL, engine.cache, config, capture)
+    return engine
+
+
+def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(60)] * draw.randint(1, 40) for _ in range(6)]
+    params = [
+        SamplingParams(
+            max_tokens=draw.randint(1, 12),
+            temperature=draw.choice([0.0, 1.0]),
+            top_k=draw.choice([0, 0, 0, 5]),
+            top_logprobs=draw.choice([0, 0, 2]),
+            seed=draw.randrange(100),
+        )
+        for _ in prompts
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=3, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    budget=st.sampled_from([7, 30, 200]),
+    sequences=st.sampled_from([1, 3, 16]),
+    cache_tokens=st.sampled_from([80, 2048]),
+)
+def test_replayed_steps_give_the_same_bits_as_direct_ones(mode, seed, budget, sequences, cache_tokens):
+    prompts, params = _load(seed)
+    plain = EngineConfig(max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
+    expected = Engine(MODEL, plain).generate(prompts, params)
+    recorder = Recorder()
+    engine = _engine(mode, recorder, max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
+    groups = engine.generate(prompts, params)
+    assert [[(c.token_ids, c.logprobs) for c in g] for g in groups] == [
+        [(c.token_ids, c.logprobs) for c in g] for g in expected
+    ]
+    # Recorded once a size: by far most steps are replays.
+    parts = MODEL.config.num_layers + 1
+    most = {"full": len(ladder(sequences)), "piecewise": parts * len(ladder(sequences))}
+    assert recorder.captured <= most.get(mode, sum(most.values()))
+
+
+def test_a_pure_decode_step_is_one_replay_and_a_mixed_one_is_replayed_in_pieces():
+    recorder = Recorder()
+    engine = _engine("full_and_piecewise", recorder, max_sequences=16)
+    engine.add([1] * 10, SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()
+    assert recorder.replayed == MODEL.config.num_layers + 1
+    engine.step()
+    assert recorder.replayed == MODEL.config.num_layers + 2
+    engine.add([2] * 30, SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()  # more rows than the largest size: not replayed at all
+    assert recorder.replayed == MODEL.config.num_layers + 2
+
+
+def test_an_update_of_the_weights_in_place_is_seen_by_a_replay():
+    model = _model()
+    config = EngineConfig(max_sequences=2)
+    engine = Engine(model, config)
+    config.cuda_graphs = "full"
+    engine._runner = GraphRunner(model, engine.cache, config, Recorder())
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    before = engine.generate([[1, 2]], params)
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight.mul_(30)
+    engine.weights_changed(1)
+    after = engine.generate([[1, 2]], params)
+    assert after[0][0].logprobs != before[0][0].logprobs
+    assert after[0][0].logprobs == Engine(model, EngineConfig()).generate([[1, 2]], params)[0][0].logprobs
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 100, 256])
+def test_the_ladder_holds_powers_of_two_and_the_largest_batch(size):
+    sizes = ladder(size)
+    assert sizes[0] == 1 and sizes[-1] == size and sizes == sorted(set(sizes))
+    assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:]))
+
+
+def test_graphs_on_the_cpu_are_refused_when_the_engine_starts():
+    with pytest.raises(UserError, match='cuda_graphs is "full", but the model is on the cpu'):
+        Engine(MODEL, EngineConfig(cuda_graphs="full"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "region"), [("full", "a decode step of 1 seq"), ("piecewise", "attention of layer 0")]
+)
+def test_a_region_that_cannot_be_captured_is_named_when_its_step_runs(mode, region):
+    def refuse(function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    engine = _engine(mode, refuse, max_sequences=16)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True))
+    with pytest.raises(UserError, match=f'cuda_graphs is "{mode}".*{region}.*not permitted when stream is capturing'):
+        for _ in range(2):
+            engine.step()

@@ -1,0 +1,192 @@
+"""The Triton kernels' logic on CPU tensors, under the interpreter; `test_cuda_kernels.py` runs this file.
+
+The interpreter has no bfloat16 products, so float16 stands for the half-precision path. It computes a tile's product
+with the CPU's BLAS: what holds here is the kernels' indexing, masking and order of pieces, not the GPU's arithmetic.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
+from lockstep.model import ModelConfig
+from lockstep.ops import attention_reference, cuda, logprobs, sampling
+from lockstep.ops.cuda import linear, rows, vocabulary
+from lockstep.ops.cuda.attention_backward import attend_backward
+
+# One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def form():
+    """The kernels have one form: the folder's own fixture would run everything twice."""
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Sends CPU tensors to the kernels, as CUDA tensors are elsewhere."""
+    monkeypatch.setattr(cuda, "usable", lambda x: True)
+
+
+def _randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _close(ours, expected, dtype: torch.dtype) -> None:
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert (mine.float() - theirs.float()).abs().max() <= TOLERANCE[dtype] * max(1.0, float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (200, 259), (1024, 48), (2048, 64)])
+def test_a_product_equals_the_library_and_a_row_is_the_same_in_any_company(dtype, inner, outer):
+    x, weight = _randn(0, 140, inner, dtype=dtype), _randn(1, outer, inner, dtype=dtype) * inner**-0.5
+    expected = linear.product(x, weight)
+    _close([expected], [x.float() @ weight.float().T], dtype)
+
+    @settings(max_examples=3, deadline=None)
+    @given(chosen=st.lists(st.integers(0, 139), min_size=1, max_size=40))
+    def same(chosen):
+        assert torch.equal(linear.product(x[chosen], weight), expected[chosen])
+
+    same()
+
+
+@pytest.mark.parametrize("inner", [300, 1024, 1100, 2048])
+def test_pieces_in_programs_of_their_own_and_in_one_program_give_the_same_bits(inner):
+    x, weight = _randn(0, 70, inner), _randn(1, 48, inner)
+    assert linear.chunks(inner, 48) == {300: 1, 1024: 4, 1100: 4, 2048: 4}[inner]
+    apart, together = (linear.Tile(32, 32, 32, 4, 2, split) for split in (True, False))
+    assert torch.equal(linear.product_with(apart, x, weight), linear.product_with(together, x, weight))
+    # The counters are back at zero: a second product meets as the first did.
+    assert torch.equal(linear.product_with(apart, x, weight), linear.product_with(together, x, weight))
+
+
+def test_a_tile_whose_bits_differ_is_not_used(monkeypatch):
+    exact = linear.product_with
+    bad = linear.FLOAT_TILES[1][1]
+    monkeypatch.setattr(linear, "product_with", lambda tile, x, w: exact(tile, x, w) + (1e-3 if tile == bad else 0))
+    kept = linear.agreeing(linear.FLOAT_TILES, torch.float32, torch.device("cpu"), 40, 24)
+    assert kept == ((None, linear.FLOAT_TILES[0][1]),)
+
+
+def test_gradients_of_a_product():
+    x, weight, grad = _randn(0, 20, 40).requires_grad_(), _randn(1, 30, 40).requires_grad_(), _randn(2, 20, 30)
+    ours = torch.autograd.grad(linear.product(x, weight), [x, weight], grad)
+    _close(ours, torch.autograd.grad(x @ weight.T, [x, weight], grad), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("dim", [50, 128])
+def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
+    x, up, weight = (_randn(i, *s, dtype=dtype).requires_grad_() for i, s in enumerate([(33, dim), (33, dim), (dim,)]))
+    heads, angles = _randn(3, 33, 3, dim, dtype=dtype).requires_grad_(), _randn(4, 33, dim // 2)
+    cases = [
+        (rows.rms_norm, ops.rms_norm, (x, weight, 1e-5), [x, weight]),
+        (rows.silu_mul, ops.silu_mul, (x, up), [x, up]),
+        (rows.rotary, ops.rotary, (heads, angles.cos(), angles.sin()), [heads]),
+    ]
+    for ours, plain, arguments, leaves in cases:
+        mine, theirs = ours(*arguments), plain(*arguments)
+        grad = _randn(5, *mine.shape, dtype=dtype)
+        _close([mine], [theirs], dtype)
+        _close(torch.autograd.grad(mine, leaves, grad), torch.autograd.grad(theirs, leaves, grad), dtype)
+        for part in (slice(0, 1), slice(7, 29)):
+            alone = [a[part] if isinstance(a, torch.Tensor) and a.shape[0] == 33 else a for a in arguments]
+            assert torch.equal(ours(*alone), mine[part])
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    head_dim=st.sampled_from([32, 40]),
+    dtype=st.sampled_from(DTYPES),
+    random=st.randoms(use_true_random=False),
+)
+def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(lengths, heads, head_dim, dtype, random):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "usable", lambda x: True)
+        num_heads, kv_heads = heads
+        total = sum(lengths)
+        q = _randn(0, total, num_heads, head_dim, dtype=dtype)
+        k, v = _randn(1, total, kv_heads, head_dim, dtype=dtype), _randn(2, total, kv_heads, head_dim, dtype=dtype)
+        expected = ops.PackedAttention(lengths)(0, q, k, v)
+        patch.setattr(cuda, "usable", lambda x: False)
+        _close([expected], [ops.PackedAttention(lengths)(0, q, k, v)], dtype)
+        patch.setattr(cuda, "usable", lambda x: True)
+
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        pages_of = [-(-n // ops.PAGE) for n in lengths]
+        placement = random.sample(range(32), sum(pages_of))
+        table = torch.zeros(len(lengths), max(pages_of), dtype=torch.int32)
+        for i, count in enumerate(pages_of):
+            table[i, :count] = torch.tensor([placement.pop() for _ in range(count)])
+        cache = ops.KVCache(1, 32, kv_heads, head_dim, dtype)
+        cache.keys.normal_(generator=torch.Generator().manual_seed(3))
+        cache.values.normal_(generator=torch.Generator().manual_seed(4))
+        done = [0] * len(lengths)
+        while unfinished := [i for i in range(len(lengths)) if done[i] < lengths[i]]:
+            chosen = random.sample(unfinished, random.randint(1, len(unfinished)))
+            counts = [min(random.choice([1, 16, 64, 150]), lengths[i] - done[i]) for i in chosen]
+            places = [starts[i] + done[i] + t for i, n in zip(chosen, counts) for t in range(n)]
+            padded = places + [0] * random.choice([0, 3])
+            contexts = torch.tensor([done[i] + n for i, n in zip(chosen, counts)], dtype=torch.int32)
+            attention = ops.PagedAttention(cache, table[chosen], torch.tensor(counts, dtype=torch.int32), contexts)
+            out = attention(0, q[padded], k[padded], v[padded])
+            assert torch.equal(out[: len(places)], expected[places])
+            assert not out[len(places) :].any()
+            for i, n in zip(chosen, counts):
+                done[i] += n
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 40)])
+def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim):
+    lengths, padding = [5, 130, 64, 1], 3
+    tokens = sum(lengths) + padding
+    q, grad = _randn(0, tokens, heads, head_dim, dtype=dtype), _randn(3, tokens, heads, head_dim, dtype=dtype)
+    k, v = (_randn(i, tokens, kv_heads, head_dim, dtype=dtype) for i in (1, 2))
+    attention = ops.PackedAttention(lengths)
+    out, log_sums = attention.forward(q, k, v)
+    grad[-padding:] = 0
+    ours = attend_backward(grad, q, k, v, out, log_sums, attention.starts)
+    starts = attention.starts.tolist()
+    _close(ours, attention_reference.attend_backward_reference(grad, q, k, v, out, log_sums, starts), dtype)
+    assert not any(g[-padding:].any() for g in ours)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 258, 9000])
+def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
+    count = 12
+    logits, targets = _randn(0, count, vocab, dtype=dtype) * 3, torch.arange(count) % vocab
+    inverse, grad = torch.linspace(0.5, 2, count), _randn(1, count)
+    uniform = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    uniform[:3] = torch.tensor([-1.0, 0.0, 1 - 2**-53])
+    logits[3, : vocab // 2] = logits[2, -1] = -torch.inf  # tokens that top-k or top-p cut
+    targets[3] = targets[2] = vocab // 2
+    ours = vocabulary.log_probs(logits, targets, inverse)
+    _close(ours, logprobs._reference(logits, targets, inverse), torch.float32)
+    mine = vocabulary.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)
+    _close([mine], [logprobs._logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
+    tokens = vocabulary.draw(logits, inverse, uniform)
+    assert torch.equal(tokens, sampling._draw(logits, inverse, uniform))
+    for part in (slice(0, 1), slice(2, 9)):
+        alone = vocabulary.log_probs(logits[part], targets[part], inverse[part])
+        assert all(torch.equal(a, o[part]) for a, o in zip(alone, ours))
+        assert torch.equal(vocabulary.draw(logits[part], inverse[part], uniform[part]), tokens[part])
+
+
+def test_engine_and_trainer_agree_bit_for_bit_through_the_kernels(kernels):
+    shape = dict(vocab_size=60, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+    model = build_model(ModelConfig(family="qwen3", qk_norm=True, max_positions=128, **shape), "float32", seed=1)
+    engine = Engine(model, EngineConfig(max_tokens_per_step=11, max_sequences=3, cache_tokens=256))
+    prompts = [[1, 2, 3], [4] * 18, [5, 6]]
+    groups = engine.generate(prompts, SamplingParams(max_tokens=4, temperature=1.0, seed=0, ignore_eos=True))
+    for prompt, (completion,) in zip(prompts, groups):
+        trainer = score(model, [prompt + completion.token_ids])[0]
+        assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])

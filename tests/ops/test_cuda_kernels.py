@@ -1,0 +1,21 @@
+"""Runs `cuda_kernels.py` under Triton's interpreter, in a process of its own: triton must see the setting at import."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def form():
+    """The kernels have one form: the folder's own fixture would run everything twice."""
+
+
+def test_the_kernels_keep_their_promises_under_the_interpreter():
+    pytest.importorskip("triton", reason="triton is published for Linux on x86-64 alone")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "LOCKSTEP_NATIVE": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__).with_name("cuda_kernels.py"))]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
