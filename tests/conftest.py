@@ -1,15 +1,26 @@
 """Turns on the checking of shapes and types in every annotated function, and makes small real models and tokenizers."""
 
+import inspect
 import sysconfig
 from pathlib import Path
 
+import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
-import tests.typechecker  # noqa: F401  (the hook finds it only if it is imported)
+import tests.typechecker
 
+jaxtyping.jaxtyped = tests.typechecker.unchecked_while_compiling(jaxtyping.jaxtyped)
 # Before anything else imports the package: only modules imported under the hook are checked.
 install_import_hook("lockstep", "tests.typechecker.check")
+
+
+def pytest_configure():
+    """torch.compile keeps what it compiled by the function's code, which all wrapped functions would share."""
+    from lockstep.model.decoder import Block
+
+    Block.before_attention = inspect.unwrap(Block.before_attention)
+    Block.after_attention = inspect.unwrap(Block.after_attention)
 
 
 @pytest.fixture(scope="session")

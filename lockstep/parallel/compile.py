@@ -42,6 +42,8 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
         return
     _refuse_unsafe(model)
     keep_artifacts()
+    # Of one function for all models of a process: dtypes, devices, and each with and without gradients.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     halves = CompiledHalves(config)
     _compare(model, halves)
     halves.frozen = True
@@ -124,10 +126,12 @@ def _compare(model: Decoder, halves: CompiledHalves) -> None:
 
     with torch.enable_grad():
         hidden.requires_grad_()
+        attended.requires_grad_()
         expected = [t.detach() for t in outputs(slice(0, PROBE_ROWS))]
         torch.stack([t.float().sum() for t in outputs(slice(0, 2))]).sum().backward()  # compiles the gradient too
         model.zero_grad()
         hidden.requires_grad_(False)
+        attended.requires_grad_(False)
     with torch.no_grad():
         for count in (PROBE_ROWS, *PROBE_COUNTS):
             for rows in (slice(0, count), slice(PROBE_ROWS - count, PROBE_ROWS)):

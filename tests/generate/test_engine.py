@@ -1,6 +1,7 @@
 """The engine: the same tokens and the trainer's own bits under any load, and no page lost."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
+from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
+from lockstep.parallel import apply_compile
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -35,6 +38,15 @@ def _model(dtype: str):
 
 
 MODELS = {dtype: _model(dtype) for dtype in DTYPES}
+
+
+@cache
+def _compiled(dtype: str):
+    model = _model(dtype)
+    apply_compile(model, CompileConfig(backend="inductor"))
+    return model
+
+
 ROOMY = EngineConfig(max_tokens_per_step=512, max_sequences=32, cache_tokens=8192)
 
 
@@ -61,6 +73,7 @@ def _values(groups):
     return [[(c.token_ids, c.logprobs, c.finish_reason) for c in group] for group in groups]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=5, deadline=None)
 @given(
@@ -70,8 +83,8 @@ def _values(groups):
     cache_tokens=st.sampled_from([144, 304, 4096]),
     prefix_cache=st.booleans(),
 )
-def test_load_changes_no_bit_and_loses_no_page(dtype, seed, budget, sequences, cache_tokens, prefix_cache):
-    model = MODELS[dtype]
+def test_load_changes_no_bit_and_loses_no_page(dtype, compiled, seed, budget, sequences, cache_tokens, prefix_cache):
+    model = _compiled(dtype) if compiled else MODELS[dtype]
     prompts, params = _load(seed, 5)
     expected = _values(Engine(model, ROOMY).generate([p], q)[0] for p, q in zip(prompts, params))
     engine = Engine(model, EngineConfig(budget, sequences, cache_tokens, prefix_cache))

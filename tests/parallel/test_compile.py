@@ -6,7 +6,7 @@ The engine's own property tests also run compiled (`tests/generate/test_engine.p
 import pytest
 import torch
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
 from lockstep.config import CompileConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, preset
@@ -65,7 +65,7 @@ def test_compiling_again_in_steady_state_is_an_error_that_names_the_guard(model)
     eps, block.eps = block.eps, 1e-3
     try:
         with pytest.raises(torch._dynamo.exc.RecompileError, match="eps"):
-            model(torch.tensor([1, 2]), torch.tensor([0, 1]), None)
+            model(torch.tensor([1, 2]), torch.tensor([0, 1]), ops.PackedAttention([2]))
     finally:
         block.eps = eps
 
