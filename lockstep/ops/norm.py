@@ -17,18 +17,28 @@ def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: f
         from lockstep.ops.cuda import rows
 
         return rows.rms_norm(x, weight, eps)
-    if torch.compiler.is_compiling() or not native.usable(x):
-        return _reference(x, weight, eps)
+    if torch.compiler.is_compiling():
+        return _opaque(x, weight, eps)[0]
+    if not native.usable(x):
+        return _reference(x, weight, eps)[0]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)
     return _forward(x, weight, eps)[0]
 
 
-def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
     # A sum over a dimension of its own kind for every row count: `mean` of one row alone may be split over threads.
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype)
+    return (wide * scale * weight.float()).to(x.dtype), scale[..., 0]
+
+
+def _reference_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    grad, wide, scale = grad_out.float(), x.float(), scale.view(*x.shape[:-1], 1)
+    grad_weight = (grad * wide * scale).flatten(0, -2).sum(0)
+    direct = grad * weight.float()
+    along = (direct * wide).mean(-1, keepdim=True) * scale.square()
+    return ((direct - wide * along) * scale).to(x.dtype), grad_weight.to(weight.dtype)
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,6 +50,16 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
     return out, x, scale
 
 
+def _gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    if not native.usable(x):
+        return _reference_gradients(grad_out, x, weight, scale)
+    grad_out, x = grad_out.contiguous(), x.contiguous()
+    grad_x, grad_weight = torch.empty_like(x), torch.zeros(x.shape[-1], dtype=torch.float32)
+    shape = (scale.numel(), x.shape[-1])
+    native.call("rms_norm_backward", x.dtype, grad_out, x, weight, scale, grad_x, grad_weight, *shape)
+    return grad_x, grad_weight.to(weight.dtype)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,19 +69,45 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad_out = grads[0].contiguous()
-        grad_x, grad_weight = torch.empty_like(x), torch.zeros(x.shape[-1], dtype=torch.float32)
-        native.call(
-            "rms_norm_backward",
-            x.dtype,
-            grad_out,
-            x,
-            weight,
-            scale,
-            grad_x,
-            grad_weight,
-            scale.numel(),
-            x.shape[-1],
-        )
-        return grad_x, grad_weight.to(weight.dtype), None
+        return (*_gradients(grads[0], *ctx.saved_tensors), None)
+
+
+# Compiled code calls the norm as a whole: a compiler picks the order of the sums over rows and columns by the number
+# of rows, and would compile again for others.
+@torch.library.custom_op(
+    "lockstep::rms_norm", mutates_args=(), schema="(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)"
+)
+def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not native.usable(x):
+        return _reference(x, weight, eps)
+    out, _, scale = _forward(x, weight, eps)
+    return out, scale.view(x.shape[:-1])
+
+
+@torch.library.custom_op(
+    "lockstep::rms_norm_gradients",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+)
+def _opaque_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return _gradients(grad_out, x, weight, scale)
+
+
+@_opaque.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), scale
+
+
+@_opaque_gradients.register_fake
+def _(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+
+
+_opaque.register_autograd(
+    lambda ctx, grad, _: (*_opaque_gradients(grad, *ctx.saved_tensors), None), setup_context=_save
+)

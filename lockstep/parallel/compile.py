@@ -74,7 +74,7 @@ class CompiledHalves:
         # A single row would be compiled for itself, so it gets company; what it computes does not depend on that.
         rows = rows if rows[0].shape[0] > 1 else tuple(_doubled(x) for x in rows)
         for x in rows:
-            torch._dynamo.maybe_mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(x, 0)
         before = torch._dynamo.config.error_on_recompile
         torch._dynamo.config.error_on_recompile = self.frozen
         try:

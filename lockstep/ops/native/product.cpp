@@ -109,7 +109,8 @@ extern "C" void few_rows_product_bf16(const bf16* x, const bf16* weight, bf16* o
     const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS;
 #pragma omp parallel
     {
-        std::vector<__m512i> panel(PAIRS * COLUMNS / LANES);
+        std::vector<float> storage(PAIRS * COLUMNS + LANES);
+        __m512i* panel = (__m512i*)(((uintptr_t)storage.data() + 63) / 64 * 64);
         std::vector<float> sums(rows * COLUMNS), totals(rows * COLUMNS);
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < panels; p++) {
@@ -120,8 +121,8 @@ extern "C" void few_rows_product_bf16(const bf16* x, const bf16* weight, bf16* o
                 if (k % chain == 0) std::fill(sums.begin(), sums.end(), 0.f);
                 const bf16* here = weight + first * depth + 2 * k;
                 const bf16* next = k + PAIRS < depth / 2 ? here + 2 * PAIRS : weight + (first + COLUMNS) * depth;
-                fill_panel(here, depth, columns, pairs, panel.data());
-                add_panel(x + 2 * k, rows, depth, panel.data(), pairs, sums.data(), next);
+                fill_panel(here, depth, columns, pairs, panel);
+                add_panel(x + 2 * k, rows, depth, panel, pairs, sums.data(), next);
                 if ((k + pairs) % chain == 0 || k + pairs == depth / 2)
                     for (int64_t i = 0; i < rows * COLUMNS; i += LANES)
                         store(totals.data() + i, load(totals.data() + i) + load(sums.data() + i));

@@ -1,0 +1,99 @@
+// What the attention kernels share: pages and blocks, tiles of query rows, and products in registers.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "vector.h"
+
+constexpr int64_t PAGE = 16;    // tokens of a page; a page of keys is stored as [head_dim][PAGE]
+constexpr int64_t BLOCK = 64;   // keys between two rescalings of the running sum
+constexpr int64_t FEW_ROWS = 8;
+constexpr int64_t TILE = 48;    // query rows (tokens x heads of a group) that share a block's conversion
+
+static const float LOWEST = -std::numeric_limits<float>::infinity();
+
+// c[r][n] += sum over k of a(r, k) b_v[k][n] for ROWS rows and VECTORS groups of 16 columns, held in registers. Each
+// group has a matrix of its own, for the pages of a block may lie anywhere.
+template <int ROWS, int VECTORS, class B>
+static inline void product_tile(const float* a, int64_t a_row, int64_t a_k, const B* const* b, int64_t ldb, float* c,
+                                int64_t ldc, int64_t inner) {
+    f32x16 sums[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = load(c + r * ldc + v * LANES);
+    for (int64_t k = 0; k < inner; k++) {
+        f32x16 columns[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) columns[v] = load(b[v] + k * ldb);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const f32x16 factor = splat(a[r * a_row + k * a_k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += factor * columns[v];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) store(c + r * ldc + v * LANES, sums[r][v]);
+}
+
+template <int VECTORS, class B>
+static void product_rows(const float* a, int64_t a_row, int64_t a_k, const B* const* b, int64_t ldb, float* c,
+                         int64_t ldc, int64_t rows, int64_t inner) {
+    int64_t r = 0;
+    for (; r + 6 <= rows; r += 6)
+        product_tile<6, VECTORS>(a + r * a_row, a_row, a_k, b, ldb, c + r * ldc, ldc, inner);
+    for (; r + 2 <= rows; r += 2)
+        product_tile<2, VECTORS>(a + r * a_row, a_row, a_k, b, ldb, c + r * ldc, ldc, inner);
+    if (r < rows) product_tile<1, VECTORS>(a + r * a_row, a_row, a_k, b, ldb, c + r * ldc, ldc, inner);
+}
+
+// c [rows][columns] += a [rows][inner] · b [inner][columns]; a is read with any strides, columns divide by 16.
+template <class B>
+static void add_product(const float* a, int64_t a_row, int64_t a_k, const B* b, int64_t ldb, float* c, int64_t ldc,
+                        int64_t rows, int64_t inner, int64_t columns) {
+    int64_t n = 0;
+    for (; n + 64 <= columns; n += 64) {
+        const B* groups[4] = {b + n, b + n + 16, b + n + 32, b + n + 48};
+        product_rows<4>(a, a_row, a_k, groups, ldb, c + n, ldc, rows, inner);
+    }
+    for (; n + 16 <= columns; n += 16) {
+        const B* group = b + n;
+        product_rows<1>(a, a_row, a_k, &group, ldb, c + n, ldc, rows, inner);
+    }
+}
+
+template <class T>
+static void widen(const T* in, float* out, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) store(out + i, load(in + i));
+}
+
+struct Shape {
+    int64_t heads, kv_heads, head_dim;
+    int64_t group() const { return heads / kv_heads; }
+};
+
+// The query rows of one tile: tokens [token, token + tokens) of a sequence, all heads of one group.
+struct Tile {
+    int64_t sequence, token, tokens;
+};
+
+static std::vector<Tile> tiles_of(const int32_t* query_starts, int64_t sequences, int64_t group) {
+    const int64_t step = std::max<int64_t>(1, TILE / group);
+    std::vector<Tile> tiles;
+    // Long tails first would balance better; ascending keeps the queries' memory order.
+    for (int64_t s = 0; s < sequences; s++)
+        for (int64_t t = query_starts[s]; t < query_starts[s + 1]; t += step)
+            tiles.push_back({s, t, std::min(step, query_starts[s + 1] - t)});
+    return tiles;
+}
+
+template <class T>
+static void load_rows(const T* x, const Tile& tile, int64_t kv_head, const Shape& shape, float* out) {
+    for (int64_t t = 0; t < tile.tokens; t++)
+        widen(x + ((tile.token + t) * shape.heads + kv_head * shape.group()) * shape.head_dim,
+              out + t * shape.group() * shape.head_dim, shape.group() * shape.head_dim);
+}

@@ -1,0 +1,111 @@
+// The gradient of attention over packed sequences, in float32.
+#include "attention.h"
+
+// The gradient for one sequence and one key-value head. The weights are recomputed block by block from the saved
+// log-sums (arXiv 2205.14135). grad_q is float32 and zero on entry.
+template <class T>
+static void backward_head(const T* grad_out, const T* q, const T* k, const T* v, const float* log_sums,
+                          const float* deltas, float* grad_q, T* grad_k, T* grad_v, const std::vector<Tile>& tiles,
+                          int64_t first, int64_t length, int64_t kv_head, const Shape& shape, float scale) {
+    const int64_t dim = shape.head_dim, group = shape.group();
+    const int64_t tile_rows = std::max<int64_t>(1, TILE / group) * group;
+    static thread_local std::vector<float> scratch;
+    scratch.resize(5 * BLOCK * dim + BLOCK * dim + 3 * tile_rows * dim + 2 * tile_rows * BLOCK);
+    float* keys = scratch.data();
+    float* keys_across = keys + BLOCK * dim;
+    float* values_across = keys_across + BLOCK * dim;
+    float* key_sums = values_across + BLOCK * dim;
+    float* value_sums = key_sums + BLOCK * dim;
+    float* values = value_sums + BLOCK * dim;
+    float* queries = values + BLOCK * dim;
+    float* grads = queries + tile_rows * dim;
+    float* query_sums = grads + tile_rows * dim;
+    float* weights = query_sums + tile_rows * dim;
+    float* grad_scores = weights + tile_rows * BLOCK;
+
+    for (int64_t start = 0; start < length; start += BLOCK) {
+        const int64_t count = std::min(BLOCK, length - start), columns = (count + LANES - 1) / LANES * LANES;
+        std::fill(keys, keys + 6 * BLOCK * dim, 0.f);
+        for (int64_t j = 0; j < count; j++) {
+            const int64_t row = ((first + start + j) * shape.kv_heads + kv_head) * dim;
+            widen(k + row, keys + j * dim, dim);
+            widen(v + row, values + j * dim, dim);
+        }
+        for (int64_t j = 0; j < count; j++)
+            for (int64_t d = 0; d < dim; d++) {
+                keys_across[d * BLOCK + j] = keys[j * dim + d];
+                values_across[d * BLOCK + j] = values[j * dim + d];
+            }
+        for (const Tile& tile : tiles) {
+            const int64_t position = tile.token - first, rows = tile.tokens * group;
+            if (position + tile.tokens <= start) continue;
+            load_rows(q, tile, kv_head, shape, queries);
+            load_rows(grad_out, tile, kv_head, shape, grads);
+            std::fill(weights, weights + 2 * tile_rows * BLOCK, 0.f);
+            add_product(queries, dim, 1, keys_across, BLOCK, weights, BLOCK, rows, dim, columns);
+            add_product(grads, dim, 1, values_across, BLOCK, grad_scores, BLOCK, rows, dim, columns);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t row = (tile.token + r / group) * shape.heads + kv_head * group + r % group;
+                const int64_t seen = std::min(count, position + r / group + 1 - start);
+                for (int64_t j = 0; j < columns; j += LANES) {
+                    float *weight = weights + r * BLOCK + j, *grad = grad_scores + r * BLOCK + j;
+                    f32x16 p = exp(keep_first(load(weight) * scale - log_sums[row], seen - j, LOWEST));
+                    store(weight, p);
+                    store(grad, p * (load(grad) - deltas[row]) * scale);
+                }
+            }
+            add_product(weights, 1, BLOCK, grads, dim, value_sums, dim, count, rows, dim);
+            add_product(grad_scores, 1, BLOCK, queries, dim, key_sums, dim, count, rows, dim);
+            std::fill(query_sums, query_sums + rows * dim, 0.f);
+            add_product(grad_scores, BLOCK, 1, keys, dim, query_sums, dim, rows, count, dim);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t row = (tile.token + r / group) * shape.heads + kv_head * group + r % group;
+                float* target = grad_q + row * dim;
+                for (int64_t d = 0; d < dim; d += LANES) store(target + d, load(target + d) + load(query_sums + r * dim + d));
+            }
+        }
+        for (int64_t j = 0; j < count; j++) {
+            const int64_t row = ((first + start + j) * shape.kv_heads + kv_head) * dim;
+            for (int64_t d = 0; d < dim; d += LANES) {
+                store(grad_k + row + d, load(key_sums + j * dim + d));
+                store(grad_v + row + d, load(value_sums + j * dim + d));
+            }
+        }
+    }
+}
+
+template <class T>
+static void attend_backward(const T* grad_out, const T* q, const T* k, const T* v, const T* out, const float* log_sums,
+                            float* grad_q, T* grad_k, T* grad_v, const int32_t* starts, int64_t sequences,
+                            int64_t heads, int64_t kv_heads, int64_t head_dim, float scale) {
+    const Shape shape{heads, kv_heads, head_dim};
+    const int64_t rows = starts[sequences] * heads;
+    std::vector<float> deltas(rows);
+#pragma omp parallel for
+    for (int64_t row = 0; row < rows; row++) {
+        f32x16 products = {};
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            products += load(grad_out + row * head_dim + d) * load(out + row * head_dim + d);
+        deltas[row] = sum(products);
+    }
+    const std::vector<Tile> all = tiles_of(starts, sequences, shape.group());
+    std::vector<std::vector<Tile>> tiles(sequences);
+    for (const Tile& tile : all) tiles[tile.sequence].push_back(tile);
+#pragma omp parallel for schedule(dynamic, 1) collapse(2)
+    for (int64_t s = 0; s < sequences; s++)
+        for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
+            backward_head(grad_out, q, k, v, log_sums, deltas.data(), grad_q, grad_k, grad_v, tiles[s], starts[s],
+                          starts[s + 1] - starts[s], kv_head, shape, scale);
+}
+
+#define EXPORT(T, suffix)                                                                                            \
+    extern "C" void attend_backward##suffix(const T* grad_out, const T* q, const T* k, const T* v, const T* out,      \
+                                            const float* log_sums, float* grad_q, T* grad_k, T* grad_v,               \
+                                            const int32_t* starts, int64_t sequences, int64_t heads,                  \
+                                            int64_t kv_heads, int64_t head_dim, float scale) {                        \
+        attend_backward<T>(grad_out, q, k, v, out, log_sums, grad_q, grad_k, grad_v, starts, sequences, heads,        \
+                           kv_heads, head_dim, scale);                                                                \
+    }
+
+EXPORT(float, _f32)
+EXPORT(bf16, _bf16)
