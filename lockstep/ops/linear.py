@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda
 from lockstep.ops.few_rows import FEW_ROWS, few_rows_product
+from lockstep.ops.opaque import library
 
 ROW_MULTIPLE = 8
 """At a multiple of this the library's product needs no padding."""
@@ -83,32 +84,26 @@ class _Linear(torch.autograd.Function):
 
 
 # Compiled code calls the product as a whole: no compiler has a say in its order of summation.
-@torch.library.custom_op("lockstep::linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+@library.operator(
+    "linear(Tensor x, Tensor weight) -> Tensor", fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0])
+)
 def _opaque_linear(x: Tensor, weight: Tensor) -> Tensor:
     with torch.no_grad():
         return linear(x, weight)
 
 
-@torch.library.custom_op(
-    "lockstep::linear_gradients", mutates_args=(), schema="(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)"
+@library.operator(
+    "linear_gradients(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)),
 )
 def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return linear_gradients(grad.contiguous(), x, weight)
 
 
-@_opaque_linear.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@_opaque_gradients.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-_opaque_linear.register_autograd(
-    lambda ctx, grad: _opaque_gradients(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+library.differentiable(
+    "linear",
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=lambda ctx, grad: _opaque_gradients(grad, *ctx.saved_tensors),
 )
 
 

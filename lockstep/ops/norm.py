@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda, native
+from lockstep.ops.opaque import library
 
 
 def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float) -> Float[Tensor, "*rows dim"]:
@@ -72,10 +73,15 @@ class _RMSNorm(torch.autograd.Function):
         return (*_gradients(grads[0], *ctx.saved_tensors), None)
 
 
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 # Compiled code calls the norm as a whole: a compiler picks the order of the sums over rows and columns by the number
 # of rows, and would compile again for others.
-@torch.library.custom_op(
-    "lockstep::rms_norm", mutates_args=(), schema="(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)"
+@library.operator(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    fake=lambda x, weight, eps: (_empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not native.usable(x):
@@ -84,30 +90,16 @@ def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return out, scale.view(x.shape[:-1])
 
 
-@torch.library.custom_op(
-    "lockstep::rms_norm_gradients",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+@library.operator(
+    "rms_norm_gradients(Tensor grad_out, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+    fake=lambda grad_out, x, weight, scale: (_empty_like(x), torch.empty_like(weight)),
 )
 def _opaque_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _gradients(grad_out, x, weight, scale)
 
 
-@_opaque.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), scale
-
-
-@_opaque_gradients.register_fake
-def _(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
-
-
-_opaque.register_autograd(
-    lambda ctx, grad, _: (*_opaque_gradients(grad, *ctx.saved_tensors), None), setup_context=_save
+library.differentiable(
+    "rms_norm",
+    save=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], inputs[1], output[1]),
+    backward=lambda ctx, grad, _: (*_opaque_gradients(grad, *ctx.saved_tensors), None),
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import UserError
-from lockstep.rl.environment import Environment, Example
+from lockstep.rl.environment import Environment, Example, source_file, user_line
 
 MOST_EXAMPLES = 1_000_000
 
@@ -38,8 +38,17 @@ class PromptLoader:
 
 
 def examples_of(environment: Environment, split: str) -> list[Example]:
-    """All examples of a split. Raises UserError where there are none."""
-    examples = list(itertools.islice(environment.examples(split), MOST_EXAMPLES))
+    """All examples of a split. Raises UserError where there are none, or where the environment's own code fails."""
+    kind = type(environment)
+    try:
+        examples = list(itertools.islice(environment.examples(split), MOST_EXAMPLES))
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        call = f'{user_line(error, source_file(kind))}: {kind.__name__}.examples("{split}")'
+        raise UserError(f"{call} failed ({type(error).__name__}: {error})") from error
     if not examples:
-        raise UserError(f'{type(environment).__name__}.examples("{split}") yields nothing; it must yield rl.Example')
+        raise UserError(f'{kind.__name__}.examples("{split}") yields nothing; it must yield rl.Example')
+    if strange := next((e for e in examples if not isinstance(e, Example)), None):
+        raise UserError(f'{kind.__name__}.examples("{split}") yields {strange!r:.60}; it must yield rl.Example')
     return examples

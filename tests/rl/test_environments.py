@@ -177,3 +177,17 @@ def test_prompts_come_once_an_epoch_in_an_order_of_the_seed():
     again.position = 4
     assert again.next(6) == first[4:]
     assert PromptLoader(examples, seed=4).next(10) != first
+
+
+def test_an_environments_own_failure_points_to_its_line(tmp_path):
+    from lockstep.rl.prompts import examples_of
+
+    (tmp_path / "task.py").write_text(
+        "import lockstep.rl as rl\n\nclass Broken(rl.Environment):\n    def examples(self, split):\n        yield 1 / 0\n"
+        "\n    def reward(self, example, completion):\n        return 0.0\n\nclass Odd(Broken):\n"
+        "    def examples(self, split):\n        yield 'text'\n"
+    )
+    with pytest.raises(UserError, match=r'task.py:5: Broken.examples\("train"\) failed \(ZeroDivisionError'):
+        examples_of(load_environment(f"{tmp_path}/task.py:Broken", "", False), "train")
+    with pytest.raises(UserError, match=r"Odd.examples\(\"train\"\) yields 'text'; it must yield rl.Example"):
+        examples_of(load_environment(f"{tmp_path}/task.py:Odd", "", False), "train")

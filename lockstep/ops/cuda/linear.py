@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.ops.cuda.available import differentiable, operator
+from lockstep.ops.cuda.available import library
 from lockstep.ops.cuda.kernel import kernel
 
 MULTIPROCESSORS = 128
@@ -182,7 +182,9 @@ def _arrivals(device: torch.device, programs: int) -> Tensor:
     return counters[-1]
 
 
-@operator("linear(Tensor x, Tensor weight) -> Tensor", fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
+@library.operator(
+    "linear(Tensor x, Tensor weight) -> Tensor", fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0])
+)
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T`: the bits of a row are the same for every number of rows."""
     rows = x.shape[0]
@@ -221,4 +223,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad @ weight, grad.T @ x
 
 
-differentiable("linear", _save, _backward)
+library.differentiable("linear", _save, _backward)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.ops.cuda.available import differentiable, operator
+from lockstep.ops.cuda.available import library
 from lockstep.ops.cuda.kernel import kernel
 
 TILE = 2048
@@ -61,7 +61,7 @@ def _rms_norm_backward_kernel(
     tl.store(grad_weight + tl.program_id(0) * DIM + column, total, mask=column < DIM)
 
 
-@operator(
+@library.operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     fake=lambda x, weight, eps: (
         torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -81,7 +81,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-@operator(
+@library.operator(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales) -> (Tensor, Tensor)",
     fake=lambda grad, x, weight, scales: (
         torch.empty_like(x, memory_format=torch.contiguous_format),
@@ -110,7 +110,7 @@ def _differentiate_rms_norm(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, 
     return grad_x, grad_weight, None
 
 
-differentiable("rms_norm", _save_rms_norm, _differentiate_rms_norm)
+library.differentiable("rms_norm", _save_rms_norm, _differentiate_rms_norm)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -137,7 +137,7 @@ def _rotary_kernel(
     tl.store(out + place + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=mask)
 
 
-@operator(
+@library.operator(
     "rotary(Tensor x, Tensor cos, Tensor sin, float sign) -> Tensor",
     fake=lambda x, cos, sin, sign: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
@@ -164,7 +164,7 @@ def _differentiate_rotary(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, N
     return _rotate(grad, *ctx.saved_tensors, -ctx.sign), None, None, None
 
 
-differentiable("rotary", _save_rotary, _differentiate_rotary)
+library.differentiable("rotary", _save_rotary, _differentiate_rotary)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _silu_mul_backward_kernel(grad_out, gate, up, grad_gate, grad_up, count, BLO
     tl.store(grad_up + place, (grad * wide * sigmoid).to(grad_up.dtype.element_ty), mask=mask)
 
 
-@operator(
+@library.operator(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     fake=lambda gate, up: torch.empty_like(gate, memory_format=torch.contiguous_format),
 )
@@ -207,7 +207,7 @@ def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@operator(
+@library.operator(
     "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
     fake=lambda grad, gate, up: (
         torch.empty_like(gate, memory_format=torch.contiguous_format),
@@ -233,7 +233,7 @@ def _differentiate_silu_mul(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad_gate, grad_up
 
 
-differentiable("silu_mul", _save_silu_mul, _differentiate_silu_mul)
+library.differentiable("silu_mul", _save_silu_mul, _differentiate_silu_mul)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,0 +1,40 @@
+"""Operators that a compiled graph calls as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class OperatorLibrary:
+    """A namespace of `torch.ops`. Registered raw: `torch.library.custom_op` costs several times as much a call."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._library = torch.library.Library(name, "DEF")
+
+    def operator(self, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Registers a function for CPU and CUDA tensors. `fake` makes empty results of the right shapes."""
+        name = schema.partition("(")[0]
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            self._library.define(schema)
+            self._library.impl(name, function, "CUDA")
+            self._library.impl(name, function, "CPU")
+            torch.library.register_fake(f"{self.name}::{name}", fake, lib=self._library)
+            overload: Callable[..., Any] = getattr(getattr(torch.ops, self.name), name).default
+            return overload
+
+        return register
+
+    def differentiable(self, name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
+        """Gives an operator its gradient: `save(ctx, inputs, output)` after forward, `backward(ctx, *grads)`.
+
+        On the operator itself and not in an `autograd.Function`, which `torch.compile` would look into.
+        """
+        torch.library.register_autograd(f"{self.name}::{name}", backward, setup_context=save, lib=self._library)
+
+
+library = OperatorLibrary("lockstep")
