@@ -179,15 +179,25 @@ def test_prompts_come_once_an_epoch_in_an_order_of_the_seed():
     assert PromptLoader(examples, seed=4).next(10) != first
 
 
-def test_an_environments_own_failure_points_to_its_line(tmp_path):
-    from lockstep.rl.prompts import examples_of
+BROKEN = """
+import lockstep.rl as rl
 
-    (tmp_path / "task.py").write_text(
-        "import lockstep.rl as rl\n\nclass Broken(rl.Environment):\n    def examples(self, split):\n        yield 1 / 0\n"
-        "\n    def reward(self, example, completion):\n        return 0.0\n\nclass Odd(Broken):\n"
-        "    def examples(self, split):\n        yield 'text'\n"
-    )
-    with pytest.raises(UserError, match=r'task.py:5: Broken.examples\("train"\) failed \(ZeroDivisionError'):
+class Broken(rl.Environment):
+    def examples(self, split):
+        yield 1 / 0
+
+    def reward(self, example, completion):
+        return 0.0
+
+class Odd(Broken):
+    def examples(self, split):
+        yield "text"
+"""
+
+
+def test_examples_that_fail_or_are_none_point_to_the_users_own_code(tmp_path):
+    (tmp_path / "task.py").write_text(BROKEN)
+    with pytest.raises(UserError, match=r'task.py:6: Broken.examples\("train"\) failed \(ZeroDivisionError'):
         examples_of(load_environment(f"{tmp_path}/task.py:Broken", "", False), "train")
     with pytest.raises(UserError, match=r"Odd.examples\(\"train\"\) yields 'text'; it must yield rl.Example"):
         examples_of(load_environment(f"{tmp_path}/task.py:Odd", "", False), "train")
