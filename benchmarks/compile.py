@@ -10,60 +10,36 @@ import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
-from grpo import GROUP, NEW, PROMPTS, TASK
+from grpo import GROUP, NEW, PROMPTS, steps_of_run, write_model
 
 STEPS = 6
-PARTS = {"generator": "time/generate", "trainer": "time/train", "weight sync": "time/weight_sync"}
+PARTS = {"step": "time/step", "generator": "time/generate", "trainer": "time/train", "weight sync": "time/weight_sync"}
 
 
 def run_side(backend: str, folder: str) -> dict[str, float]:
     """`seconds` of the whole run, of its start-up, and of the parts of its median step."""
     began = time.perf_counter()
-    from lockstep.config import CompileConfig, RLConfig, TrainConfig
-    from lockstep.rl.controller import reinforce
+    from lockstep.config import CompileConfig
 
-    with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "task.py").write_text(TASK)
-        config = RLConfig(
-            output=f"{scratch}/run",
-            model=folder,
-            environment=f"{scratch}/task.py:Letters",
-            steps=STEPS,
-            prompts_per_step=PROMPTS,
-            samples_per_prompt=GROUP,
-            max_new_tokens=NEW,
-            validation_examples=1,
-            train=TrainConfig(learning_rate=1e-5),
-            compile=CompileConfig(backend="inductor" if backend == "compiled" else "none"),
-        )
-        reinforce(config)
-        seconds = time.perf_counter() - began
-        lines = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()][1:]
-    assert all(line["parity/tokens_different"] == 0 for line in lines)
-    result = {name: statistics.median(line[key] for line in lines[1:]) for name, key in PARTS.items()}
-    start = seconds - sum(line["time/step"] for line in lines)
-    step = statistics.median(line["time/step"] for line in lines[1:])
-    return {"seconds": seconds, "start-up": start, "step": step, **result}
+    steps = steps_of_run(
+        folder, steps=STEPS, compile=CompileConfig(backend="inductor" if backend == "compiled" else "none")
+    )
+    seconds = time.perf_counter() - began
+    assert all(step["parity/tokens_different"] == 0 for step in steps)
+    times = {name: statistics.median(step[key] for step in steps[1:]) for name, key in PARTS.items()}
+    return {"seconds": seconds, "start-up": seconds - sum(step["time/step"] for step in steps), **times}
 
 
 def report(size: str, vocab: int) -> None:
     from peers import best_of
 
-    from lockstep import build_model, save_model
-    from lockstep.data import TextSource, train_bpe
-    from lockstep.model import preset
-
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = train_bpe(TextSource().__iter__(), 2048)
-        tokenizer.save(folder)
-        config = preset(f"qwen3:{size}", vocab, (tokenizer.eos_id or 0,))
-        save_model(build_model(config, dtype="bfloat16"), folder)
+        config = write_model(folder, size, vocab, "bfloat16")
         best = best_of(__file__, ["--folder", folder], ["eager", "compiled"], rounds=2)
     rows = f"{config.num_parameters / 1e6:.0f}M parameters, {PROMPTS * GROUP} completions x {NEW} tokens, {STEPS} steps"
     print(f"\n{rows} (seconds; parts are of the median step)")
-    columns = ["seconds", "start-up", "step", *PARTS]
+    columns = ["seconds", "start-up", *PARTS]
     print(" " * 10 + "".join(f"{'total' if c == 'seconds' else c:>13}" for c in columns))
     for side, result in best.items():
         print(f"{side:10}" + "".join(f"{result[c]:13.3f}" for c in columns))

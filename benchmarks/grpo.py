@@ -11,6 +11,10 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.model import ModelConfig
 
 PROMPTS, GROUP, NEW, STEPS = 4, 8, 64, 8
 WORDS = ("stone", "river", "cloud", "apple", "glass", "paper", "light", "music")
@@ -26,7 +30,21 @@ class Letters(rl.Environment):
 """
 
 
-def lockstep_seconds(folder: str) -> float:
+def write_model(folder: str, size: str, vocab: int, dtype: str) -> ModelConfig:
+    """Fresh weights of a Qwen3 of this size, and a tokenizer of 2,048 tokens."""
+    from lockstep import build_model, save_model
+    from lockstep.data import TextSource, train_bpe
+    from lockstep.model import preset
+
+    tokenizer = train_bpe(TextSource().__iter__(), 2048)
+    tokenizer.save(folder)
+    config = preset(f"qwen3:{size}", vocab, (tokenizer.eos_id or 0,))
+    save_model(build_model(config, dtype=dtype), folder)
+    return config
+
+
+def steps_of_run(folder: str, **options: Any) -> list[dict[str, float]]:
+    """The metrics of each step of a GRPO run from the folder's model; `options` are RLConfig's."""
     from lockstep.config import RLConfig, TrainConfig
     from lockstep.rl.controller import reinforce
 
@@ -36,18 +54,22 @@ def lockstep_seconds(folder: str) -> float:
             output=f"{scratch}/run",
             model=folder,
             environment=f"{scratch}/task.py:Letters",
-            steps=STEPS,
             prompts_per_step=PROMPTS,
             samples_per_prompt=GROUP,
             max_new_tokens=NEW,
-            dtype="float32",
             validation_examples=1,
             train=TrainConfig(learning_rate=1e-5),
+            **options,
         )
-        reinforce(config)
-        lines = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["rollout/tokens_mean"] > 0.9 * NEW for line in lines[1:])
-    return statistics.median(line["time/step"] for line in lines[2:])
+        lines = (reinforce(config) / "metrics.jsonl").read_text().splitlines()
+    # The first line is the validation before the first step.
+    return [json.loads(line) for line in lines[1:]]
+
+
+def lockstep_seconds(folder: str) -> float:
+    steps = steps_of_run(folder, steps=STEPS, dtype="float32")
+    assert all(step["rollout/tokens_mean"] > 0.9 * NEW for step in steps)
+    return statistics.median(step["time/step"] for step in steps[1:])
 
 
 def trl_seconds(folder: str) -> float:
@@ -105,14 +127,8 @@ def main() -> None:
         return
     from peers import compare
 
-    from lockstep import build_model, save_model
-    from lockstep.data import TextSource, train_bpe
-    from lockstep.model import preset
-
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = train_bpe(TextSource().__iter__(), 2048)
-        tokenizer.save(folder)
-        save_model(build_model(preset("qwen3:tiny", 2048, (tokenizer.eos_id or 0,)), dtype="float32"), folder)
+        write_model(folder, "tiny", 2048, "float32")
         work = f"GRPO step: 5M Qwen3, float32, {PROMPTS * GROUP} completions x {NEW} tokens"
         compare(__file__, ["--folder", folder], work, PROMPTS * GROUP * NEW, "tokens/s", "TRL")
 

@@ -3,15 +3,19 @@
 from lockstep.rl.advantages import group_advantages
 from lockstep.rl.environment import Environment, Example, load_environment
 from lockstep.rl.losses import PolicyLossInputs, policy_loss, token_weights
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rewards import Grade, grade
+from lockstep.rl.rollouts import Rollout, write_rollouts
 
 __all__ = [
     "Environment",
     "Example",
+    "Grade",
     "PolicyLossInputs",
     "Rollout",
+    "grade",
     "group_advantages",
     "load_environment",
     "policy_loss",
     "token_weights",
+    "write_rollouts",
 ]
