@@ -13,6 +13,10 @@ from lockstep.errors import UserError
 BYTE_FILE = "byte_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+CARRIED_FILES = (CHAT_TEMPLATE_FILE, "special_tokens_map.json")
+"""What others read beside the tokenizer, so that a checkpoint of a chat model still chats."""
+
 # Tokens that a stream holds back at most.
 LONGEST_PIECE = 32
 
@@ -32,11 +36,17 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0–255; 256 ends a text, 257 is unused (an even vocabulary)."""
+    """UTF-8 bytes as tokens 0–255; 256 ends a text, 257 is unused (an even vocabulary).
+
+    `carried` are texts of other files by name, which `save` writes again.
+    """
 
     vocab_size = 258
     eos_id: int | None = 256
     bos_id: int | None = None
+
+    def __init__(self, carried: dict[str, str] | None = None):
+        self._carried = carried or {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -50,13 +60,15 @@ class ByteTokenizer:
 
     def save(self, folder: str | Path) -> None:
         _write(Path(folder) / BYTE_FILE, json.dumps({"vocab_size": self.vocab_size, "eos_id": self.eos_id}))
+        _write_all(Path(folder), self._carried)
 
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
     `eos_token` and `bos_token` are names or ids; one that the vocabulary does not hold counts as none. `settings` is
-    what `tokenizer_config.json` said, and goes back into it on `save`.
+    what `tokenizer_config.json` said, and goes back into it on `save`, which writes the texts in `carried` under their
+    names too.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class HuggingFaceTokenizer:
         eos_token: str | int | None = END_OF_TEXT,
         bos_token: str | int | None = None,
         settings: dict[str, Any] | None = None,
+        carried: dict[str, str] | None = None,
     ):
         from tokenizers import Tokenizer as Backend
 
@@ -79,6 +92,7 @@ class HuggingFaceTokenizer:
         self.eos_id = self._token_id(eos_token)
         self.bos_id = self._token_id(bos_token)
         self._settings = settings or {}
+        self._carried = carried or {}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -97,6 +111,7 @@ class HuggingFaceTokenizer:
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
         names = {"eos_token": self._token(self.eos_id), "bos_token": self._token(self.bos_id)}
         _write(folder / "tokenizer_config.json", json.dumps({**self._settings, **names}))
+        _write_all(folder, self._carried)
 
     def _token_id(self, token: str | int | None) -> int | None:
         found: int | None
@@ -147,7 +162,7 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
     if (folder / "tokenizer.json").is_file():
         tokenizer = _hugging_face(folder)
     elif (folder / BYTE_FILE).is_file():
-        tokenizer = ByteTokenizer()
+        tokenizer = ByteTokenizer(_carried(folder))
     else:
         raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
@@ -173,13 +188,19 @@ def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
             if token is not None:
                 chosen[role], origin[role] = token, name
                 break
-    tokenizer = HuggingFaceTokenizer(folder / "tokenizer.json", chosen["eos"], chosen["bos"], settings)
+    tokenizer = HuggingFaceTokenizer(
+        folder / "tokenizer.json", chosen["eos"], chosen["bos"], settings, _carried(folder)
+    )
     for role, found in (("eos", tokenizer.eos_id), ("bos", tokenizer.bos_id)):
         if found is None and role in origin and isinstance(chosen[role], str):
             raise UserError(
                 f"{folder / origin[role]}: {role}_token {chosen[role]!r} is not in tokenizer.json; name one that is"
             )
     return tokenizer
+
+
+def _carried(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in CARRIED_FILES if (folder / name).is_file()}
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -240,6 +261,11 @@ class StreamDecoder:
         self._held = self._held[count:]
         self._context = len(self._held)
         self._shown = max(0, len(self._tokenizer.decode(self._held)) - pending)
+
+
+def _write_all(folder: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        _write(folder / name, text)
 
 
 def _write(path: Path, text: str) -> None:

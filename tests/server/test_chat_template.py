@@ -5,9 +5,12 @@ import shutil
 
 import pytest
 
+from lockstep.cli import model_folder
+from lockstep.config import PretrainConfig
 from lockstep.errors import UserError
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.chat import load_chat_template
+from lockstep.train.pretrain import pretrain
 
 MESSAGES = [
     {"role": "system", "content": "  Be brief <&> ünïcode. "},
@@ -67,3 +70,16 @@ def test_a_broken_template_is_refused_at_start_and_a_folder_may_have_none(tmp_pa
     _put(tmp_path, "file", "{% for %}")
     with pytest.raises(UserError, match="chat template cannot be read"):
         load_chat_template(tmp_path)
+
+
+def test_the_checkpoint_of_a_run_from_a_chat_models_folder_chats_as_that_did(tmp_path, chat_folder):
+    start = tmp_path / "start"
+    shutil.copytree(chat_folder, start)
+    _put(start, "file", TEMPLATE)
+    (start / "special_tokens_map.json").write_text('{"bos_token": {"content": "<|endoftext|>"}}')
+    config = PretrainConfig(
+        output=str(tmp_path / "run"), model=str(start), steps=1, tokens_per_step=64, sequence_length=64
+    )
+    checkpoint = model_folder(str(pretrain(config, ["a text of a few words " * 20])))
+    rendered = load_chat_template(checkpoint).render(MESSAGES)
+    assert rendered == load_chat_template(start).render(MESSAGES) and rendered.startswith("<|endoftext|>")

@@ -11,10 +11,10 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
 from lockstep.errors import UserError
 from lockstep.generate.server.api_error import ApiError
 
-TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 
 
@@ -41,10 +41,11 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     for name in SETTINGS_FILES:
         if (folder / name).is_file():
             try:
-                settings |= json.loads((folder / name).read_text())
-            except (ValueError, TypeError) as error:
+                # A token that is null is one that this file does not say.
+                settings |= {k: v for k, v in json.loads((folder / name).read_text()).items() if v is not None}
+            except (ValueError, AttributeError) as error:
                 raise UserError(f"{folder / name}: not a JSON object ({error}); mend it or take it away") from error
-    path = folder / TEMPLATE_FILE
+    path = folder / CHAT_TEMPLATE_FILE
     source = path.read_text() if path.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several templates by name
         source = next((t["template"] for t in source if t["name"] == "default"), None)
