@@ -33,6 +33,8 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/generation.py
 	$(VENV)/bin/python benchmarks/training.py
 	$(VENV)/bin/python benchmarks/grpo.py
+	$(VENV)/bin/python benchmarks/compile.py
+	$(VENV)/bin/python benchmarks/serving.py
 
 # With the GPU machine's own Python: make gpu-check PYTHON=python3. Without a GPU both parts only say so.
 GPU := $(PYTHON) -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null

@@ -1,0 +1,258 @@
+"""`lockstep serve` against vLLM's server on the same model, and what HTTP costs against the bare engine; bfloat16.
+
+Requests are streamed completions, tokens in and out with log-probabilities, arriving at random at rising rates. The
+client shares the machine's cores with the server, so it is as light as can be: it reads lines and parses them after.
+
+Run: python benchmarks/serving.py [--work large|small] [--peer vLLM|none]   (default: all; about fifteen minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+STREAMS, ROUNDS = 32, 3
+MAX_SEQUENCES = 64
+START_SECONDS = 400
+
+
+@dataclass
+class Work:
+    """Requests of `length` random tokens that ask for `new` more."""
+
+    preset: str
+    vocab: int
+    length: int
+    new: int
+    rates: tuple[float, ...]
+    """Requests a second."""
+    cache_tokens: int
+    seconds: float = 20.0
+    """Of arrivals at each rate."""
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        """Different ones for each seed, so that no prefix is cached."""
+        draw = random.Random(seed)
+        return [[draw.randrange(self.vocab - 1) for _ in range(self.length)] for _ in range(count)]
+
+
+WORKS = {
+    "large": Work("qwen3:0.6b", 151936, length=128, new=64, rates=(0.5, 1, 2, 4), cache_tokens=24576),
+    "small": Work("qwen3:tiny", 2048, length=64, new=64, rates=(4, 16, 32, 64), cache_tokens=65536, seconds=10.0),
+}
+
+
+@dataclass
+class Answer:
+    """Times of one stream, in seconds."""
+
+    began: float
+    moments: list[float]
+    """When each token came."""
+
+    @property
+    def first(self) -> float:
+        return self.moments[0] - self.began
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.moments, self.moments[1:])]
+
+
+async def ask(port: int, prompt: list[int], new: int) -> Answer:
+    """Raises RuntimeError for an answer that is not `new` tokens with their log-probabilities."""
+    options = dict(ignore_eos=True, stream=True, logprobs=0, return_token_ids=True, temperature=1.0)
+    body = json.dumps({"model": "model", "prompt": prompt, "max_tokens": new, **options})
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    lines = [(time.perf_counter(), line) async for line in reader]
+    writer.close()
+    events = [(moment, json.loads(line[6:])) for moment, line in lines if line.startswith(b"data: {")]
+    choices = [(moment, event["choices"][0]) for moment, event in events if event.get("choices")]
+    moments = [moment for moment, choice in choices for _ in choice["token_ids"] or ()]
+    if len(moments) != new or not all(c["logprobs"]["token_logprobs"] for _, c in choices if c["token_ids"]):
+        raise RuntimeError(f"{len(moments)} tokens instead of {new}: {b''.join(line for _, line in lines)[:1000]!r}")
+    return Answer(began, moments)
+
+
+async def at_rate(port: int, work: Work, rate: float) -> list[Answer]:
+    """Arrivals at random, the same for every server."""
+    draw = random.Random(int(rate * 1000))
+    tasks = []
+    for prompt in work.prompts(round(rate * work.seconds), seed=int(rate * 1000)):
+        tasks.append(asyncio.create_task(ask(port, prompt, work.new)))
+        await asyncio.sleep(draw.expovariate(rate))
+    return await asyncio.gather(*tasks)
+
+
+async def at_once(port: int, work: Work, seed: int) -> list[Answer]:
+    """All streams begin together."""
+    return await asyncio.gather(*(ask(port, prompt, work.new) for prompt in work.prompts(STREAMS, seed)))
+
+
+def seconds_of(answers: list[Answer]) -> float:
+    return max(a.moments[-1] for a in answers) - min(a.began for a in answers)
+
+
+@contextmanager
+def server(side: str, folder: str, work: Work) -> Iterator[int]:
+    """A server in a process of its own, warm; its port."""
+    from peers import VLLM_SETTINGS, peer_python
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if side == "lockstep":
+        command = [sys.executable, "-m", "lockstep", "serve", "--model", folder, "--model-name", "model"]
+        command += ["--engine.cache-tokens", str(work.cache_tokens), "--engine.max-sequences", str(MAX_SEQUENCES)]
+    else:
+        python = peer_python("vLLM")
+        command = [str(Path(python).with_name("vllm")), "serve", folder, "--served-model-name", "model"]
+        command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", str(MAX_SEQUENCES)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | VLLM_SETTINGS
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            asyncio.run(_warm(port, work, process))
+            yield port
+        except Exception:
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace")[-4000:])
+            raise
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            finally:
+                # Of vLLM, workers may be left.
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _warm(port: int, work: Work, process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            await ask(port, work.prompts(1, seed=-1)[0], 1)
+            break
+        except (OSError, RuntimeError):
+            if process.poll() is not None or time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.5)
+    await asyncio.gather(*(ask(port, prompt, 8) for prompt in work.prompts(STREAMS, seed=-2)))
+
+
+def engine_side(folder: str, work: Work) -> dict[str, float]:
+    """The streams' requests given to the engine itself."""
+    from lockstep import Engine, EngineConfig, SamplingParams, load_model
+
+    config = EngineConfig(cache_tokens=work.cache_tokens, max_sequences=MAX_SEQUENCES)
+    engine = Engine(load_model(folder), config)
+    engine.generate(work.prompts(STREAMS, seed=-2), SamplingParams(max_tokens=8, ignore_eos=True))
+    times = []
+    for seed in range(2):
+        began = time.perf_counter()
+        engine.generate(work.prompts(STREAMS, seed), SamplingParams(max_tokens=work.new, ignore_eos=True))
+        times.append(time.perf_counter() - began)
+    return {"seconds": min(times)}
+
+
+def write_model(folder: str, work: Work) -> None:
+    """Random weights, and a tokenizer in which each token has a text of its own, as both servers write text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from lockstep import build_model, save_model
+    from lockstep.model import preset
+
+    save_model(build_model(preset(work.preset, work.vocab, (work.vocab - 1,)), dtype="bfloat16"), folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{i}" for i in range(work.vocab - 1 - len(alphabet))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet + words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(f"{folder}/tokenizer.json")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def report(name: str, sides: list[str]) -> None:
+    work = WORKS[name]
+    cores = len(os.sched_getaffinity(0))
+    print(f"\n{name}: {work.preset}, {work.length} tokens, {work.new} new ({cores} cores; milliseconds: p50 / p99)")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder, work)
+        for side in sides:
+            with server(side, folder, work) as port:
+                for rate in work.rates:
+                    print_row(side, work, rate, asyncio.run(at_rate(port, work, rate)))
+                if side == "lockstep":
+                    print_overhead(name, folder, port)
+
+
+def print_row(side: str, work: Work, rate: float, answers: list[Answer]) -> None:
+    first = _percentiles([a.first for a in answers])
+    gap = _percentiles([gap for a in answers for gap in a.gaps])
+    tokens = len(answers) * work.new / seconds_of(answers)
+    print(
+        f"  {side:9} {rate:5g} requests/s {tokens:8.0f} tokens/s   first token {first}   between tokens {gap}",
+        flush=True,
+    )
+
+
+def print_overhead(name: str, folder: str, port: int) -> None:
+    """The server's streams and the engine's own run, in turn."""
+    from peers import best_of
+
+    http, engine = [], []
+    for seed in range(ROUNDS):
+        for repeat in range(2):
+            http.append(seconds_of(asyncio.run(at_once(port, WORKS[name], seed=100 + 2 * seed + repeat))))
+        best = best_of(__file__, ["--folder", folder, "--work", name], ["engine"], 1)
+        engine.append(best["engine"]["seconds"])
+    over = min(http) / min(engine) - 1
+    print(
+        f"  {STREAMS} streams: {min(http):.2f} s over HTTP, {min(engine):.2f} s in the engine: {over:+.1%}", flush=True
+    )
+
+
+def _percentiles(seconds: list[float]) -> str:
+    at = statistics.quantiles(seconds, n=100, method="inclusive")
+    return f"{1000 * at[49]:6.0f} / {1000 * at[98]:6.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work", choices=WORKS)
+    parser.add_argument("--peer", choices=["vLLM", "none"], default="vLLM")
+    parser.add_argument("--side")
+    parser.add_argument("--folder")
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(engine_side(options.folder, WORKS[options.work])))
+        return
+    sides = ["lockstep"] if options.peer == "none" else ["lockstep", options.peer]
+    for name in [options.work] if options.work else WORKS:
+        report(name, sides)
+
+
+if __name__ == "__main__":
+    main()
