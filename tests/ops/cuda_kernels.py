@@ -14,6 +14,7 @@ from lockstep.model import ModelConfig
 from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import linear, rows, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
+from tests.ops.paging import assert_pieces_agree
 
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -118,29 +119,7 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(lengt
         patch.setattr(cuda, "usable", lambda x: False)
         _close([expected], [ops.PackedAttention(lengths)(0, q, k, v)], dtype)
         patch.setattr(cuda, "usable", lambda x: True)
-
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        pages_of = [-(-n // ops.PAGE) for n in lengths]
-        placement = random.sample(range(32), sum(pages_of))
-        table = torch.zeros(len(lengths), max(pages_of), dtype=torch.int32)
-        for i, count in enumerate(pages_of):
-            table[i, :count] = torch.tensor([placement.pop() for _ in range(count)])
-        cache = ops.KVCache(1, 32, kv_heads, head_dim, dtype)
-        cache.keys.normal_(generator=torch.Generator().manual_seed(3))
-        cache.values.normal_(generator=torch.Generator().manual_seed(4))
-        done = [0] * len(lengths)
-        while unfinished := [i for i in range(len(lengths)) if done[i] < lengths[i]]:
-            chosen = random.sample(unfinished, random.randint(1, len(unfinished)))
-            counts = [min(random.choice([1, 16, 64, 150]), lengths[i] - done[i]) for i in chosen]
-            places = [starts[i] + done[i] + t for i, n in zip(chosen, counts) for t in range(n)]
-            padded = places + [0] * random.choice([0, 3])
-            contexts = torch.tensor([done[i] + n for i, n in zip(chosen, counts)], dtype=torch.int32)
-            attention = ops.PagedAttention(cache, table[chosen], torch.tensor(counts, dtype=torch.int32), contexts)
-            out = attention(0, q[padded], k[padded], v[padded])
-            assert torch.equal(out[: len(places)], expected[places])
-            assert not out[len(places) :].any()
-            for i, n in zip(chosen, counts):
-                done[i] += n
+        assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 150])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

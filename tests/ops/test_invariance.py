@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import ops
+from tests.ops.paging import assert_pieces_agree
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (in, out): narrow, not a multiple of any vector, wide in, wide out.
@@ -82,35 +83,7 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(dtype
     q = _randn(0, total, num_heads, head_dim, dtype=dtype)
     k, v = _randn(1, total, kv_heads, head_dim, dtype=dtype), _randn(2, total, kv_heads, head_dim, dtype=dtype)
     expected = ops.PackedAttention(lengths)(0, q, k, v)
-
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    pages_of = [-(-n // ops.PAGE) for n in lengths]
-    placement = random.sample(range(64), sum(pages_of))
-    table = torch.zeros(len(lengths), max(pages_of), dtype=torch.int32)
-    for i, count in enumerate(pages_of):
-        table[i, :count] = torch.tensor([placement.pop() for _ in range(count)])
-    cache = ops.KVCache(1, 64, kv_heads, head_dim, dtype)
-    # Pages hold what earlier sequences left there.
-    cache.keys.normal_(generator=torch.Generator().manual_seed(3))
-    cache.values.normal_(generator=torch.Generator().manual_seed(4))
-
-    done = [0] * len(lengths)
-    while unfinished := [i for i in range(len(lengths)) if done[i] < lengths[i]]:
-        chosen = random.sample(unfinished, random.randint(1, len(unfinished)))
-        counts = [min(random.choice([1, 1, 5, 16, 64, 150]), lengths[i] - done[i]) for i in chosen]
-        rows = [starts[i] + done[i] + t for i, n in zip(chosen, counts) for t in range(n)]
-        padded = rows + [0] * random.choice([0, 3])
-        attention = ops.PagedAttention(
-            cache,
-            table[chosen],
-            torch.tensor(counts, dtype=torch.int32),
-            torch.tensor([done[i] + n for i, n in zip(chosen, counts)], dtype=torch.int32),
-        )
-        out = attention(0, q[padded], k[padded], v[padded])
-        assert torch.equal(out[: len(rows)], expected[rows])
-        assert not out[len(rows) :].any()
-        for i, n in zip(chosen, counts):
-            done[i] += n
+    assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 1, 5, 16, 64, 150])
 
 
 def test_a_draw_depends_on_its_own_row_alone():

@@ -1,0 +1,42 @@
+"""Attention of sequences that come to a paged cache in pieces."""
+
+from random import Random
+
+import torch
+from torch import Tensor
+
+from lockstep import ops
+
+
+def assert_pieces_agree(
+    expected: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], random: Random, pieces: list[int]
+) -> None:
+    """Cuts the packed sequences of `lengths` into `pieces`, in any order and company, their pages anywhere.
+
+    Each row has to have the bits of `expected`, and padding comes out as zeros.
+    """
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    pages_of = [-(-n // ops.PAGE) for n in lengths]
+    num_pages = 2 * sum(pages_of)
+    placement = random.sample(range(num_pages), sum(pages_of))
+    table = torch.zeros(len(lengths), max(pages_of), dtype=torch.int32)
+    for i, count in enumerate(pages_of):
+        table[i, :count] = torch.tensor([placement.pop() for _ in range(count)])
+    cache = ops.KVCache(1, num_pages, k.shape[1], k.shape[2], k.dtype)
+    # Pages hold what earlier sequences left there.
+    cache.keys.normal_(generator=torch.Generator().manual_seed(3))
+    cache.values.normal_(generator=torch.Generator().manual_seed(4))
+
+    done = [0] * len(lengths)
+    while unfinished := [i for i in range(len(lengths)) if done[i] < lengths[i]]:
+        chosen = random.sample(unfinished, random.randint(1, len(unfinished)))
+        counts = [min(random.choice(pieces), lengths[i] - done[i]) for i in chosen]
+        rows = [starts[i] + done[i] + t for i, n in zip(chosen, counts) for t in range(n)]
+        padded = rows + [0] * random.choice([0, 3])
+        contexts = torch.tensor([done[i] + n for i, n in zip(chosen, counts)], dtype=torch.int32)
+        attention = ops.PagedAttention(cache, table[chosen], torch.tensor(counts, dtype=torch.int32), contexts)
+        out = attention(0, q[padded], k[padded], v[padded])
+        assert torch.equal(out[: len(rows)], expected[rows])
+        assert not out[len(rows) :].any()
+        for i, n in zip(chosen, counts):
+            done[i] += n
