@@ -1,9 +1,11 @@
 """The one model definition, its families, and Hugging Face folders in and out."""
 
-from lockstep.model.checkpoint import build_model, load_model, load_weights, save_model
+from lockstep.model.checkpoint import load_model, load_weights, read_config, save_model
 from lockstep.model.config import ModelConfig, RopeScaling
 from lockstep.model.decoder import Decoder
+from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import PRESETS, preset
+from lockstep.model.initialize import build_model, initialize
 
 __all__ = [
     "PRESETS",
@@ -11,8 +13,11 @@ __all__ = [
     "ModelConfig",
     "RopeScaling",
     "build_model",
+    "initialize",
     "load_model",
     "load_weights",
     "preset",
+    "read_config",
+    "resolve_dtype",
     "save_model",
 ]

@@ -12,36 +12,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.errors import UserError, closest
+from lockstep.errors import UserError
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
+from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import from_hugging_face, to_hugging_face
+from lockstep.model.shard import local_part
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def build_model(
-    config: ModelConfig, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", seed: int = 0
-) -> Decoder:
-    """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1.
-
-    The draws are made in float32, so a seed gives the same weights in every dtype, rounded. On the `meta` device
-    nothing is allocated.
-    """
-    model = Decoder(config, resolve_dtype(dtype), device)
-    if torch.device(device).type == "meta":
-        return model
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-                continue
-            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-    return model
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
@@ -76,6 +54,7 @@ def load_weights(model: Decoder, path: str | Path) -> None:
 
 
 def _copy_weights(model: Decoder, folder: Path, files: dict[str, Path]) -> None:
+    """Reads the model's tensors from `files`, in place; of a sharded parameter only this rank's shard is read."""
     wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
     unknown = [n for n in files if n not in wanted and not _ignored(n, model.config)]
     if missing := [n for n in wanted if n not in files]:
@@ -96,7 +75,8 @@ def _copy_weights(model: Decoder, folder: Path, files: dict[str, Path]) -> None:
             )
     with torch.no_grad():
         for name, parameter in sorted(wanted.items(), key=lambda item: files[item[0]]):
-            parameter.copy_(opened[files[name]].get_tensor(name))
+            local, place = local_part(parameter)
+            local.copy_(opened[files[name]].get_slice(name)[place])
 
 
 def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
@@ -144,14 +124,6 @@ def read_config(folder: Path) -> ModelConfig:
 def hugging_face_name(name: str) -> str:
     """A parameter's name in a Hugging Face file: everything but the head stands under `model.`."""
     return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """`bfloat16` or `float32`, by name or as torch's own. Raises UserError for any other."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UserError(f'dtype "{name}" is not supported.{closest(name, DTYPES)} Supported: {", ".join(DTYPES)}')
-    return DTYPES[name]
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +26,13 @@ class Block(nn.Module):
         self.self_attn = layers.Attention(config, dtype, device)
         self.post_attention_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
         self.mlp = layers.FeedForward(config, dtype, device)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor], halves: Halves
+    ) -> Tensor:
+        """`attend` takes queries, keys and values; `halves` calls the two methods below, or what was made of them."""
+        attended = attend(*halves.before_attention(self, hidden, cos, sin))
+        return halves.after_attention(self, hidden, attended)
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = ops.rms_norm(hidden, self.input_layernorm.weight, self.eps)
@@ -70,9 +79,7 @@ class Decoder(nn.Module):
         cos, sin = layers.rotary_tables(self.frequencies, positions)
         hidden = F.embedding(tokens, self.embed_tokens.weight)
         for index, block in enumerate(self.layers):
-            assert isinstance(block, Block)  # ModuleList forgets what it holds
-            attended = attention(index, *self.halves.before_attention(block, hidden, cos, sin))
-            hidden = self.halves.after_attention(block, hidden, attended)
+            hidden = block(hidden, cos, sin, partial(attention, index), self.halves)
         return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:

@@ -1,5 +1,7 @@
-"""How a model is run, from outside of it: compilation, and later its distribution over ranks."""
+"""How a model is run, from outside of it: its distribution over ranks, and compilation."""
 
+from lockstep.parallel.apply import parallel_model
 from lockstep.parallel.compile import CompiledHalves, apply_compile
+from lockstep.parallel.world import World, close_world, open_world
 
-__all__ = ["CompiledHalves", "apply_compile"]
+__all__ = ["CompiledHalves", "World", "apply_compile", "close_world", "open_world", "parallel_model"]

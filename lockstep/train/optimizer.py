@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
+from lockstep.model.shard import local_part
+from lockstep.train.gradient_norm import gradient_norm
 
 
 class MasterAdamW:
@@ -38,9 +40,10 @@ class MasterAdamW:
         """Clips, updates masters and model, clears the gradients. Returns the norm before clipping."""
         masters = list(self.masters.values())
         grads = [m.grad for m in masters if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = gradient_norm(grads)
         if self.config.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(masters, self.config.max_grad_norm, norm)
+            scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local_part(g)[0] for g in grads], scale)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()

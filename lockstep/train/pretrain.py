@@ -6,6 +6,8 @@ import json
 import resource
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -21,70 +23,84 @@ from lockstep.data import (
     train_bpe,
 )
 from lockstep.errors import UserError
-from lockstep.model import Decoder, build_model, load_model, preset
-from lockstep.observe import MetricsWriter, Progress, open_run, write_report
-from lockstep.parallel import apply_compile
-from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
+from lockstep.model import Decoder, initialize, load_weights, preset, read_config, resolve_dtype
+from lockstep.observe import MetricsWriter, Progress, RunFolder, open_run, write_report
+from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.train.packing import PackedRow, pack, split_for_ranks, target_log_probs
 from lockstep.train.trainer import Trainer
 
 
 def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, progress: Progress | None = None) -> Path:
     """Trains `config.model` on `config.data`, or on `documents` where given; returns the run's folder.
 
-    Raises UserError for bad input.
+    Under torchrun all ranks call it and rank 0 writes. Raises UserError for bad input.
     """
     validate(config)
+    world = open_world(config.parallel, config.device)
+    try:
+        return _pretrain(config, world, documents, progress)
+    finally:
+        close_world(world)
+
+
+def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | None, progress: Progress | None) -> Path:
     source = TextSource(config.data, config.template, config.skip_bad_lines) if documents is None else documents
     tokenizer = make_tokenizer(config, source)
-    model = make_model(config, tokenizer)
-    apply_compile(model, config.compile)
+    model = make_model(config, tokenizer, world)
     corpus = tokenize_documents(source, tokenizer)
     loader = TokenLoader(corpus, config.sequence_length, config.tokens_per_step, config.seed)
-    trainer = Trainer(model, config.train, config.steps)
+    trainer = Trainer(model, config.train, config.steps, world)
 
-    run = open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
+    run = RunFolder(Path(config.output))
+    if world.is_main:
+        open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
+    world.barrier()
     start = 0
     if config.resume and (checkpoint := run.newest_checkpoint()):
         state = trainer.resume(checkpoint)
         start, loader.position = int(state["step"]), int(state["position"])
-    if config.resume:
+    if config.resume and world.is_main:
         run.truncate(start)
 
     began = time.perf_counter()
     loss = float("nan")
     with (
-        MetricsWriter(run.path, config.tensorboard) as metrics_file,
-        progress or Progress("pretrain", config.steps) as bar,
+        MetricsWriter(run.path, config.tensorboard) if world.is_main else nullcontext() as metrics_file,
+        (progress or Progress("pretrain", config.steps)) if world.is_main else nullcontext() as bar,
     ):
-        bar.advance(start)
+        if bar is not None:
+            bar.advance(start)
         for step in range(start + 1, config.steps + 1):
             step_began = time.perf_counter()
             sequences = loader.next()
-            tokens = sum(map(len, sequences))
-            parts = split_by_tokens([len(s) for s in sequences], config.train.tokens_per_microbatch)
-            next_token_loss = NextTokenLoss(tokens - len(sequences))
-            metrics = trainer.step([pack(sequences[part]) for part in parts], next_token_loss)
+            lengths = [len(s) for s in sequences]
+            parts = split_for_ranks(lengths, config.train.tokens_per_microbatch, world.data_size)[world.data_rank]
+            next_token_loss = NextTokenLoss(sum(lengths) - len(lengths))
+            metrics = trainer.step([pack(sequences[part], device=world.device) for part in parts], next_token_loss)
             seconds = time.perf_counter() - step_began
             loss = metrics["loss"]
             metrics |= {
-                "tokens": tokens,
-                "tokens_per_second": tokens / seconds,
+                "tokens": sum(lengths),
+                "tokens_per_second": sum(lengths) / seconds,
                 # 2 multiply-adds a weight forward, 4 backward; attention's own products are left out.
-                "tflops": 6 * model.config.num_parameters * tokens / seconds / 1e12,
+                "tflops": 6 * model.config.num_parameters * sum(lengths) / seconds / 1e12,
                 "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
                 "epoch": loader.epoch,
                 "time/step": seconds,
             }
             if config.skip_bad_lines and isinstance(source, TextSource):
                 metrics["data/skipped_lines"] = source.skipped
-            metrics_file.write(step, metrics)
+            if metrics_file is not None:
+                metrics_file.write(step, metrics)
             if step == config.steps or (config.checkpoint_every and step % config.checkpoint_every == 0):
                 trainer.save(run.checkpoint_path(step), tokenizer, {"step": step, "position": loader.position})
-            bar.advance(loss=loss, tokens_per_s=metrics["tokens_per_second"])
+            if bar is not None:
+                bar.advance(loss=loss, tokens_per_s=metrics["tokens_per_second"])
 
-    summary = {"loss": loss, "seconds": {"pretrain": time.perf_counter() - began}}
-    (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
-    write_report(run.path, f"Pretraining {config.model}")
+    if world.is_main:
+        summary = {"loss": loss, "seconds": {"pretrain": time.perf_counter() - began}}
+        (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
+        write_report(run.path, f"Pretraining {config.model}")
     return run.path
 
 
@@ -111,14 +127,17 @@ def make_tokenizer(config: PretrainConfig, source: Iterable[str]) -> Tokenizer:
     return load_tokenizer(config.tokenizer)
 
 
-def make_model(config: PretrainConfig, tokenizer: Tokenizer) -> Decoder:
-    """A preset with fresh weights and the tokenizer's vocabulary, or a folder's weights."""
+def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:
+    """This rank's part of a preset with fresh weights and the tokenizer's vocabulary, or of a folder's model."""
     if Path(config.model).is_dir():
-        model = load_model(config.model, dtype=config.dtype)
-        if tokenizer.vocab_size > model.config.vocab_size:
+        shape = read_config(Path(config.model))
+        if tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {model.config.vocab_size}"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}"
             )
-        return model
-    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    return build_model(preset(config.model, tokenizer.vocab_size, eos), dtype=config.dtype, seed=config.seed)
+        fill = partial(load_weights, path=config.model)
+    else:
+        eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        shape = preset(config.model, tokenizer.vocab_size, eos)
+        fill = partial(initialize, seed=config.seed)
+    return parallel_model(shape, resolve_dtype(config.dtype), world, config.parallel, config.compile, fill)

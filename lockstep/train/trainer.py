@@ -7,22 +7,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep.checkpoint import load_checkpoint, save_checkpoint
 from lockstep.config import TrainConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import Decoder
+from lockstep.parallel.world import World
 from lockstep.train.optimizer import MasterAdamW, learning_rate_at
 
 MicroBatch = TypeVar("MicroBatch")
 
 
 class Trainer:
-    """The model, its optimizer and the number of updates made."""
+    """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone."""
 
-    def __init__(self, model: Decoder, config: TrainConfig, total_updates: int):
+    def __init__(self, model: Decoder, config: TrainConfig, total_updates: int, world: World | None = None):
         self.model = model
+        self.world = world or World(model.device)
         self.config = config
         self.total_updates = total_updates
         self.optimizer = MasterAdamW(model, config)
@@ -34,13 +37,19 @@ class Trainer:
         """Accumulates the gradient of the summed losses, then updates the weights once.
 
         `loss_of` returns a micro-batch's share of the step's loss: a sum whose weights add up to 1 over the whole
-        step, so that how it was cut into micro-batches does not matter.
+        step, over all ranks, so that how it was cut into micro-batches does not matter. Every rank brings the same
+        number of micro-batches.
         """
         loss = 0.0
-        for microbatch in microbatches:
+        held = list(microbatches)
+        for index, microbatch in enumerate(held):
+            if isinstance(self.model, FSDPModule):
+                # Ranks exchange gradients once a step.
+                self.model.set_requires_gradient_sync(index == len(held) - 1)
             share = loss_of(self.model, microbatch)
             share.backward()
             loss += share.item()
+        (loss,) = self.world.sum([loss])
         learning_rate = learning_rate_at(self.updates, self.total_updates, self.config)
         grad_norm = self.optimizer.step(learning_rate)
         self.updates += 1

@@ -1,0 +1,26 @@
+"""The dataclasses every run is made of, their validation, and TOML in and out.
+
+A run is described by one flat dataclass with nested ones (`train`, `engine`, `compile`, `parallel` …). The docstring
+under a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
+"""
+
+from lockstep.config.checks import validate
+from lockstep.config.engine import CompileConfig, EngineConfig
+from lockstep.config.parallel import ParallelConfig
+from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig
+from lockstep.config.toml import from_toml, to_toml
+from lockstep.config.train import Dtype, TrainConfig
+
+__all__ = [
+    "CompileConfig",
+    "Dtype",
+    "EngineConfig",
+    "ParallelConfig",
+    "PretrainConfig",
+    "RLConfig",
+    "ServeConfig",
+    "TrainConfig",
+    "from_toml",
+    "to_toml",
+    "validate",
+]

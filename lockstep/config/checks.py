@@ -1,0 +1,81 @@
+"""Refusal of impossible settings, in one place, before any work is done."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig
+from lockstep.errors import UserError
+
+
+def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
+    """Refuses impossible values, naming the field and what to change. Raises UserError."""
+    problems = list(_serve_problems(config) if isinstance(config, ServeConfig) else _problems(config))
+    if problems:
+        raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    positive = ["steps", "train.learning_rate", "train.tokens_per_microbatch"]
+    not_negative = ["train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "checkpoint_every"]
+    if isinstance(config, PretrainConfig):
+        positive += ["tokens_per_step", "sequence_length"]
+    else:
+        positive += ["prompts_per_step", "samples_per_prompt", "max_new_tokens", "inner_steps", "temperature"]
+        positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
+        not_negative += ["kl_coefficient", "clip_low", "clip_high", "top_k", "validation_every", "validation_examples"]
+    for name in positive:
+        if not _value(config, name) > 0:
+            yield f"{name} is {_value(config, name)}; it must be above 0"
+    for name in not_negative:
+        if not _value(config, name) >= 0:
+            yield f"{name} is {_value(config, name)}; it must be 0 or more"
+    if config.resume and config.overwrite:
+        yield "resume and overwrite exclude each other; give one"
+    if isinstance(config, RLConfig):
+        if not config.model:
+            yield "model is empty; give a Hugging Face folder with --model DIR"
+        if not 0 < config.top_p <= 1:
+            yield f"top_p is {config.top_p}; it must be in (0, 1]"
+        if not 0 <= config.min_p < 1:
+            yield f"min_p is {config.min_p}; it must be in [0, 1)"
+        if not config.clip_low < 1:
+            yield f"clip_low is {config.clip_low}; it must be below 1, for ratios are positive"
+
+
+def _serve_problems(config: ServeConfig) -> Iterator[str]:
+    positive = ["max_body_bytes", "max_n", "max_requests"]
+    positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
+    not_negative = ["max_prompt_tokens", "max_waiting", "request_seconds", "shutdown_seconds"]
+    for name in positive:
+        if not _value(config, name) > 0:
+            yield f"{name} is {_value(config, name)}; it must be above 0"
+    for name in not_negative:
+        if not 0 <= _value(config, name) < float("inf"):
+            yield f"{name} is {_value(config, name)}; it must be 0 or more"
+    if not 0 <= config.port < 2**16:
+        yield f"port is {config.port}; it must be from 0 to 65535"
+    if config.dtype not in ("", "bfloat16", "float32"):
+        yield f'dtype is "{config.dtype}"; give bfloat16 or float32'
+    if config.admin_key and config.admin_key == config.api_key:
+        yield "admin_key equals api_key; whoever may sample could change the weights, so give another"
+    if not config.api_key and not _is_loopback(config.host):
+        yield (
+            f"host {config.host} can be reached from other machines; set an API key (LOCKSTEP_API_KEY or --api-key), "
+            "or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _value(config: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = getattr(config, name)
+    return config

@@ -1,0 +1,30 @@
+"""How the generator runs, and how the model is compiled for both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class EngineConfig:
+    """How the generator uses memory and batches its work."""
+
+    max_tokens_per_step: int = 2048
+    """Token budget of one forward pass; longer prompts are computed in chunks."""
+    max_sequences: int = 256
+    """Sequences that run at the same time."""
+    cache_tokens: int = 65536
+    """Capacity of the key-value cache in tokens; when it runs out, the newest sequences are preempted."""
+    prefix_cache: bool = True
+    """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""
+    cuda_graphs: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
+    """Record the generator's launches and replay them: decode steps whole, or small steps between attentions."""
+
+
+@dataclass
+class CompileConfig:
+    """How the model is compiled, for trainer and generator alike."""
+
+    backend: Literal["none", "inductor"] = "none"
+    """`inductor` compiles each block's two halves once for all layers; the artifacts are kept in the cache folder."""

@@ -1,0 +1,26 @@
+"""How a model is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class ParallelConfig:
+    """The degrees of every kind of parallelism; their product is the number of ranks."""
+
+    data_replicate: int = 1
+    """Copies of the model that each see other data (DDP; with data_shard: HSDP)."""
+    data_shard: int = -1
+    """Ranks that share one copy's weights, gradients and optimizer state (FSDP); -1: all ranks that are left."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    tensor: int = 1
+    """Ranks that share each layer's matrices, and the vocabulary of the head."""
+    pipeline: int = 1
+    """Stages that the layers are cut into."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """When sharded weights are let go after a layer's forward; default: always, but never within a pipeline."""
+    cpu_offload: bool = False
+    """Keep sharded weights, gradients and optimizer state in the CPU's memory (CUDA only)."""

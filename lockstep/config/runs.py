@@ -1,0 +1,154 @@
+"""What each command runs: one flat dataclass a run, with nested ones for its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from lockstep.config.engine import CompileConfig, EngineConfig
+from lockstep.config.parallel import ParallelConfig
+from lockstep.config.train import Dtype, TrainConfig
+
+
+@dataclass
+class PretrainConfig:
+    """A next-token run on text."""
+
+    output: str = "run"
+    """Folder the run writes."""
+    model: str = "qwen3:tiny"
+    """`family:size` for fresh weights (see lockstep.model.PRESETS), or a Hugging Face folder to continue from."""
+    data: str = ""
+    """Text or JSONL: a file, a folder or a glob. Empty: the Python standard library's own source."""
+    template: str = "{text}"
+    """How a JSONL line becomes a text: keys in braces stand for their values."""
+    tokenizer: str = "byte"
+    """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
+    skip_bad_lines: bool = False
+    """Count and skip malformed JSONL lines instead of stopping at the first."""
+    steps: int = 200
+    """Optimizer steps."""
+    tokens_per_step: int = 8192
+    """Tokens of one optimizer step, over all its micro-batches."""
+    sequence_length: int = 256
+    """Tokens of one packed sequence; documents are cut to it."""
+    dtype: Dtype = "bfloat16"
+    """Of the weights in the forward pass; the optimizer keeps float32 master weights."""
+    seed: int = 0
+    """Fixes initial weights and the order of the data."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: only the last."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs the tensorboard package)."""
+    resume: bool = False
+    """Continue the run in `output` from its newest checkpoint."""
+    overwrite: bool = False
+    """Delete a run that is already in `output`."""
+
+
+@dataclass
+class RLConfig:
+    """A GRPO run: sample groups of completions, reward them, move the policy towards the better ones."""
+
+    output: str = "run"
+    """Folder the run writes."""
+    model: str = ""
+    """Hugging Face folder (Llama 3 or Qwen3) to start from."""
+    environment: str = "digit_sum"
+    """`digit_sum`, `gsm8k`, or `FILE.py:Class` for a task of your own."""
+    data: str = ""
+    """Folder of the environment's data (gsm8k: train.jsonl and test.jsonl)."""
+    skip_bad_lines: bool = False
+    """Count and skip malformed JSONL lines instead of stopping at the first."""
+    steps: int = 100
+    """Reinforcement steps."""
+    prompts_per_step: int = 16
+    """Different prompts sampled in a step."""
+    samples_per_prompt: int = 8
+    """Completions of each prompt: the group that advantages are relative to."""
+    max_new_tokens: int = 32
+    """Completions are cut here and count as truncated."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probabilities on both sides are taken at it."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens only; 0: off."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1: off."""
+    min_p: float = 0.0
+    """Sample from tokens at least this likely relative to the likeliest; 0: off."""
+    normalize_advantages: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    clip_low: float = 0.2
+    """The importance ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The importance ratio is clipped above at 1 + clip_high."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL divergence to the starting model; 0: no reference model is kept."""
+    loss_average: Literal["token", "sequence"] = "token"
+    """Average the loss over all tokens, or over each completion first."""
+    inner_steps: int = 1
+    """Optimizer steps on each batch of rollouts; from the second on, the ratio leaves 1 and clipping bites."""
+    on_parity_error: Literal["stop", "warn"] = "stop"
+    """What to do when a token's log-probability differs between generator and trainer."""
+    dtype: Dtype = "bfloat16"
+    """Of the weights in the forward pass; the optimizer keeps float32 master weights."""
+    seed: int = 0
+    """Fixes the order of the prompts and every draw."""
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    validation_every: int = 0
+    """Steps between validations; 0: only before the first and after the last step."""
+    validation_examples: int = 256
+    """Held-out examples of a validation, one completion each, sampled as in training."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: only the last."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files (needs the tensorboard package)."""
+    resume: bool = False
+    """Continue the run in `output` from its newest checkpoint."""
+    overwrite: bool = False
+    """Delete a run that is already in `output`."""
+
+
+@dataclass
+class ServeConfig:
+    """An HTTP server over the engine, with OpenAI's routes."""
+
+    model: str
+    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    host: str = "127.0.0.1"
+    """Address to listen on; any but a loopback address needs an API key."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    model_name: str = ""
+    """Name that requests use for the model; empty: the folder's name."""
+    dtype: Annotated[str, "dtype"] = ""
+    """`bfloat16` or `float32`; empty: the files' own."""
+    device: str = "cpu"
+    """`cpu`, `cuda`, `cuda:1` …"""
+    api_key: str = ""
+    """Key that the /v1 routes ask for; empty: the environment's LOCKSTEP_API_KEY, and none if that is empty too."""
+    admin_key: str = ""
+    """Key of the /admin routes; empty: the environment's LOCKSTEP_ADMIN_KEY. Without either there are none."""
+    max_body_bytes: int = 8 * 2**20
+    """Bytes of a request's body."""
+    max_prompt_tokens: int = 0
+    """Tokens of a prompt; 0: as many as the model's context holds."""
+    max_n: int = 128
+    """Samples of a prompt (`n`)."""
+    max_requests: int = 512
+    """Requests that are answered at the same time; further ones get 429."""
+    max_waiting: int = 1024
+    """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
+    request_seconds: float = 0.0
+    """Time that a request may take, reading it included; 0: as long as it needs."""
+    shutdown_seconds: float = 30.0
+    """Time that running requests are given after SIGTERM or SIGINT before they are aborted."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)

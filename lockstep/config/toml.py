@@ -1,0 +1,58 @@
+"""A run's configuration as TOML, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.config.runs import PretrainConfig, RLConfig
+from lockstep.errors import UserError, closest
+
+Config = TypeVar("Config", PretrainConfig, RLConfig)
+
+
+def to_toml(config: PretrainConfig | RLConfig) -> str:
+    """The resolved configuration as TOML: plain fields first, then a table for each nested one."""
+    plain, tables = [], []
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict):
+            tables += [f"\n[{name}]"] + [f"{k} = {_toml_value(v)}" for k, v in value.items()]
+        else:
+            plain.append(f"{name} = {_toml_value(value)}")
+    return "\n".join(plain + tables) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string.
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
+
+
+def from_toml(path: str | Path, base: Config) -> Config:
+    """`base` with the values of a TOML file put over it.
+
+    Raises UserError for a missing or malformed file and for keys that `base` does not have.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as TOML ({error}); write `key = value` lines") from error
+    return _merge(base, values, str(path))
+
+
+def _merge(config: Any, values: dict[str, Any], where: str) -> Any:
+    names = {f.name for f in dataclasses.fields(config)}
+    for key in values:
+        if key not in names:
+            raise UserError(f'{where}: unknown key "{key}".{closest(key, names)}')
+    changes = {
+        key: _merge(getattr(config, key), value, f"{where} [{key}]") if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
+    return dataclasses.replace(config, **changes)

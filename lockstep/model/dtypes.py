@@ -1,0 +1,17 @@
+"""The dtypes that a model's weights may have."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.errors import UserError, closest
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """`bfloat16` or `float32`, by name or as torch's own. Raises UserError for any other."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f'dtype "{name}" is not supported.{closest(name, DTYPES)} Supported: {", ".join(DTYPES)}')
+    return DTYPES[name]

@@ -1,0 +1,58 @@
+"""Fresh weights, drawn so that every layout gets the same model and a rank draws little more than its own shard."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from lockstep.model.config import ModelConfig
+from lockstep.model.decoder import Decoder
+from lockstep.model.dtypes import resolve_dtype
+from lockstep.model.shard import local_part
+
+BLOCK = 1 << 16
+"""Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn by itself."""
+
+
+def build_model(
+    config: ModelConfig, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", seed: int = 0
+) -> Decoder:
+    """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1.
+
+    The draws are made in float32, so a seed gives the same weights in every dtype, rounded. On the `meta` device
+    nothing is allocated.
+    """
+    model = Decoder(config, resolve_dtype(dtype), device)
+    if torch.device(device).type != "meta":
+        initialize(model, seed)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: Decoder, seed: int) -> None:
+    """Fills the weights of a Decoder, or of a part of one, in place; of a sharded parameter this rank's shard."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+            continue
+        local, place = local_part(parameter)
+        deviation = _standard_deviation(name, model.config.num_layers)
+        _draw(local, place, parameter.shape[1], deviation, f"{seed}/{name}")
+
+
+def _standard_deviation(name: str, num_layers: int) -> float:
+    into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    return 0.02 / (2 * num_layers) ** 0.5 if into_residual else 0.02
+
+
+def _draw(out: Tensor, place: tuple[slice, ...], columns: int, deviation: float, key: str) -> None:
+    rows, cut = place[0], place[1]
+    height = max(1, BLOCK // columns)
+    for block in range(rows.start // height, -(-rows.stop // height)):
+        seed = int.from_bytes(hashlib.blake2b(f"{key}/{block}".encode(), digest_size=8).digest(), "little")
+        drawn = torch.randn(height, columns, generator=torch.Generator().manual_seed(seed))
+        start, stop = max(rows.start, block * height), min(rows.stop, (block + 1) * height)
+        part = drawn[start - block * height : stop - block * height, cut]
+        out[start - rows.start : stop - rows.start].copy_(part * deviation)

@@ -1,0 +1,37 @@
+"""A model for this rank of a run: its layers, shards and compiled halves, in the order that they must be applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.model import Decoder, ModelConfig
+from lockstep.parallel.compile import apply_compile
+from lockstep.parallel.data import shard_data_parallel
+from lockstep.parallel.world import World
+
+
+def parallel_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    world: World,
+    parallel: ParallelConfig,
+    compiled: CompileConfig,
+    fill: Callable[[Decoder], None],
+) -> Decoder:
+    """This rank's part of the model, on the world's device; never more than that part is materialised.
+
+    `fill` writes the weights, of a sharded parameter this rank's shard. In a world of one the weights have `dtype`;
+    over several ranks they are float32 shards, gathered in `dtype` where they are used.
+    """
+    if world.mesh is None:
+        model = Decoder(config, dtype, "meta").to_empty(device=world.device)
+    else:
+        model = Decoder(config, torch.float32, "meta")
+        shard_data_parallel(model, world, parallel, dtype)
+        model.to_empty(device="cpu" if parallel.cpu_offload else world.device)
+    fill(model)
+    apply_compile(model, compiled)
+    return model

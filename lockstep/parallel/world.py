@@ -1,0 +1,141 @@
+"""The ranks of a run, and this process's place among them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lockstep.config import ParallelConfig
+from lockstep.errors import UserError
+
+AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+"""From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Degrees and mesh of a run. One process without a process group is a world of one, with all degrees 1."""
+
+    device: torch.device
+    degrees: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
+    mesh: DeviceMesh | None = None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.mesh is not None else 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.degrees.values())
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what is written once: metrics, the report, the terminal."""
+        return self.rank == 0
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's index along an axis."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different data."""
+        return self.degrees["data_replicate"] * self.degrees["data_shard"]
+
+    @property
+    def data_rank(self) -> int:
+        return self.coordinate("data_replicate") * self.degrees["data_shard"] + self.coordinate("data_shard")
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Where `fully_shard` works: replicas times shards. The ranks that share a sequence share the weights too."""
+        assert self.mesh is not None
+        shards = ("data_shard", "context")
+        shard = self.mesh[shards]._flatten("shard") if self.degrees["context"] > 1 else self.mesh["data_shard"]
+        if self.degrees["data_replicate"] == 1:
+            return shard
+        return self._replicas_and_shards(shard)
+
+    def _replicas_and_shards(self, shard: DeviceMesh) -> DeviceMesh:
+        assert self.mesh is not None and shard.mesh_dim_names is not None
+        return self.mesh["data_replicate", shard.mesh_dim_names[0]]
+
+    def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:
+        """Each value summed over the ranks of `axes`, by default all that hold different parts of a step's loss."""
+        total = torch.tensor(list(values), dtype=torch.float64)
+        for axis in axes:
+            if self.mesh is not None and self.degrees[axis] > 1:
+                total = total.to(self.device)
+                dist.all_reduce(total, group=self.mesh.get_group(axis))
+        return [float(v) for v in total.tolist()]
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.mesh is not None:
+            dist.barrier()
+
+
+def open_world(config: ParallelConfig, device: str = "") -> World:
+    """Joins the process group that torchrun's environment describes; alone where there is none.
+
+    Raises UserError where the degrees do not fit the number of ranks.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    degrees = resolve_degrees(config, size)
+    chosen = _device(device)
+    if size == 1:
+        return World(chosen, degrees)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    return World(chosen, degrees, _mesh(chosen, degrees))
+
+
+def close_world(world: World) -> None:
+    """Leaves the process group."""
+    if world.mesh is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def resolve_degrees(config: ParallelConfig, size: int) -> dict[str, int]:
+    """Every axis's degree, `data_shard = -1` filled in. Raises UserError unless they multiply to `size` ranks."""
+    degrees = {axis: getattr(config, axis) for axis in AXES}
+    for axis, degree in degrees.items():
+        if degree < 1 and (axis, degree) != ("data_shard", -1):
+            raise UserError(f"parallel.{axis} is {degree}; it must be 1 or more")
+    others = math.prod(d for axis, d in degrees.items() if axis != "data_shard")
+    if degrees["data_shard"] == -1:
+        degrees["data_shard"] = max(1, size // others)
+    product = math.prod(degrees.values())
+    if product != size:
+        terms = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        raise UserError(
+            f"parallel: {terms} = {product} ranks, but {size} run; start {product} with torchrun --nproc-per-node "
+            f"{product} -m lockstep …, or change a degree (parallel.data_shard = -1 takes what is left)"
+        )
+    return degrees
+
+
+def _mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=AXES)
+
+
+def _device(name: str) -> torch.device:
+    if not name:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f'device is "{name}", but this machine has no CUDA device; leave --device out')
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return device

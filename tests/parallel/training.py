@@ -1,0 +1,61 @@
+"""A few training steps under any layout, to be compared with those of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.train import Trainer, pack, target_log_probs
+from lockstep.train.packing import split_for_ranks
+from lockstep.train.pretrain import NextTokenLoss
+
+LENGTHS = [40, 24, 33, 17, 40, 24, 33, 17]
+
+
+@dataclass
+class Trace:
+    """What a run computed: compared as bits where a layout cuts no sum, and within a tolerance where it does."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    log_probs: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Of this rank's share of the first step's tokens, before any update."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    """At the end, whole."""
+
+
+def train(
+    parallel: ParallelConfig, dtype: str = "float32", steps: int = 20, model: str = "qwen3:micro", vocab: int = 258
+) -> Trace:
+    """Trains a fresh model on random sequences; every layout sees the same ones."""
+    world = open_world(parallel, "cpu")
+    shape = preset(model, vocab)
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    decoder = parallel_model(shape, kind, world, parallel, CompileConfig(), partial(initialize, seed=3))
+    trainer = Trainer(decoder, TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant"), steps, world)
+    draw = torch.Generator().manual_seed(0)
+    trace = Trace()
+    for step in range(steps):
+        sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
+        parts = split_for_ranks(LENGTHS, 64, world.data_size)[world.data_rank]
+        rows = [pack(sequences[part]) for part in parts]
+        if step == 0:
+            with torch.no_grad():
+                trace.log_probs = torch.cat([target_log_probs(decoder, row)[0] for row in rows])
+        metrics = trainer.step(rows, NextTokenLoss(sum(LENGTHS) - len(LENGTHS)))
+        trace.losses.append(metrics["loss"])
+        trace.norms.append(metrics["grad_norm"])
+    trace.weights = {name: _whole(p.detach()) for name, p in decoder.named_parameters()}
+    close_world(world)
+    return trace
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
