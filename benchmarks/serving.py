@@ -3,7 +3,7 @@
 Requests are streamed completions, tokens in and out with log-probabilities, arriving at random at rising rates. The
 client shares the machine's cores with the server, so it is as light as can be: it reads lines and parses them after.
 
-Run: python benchmarks/serving.py [--work large|small] [--peer vLLM|none]   (default: all; about fifteen minutes)
+Run: python benchmarks/serving.py [--work large|small] [--servers lockstep vLLM]   (default: all; about fifteen minutes)
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-STREAMS, ROUNDS = 32, 3
+SERVERS = ["lockstep", "vLLM"]
+STREAMS = 32
 MAX_SEQUENCES = 64
 START_SECONDS = 400
 
@@ -41,8 +42,10 @@ class Work:
     rates: tuple[float, ...]
     """Requests a second."""
     cache_tokens: int
-    seconds: float = 20.0
+    seconds: float
     """Of arrivals at each rate."""
+    rounds: int
+    """Of the streams over HTTP and in the engine, in turn."""
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
         """Different ones for each seed, so that no prefix is cached."""
@@ -51,8 +54,8 @@ class Work:
 
 
 WORKS = {
-    "large": Work("qwen3:0.6b", 151936, length=128, new=64, rates=(0.5, 1, 2, 4), cache_tokens=24576),
-    "small": Work("qwen3:tiny", 2048, length=64, new=64, rates=(4, 16, 32, 64), cache_tokens=65536, seconds=10.0),
+    "large": Work("qwen3:0.6b", 151936, 128, 64, rates=(0.5, 1, 2), cache_tokens=24576, seconds=16, rounds=2),
+    "small": Work("qwen3:tiny", 2048, 64, 64, rates=(4, 16, 32, 64), cache_tokens=65536, seconds=8, rounds=5),
 }
 
 
@@ -167,12 +170,9 @@ def engine_side(folder: str, work: Work) -> dict[str, float]:
     config = EngineConfig(cache_tokens=work.cache_tokens, max_sequences=MAX_SEQUENCES)
     engine = Engine(load_model(folder), config)
     engine.generate(work.prompts(STREAMS, seed=-2), SamplingParams(max_tokens=8, ignore_eos=True))
-    times = []
-    for seed in range(2):
-        began = time.perf_counter()
-        engine.generate(work.prompts(STREAMS, seed), SamplingParams(max_tokens=work.new, ignore_eos=True))
-        times.append(time.perf_counter() - began)
-    return {"seconds": min(times)}
+    began = time.perf_counter()
+    engine.generate(work.prompts(STREAMS, seed=-3), SamplingParams(max_tokens=work.new, ignore_eos=True))
+    return {"seconds": time.perf_counter() - began}
 
 
 def write_model(folder: str, work: Work) -> None:
@@ -222,12 +222,10 @@ def print_overhead(name: str, folder: str, port: int) -> None:
     """The server's streams and the engine's own run, in turn."""
     from peers import best_of
 
-    http, engine = [], []
-    for seed in range(ROUNDS):
-        for repeat in range(2):
-            http.append(seconds_of(asyncio.run(at_once(port, WORKS[name], seed=100 + 2 * seed + repeat))))
-        best = best_of(__file__, ["--folder", folder, "--work", name], ["engine"], 1)
-        engine.append(best["engine"]["seconds"])
+    work, http, engine = WORKS[name], [], []
+    for seed in range(work.rounds):
+        http.append(seconds_of(asyncio.run(at_once(port, work, seed))))
+        engine.append(best_of(__file__, ["--folder", folder, "--work", name], ["engine"], 1)["engine"]["seconds"])
     over = min(http) / min(engine) - 1
     print(
         f"  {STREAMS} streams: {min(http):.2f} s over HTTP, {min(engine):.2f} s in the engine: {over:+.1%}", flush=True
@@ -242,16 +240,15 @@ def _percentiles(seconds: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", choices=WORKS)
-    parser.add_argument("--peer", choices=["vLLM", "none"], default="vLLM")
+    parser.add_argument("--servers", choices=SERVERS, nargs="+", default=SERVERS)
     parser.add_argument("--side")
     parser.add_argument("--folder")
     options = parser.parse_args()
     if options.side:
         print(json.dumps(engine_side(options.folder, WORKS[options.work])))
         return
-    sides = ["lockstep"] if options.peer == "none" else ["lockstep", options.peer]
     for name in [options.work] if options.work else WORKS:
-        report(name, sides)
+        report(name, options.servers)
 
 
 if __name__ == "__main__":

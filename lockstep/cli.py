@@ -90,6 +90,7 @@ def demo(arguments: list[str]) -> int:
     print("\ntry next:")
     print(f"  lockstep generate --model {folder} --prompt '3+5+2=' --temperature 0")
     print(f"  lockstep parity --model {folder}")
+    print(f"  lockstep serve --model {folder}")
     print("  lockstep pretrain --recipe tiny --output run-tiny")
     return 0
 

@@ -48,6 +48,8 @@ def serve(config: ServeConfig, folder: Path) -> int:
     access_logger.setLevel(logging.INFO)
     access_logger.propagate = False
     service = build_service(config, folder)
+    answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
+    logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)
     server.run()
     return 0 if server.started else 1
@@ -98,7 +100,7 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         limits, seconds = self._service.limits, self._service.config.shutdown_seconds
         limits.draining = True
-        logger.info("shutting down: %d requests may run for %g seconds more", limits.requests, seconds)
+        logger.info("shutting down: requests that run (%d) may go on for %g seconds", limits.requests, seconds)
         try:
             async with asyncio.timeout(seconds):
                 while limits.requests:
