@@ -36,21 +36,28 @@ class MasterAdamW:
             fused=True,
         )
 
-    def step(self, learning_rate: float) -> float:
-        """Clips, updates masters and model, clears the gradients. Returns the norm before clipping."""
-        masters = list(self.masters.values())
-        grads = [m.grad for m in masters if m.grad is not None]
-        norm = gradient_norm(grads)
+    def gradient_norm(self) -> Tensor:
+        """Of all gradients together, before clipping; the same on every rank."""
+        return gradient_norm(self._grads())
+
+    def update(self, learning_rate: float, grad_norm: Tensor) -> None:
+        """Clips by `grad_norm`, updates masters and model, clears the gradients."""
         if self.config.max_grad_norm > 0:
-            scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([local_part(g)[0] for g in grads], scale)
+            scale = (self.config.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local_part(g)[0] for g in self._grads()], scale)
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
         self.write_model()
+        self.discard()
+
+    def discard(self) -> None:
+        """Clears the gradients: alone, it skips a step, and weights and moments keep their bits."""
         # Zeroed, not freed: fresh memory costs a page fault every 4 KiB at the next step.
         self.adamw.zero_grad(set_to_none=False)
-        return float(norm)
+
+    def _grads(self) -> list[Tensor]:
+        return [m.grad for m in self.masters.values() if m.grad is not None]
 
     @torch.no_grad()
     def write_model(self) -> None:

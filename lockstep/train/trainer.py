@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from lockstep.config import TrainConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import Decoder
+from lockstep.observe.timeline import Timeline
 from lockstep.parallel.world import World
 from lockstep.train.optimizer import MasterAdamW, learning_rate_at
 
@@ -30,6 +32,10 @@ class Trainer:
         self.total_updates = total_updates
         self.optimizer = MasterAdamW(model, config)
         self.updates = 0
+        self.skipped_steps = 0
+        """Steps whose loss or gradient was not finite, which changed nothing."""
+        self.skipped_in_a_row = 0
+        self.timeline = Timeline()
 
     def step(
         self, microbatches: Iterable[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]
@@ -38,7 +44,8 @@ class Trainer:
 
         `loss_of` returns a micro-batch's share of the step's loss: a sum whose weights add up to 1 over the whole
         step, over all ranks, so that how it was cut into micro-batches does not matter. Every rank brings the same
-        number of micro-batches.
+        number of micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer as they are,
+        on all ranks alike, and counts as skipped.
         """
         loss = 0.0
         held = list(microbatches)
@@ -46,19 +53,35 @@ class Trainer:
             if isinstance(self.model, FSDPModule):
                 # Ranks exchange gradients once a step.
                 self.model.set_requires_gradient_sync(index == len(held) - 1)
-            share = loss_of(self.model, microbatch)
-            share.backward()
+            with self.timeline.span("forward"):
+                share = loss_of(self.model, microbatch)
+            with self.timeline.span("backward"):
+                share.backward()
             loss += share.item()
         (loss,) = self.world.sum([loss])
         learning_rate = learning_rate_at(self.updates, self.total_updates, self.config)
-        grad_norm = self.optimizer.step(learning_rate)
-        self.updates += 1
-        return {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        with self.timeline.span("optimizer"):
+            grad_norm = self.optimizer.gradient_norm()
+            # Both are sums over all ranks, so that every rank decides the same.
+            if math.isfinite(loss) and math.isfinite(grad_norm):
+                self.optimizer.update(learning_rate, grad_norm)
+                self.updates += 1
+                self.skipped_in_a_row = 0
+            else:
+                self.optimizer.discard()
+                self.skipped_steps += 1
+                self.skipped_in_a_row += 1
+        return {
+            "loss": loss,
+            "grad_norm": float(grad_norm),
+            "learning_rate": learning_rate,
+            "skipped_steps": float(self.skipped_steps),
+        }
 
     def save(self, folder: Path, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
         """Writes a checkpoint with `state` (JSON) beside the weights."""
         tensors = self.optimizer.state_tensors()
-        save_checkpoint(folder, self.model, tokenizer, tensors, {**state, "updates": self.updates})
+        save_checkpoint(folder, self.model, tokenizer, tensors, {**state, **self.counts()})
 
     def resume(self, folder: Path) -> dict[str, Any]:
         """Puts weights and optimizer back; returns the saved state. Raises UserError for another model's checkpoint."""
@@ -67,5 +90,9 @@ class Trainer:
             self.optimizer.load_state_tensors(tensors)
         except (KeyError, RuntimeError) as error:
             raise UserError(f"{folder}: is a checkpoint of another model ({error}); give its --model") from error
-        self.updates = int(state["updates"])
+        self.updates, self.skipped_steps = int(state["updates"]), int(state.get("skipped_steps", 0))
         return state
+
+    def counts(self) -> dict[str, int]:
+        """What a checkpoint keeps beside the tensors; JSON-able."""
+        return {"updates": self.updates, "skipped_steps": self.skipped_steps}

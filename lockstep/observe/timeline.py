@@ -1,0 +1,97 @@
+"""What this rank is doing, and what it did in its last steps: seconds a phase, and a trace to look at."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.profiler import record_function
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase of one step; times in microseconds since the Unix epoch."""
+
+    name: str
+    step: int
+    began: float
+    microseconds: float
+
+
+class Timeline:
+    """Phases of the training loop by name, of the last `steps` steps; 0 keeps none and only tells the current one.
+
+    Times are the host's. On CUDA a phase ends when its kernels are launched, but for those that wait for a result
+    (a loss read back, a gradient's norm): what kernels take, the torch profiler says, which shows these phases too.
+    """
+
+    def __init__(self, rank: int = 0, steps: int = 0):
+        self.rank = rank
+        self.step = 0
+        self.phase = "start"
+        self.progress = 0
+        """Grows with every phase begun or ended: a rank whose progress stands still has stopped."""
+        self._held: deque[list[Span]] = deque(maxlen=steps)
+        self._current: list[Span] = []
+        # Wall-clock time, so that ranks share an axis; steps of perf_counter, which never jumps.
+        self._offset = time.time() - time.perf_counter()
+
+    def begin(self, step: int) -> None:
+        """What follows belongs to `step`."""
+        self.step = step
+        self.progress += 1
+        self._current = []
+        self._held.append(self._current)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A phase: `data`, `forward`, `backward`, `optimizer`, `checkpoint`, `validation` …"""
+        outer, self.phase = self.phase, name
+        self.progress += 1
+        began = time.perf_counter()
+        try:
+            with record_function(name):
+                yield
+            # A phase that fails keeps its name, so that whoever reports the failure can tell it.
+            self.phase = outer
+        finally:
+            self.progress += 1
+            seconds = time.perf_counter() - began
+            self._current.append(Span(name, self.step, (self._offset + began) * 1e6, seconds * 1e6))
+
+    def seconds(self, name: str) -> float:
+        """Of the current step, in all its phases of this name."""
+        return sum(s.microseconds for s in self._current if s.name == name) / 1e6
+
+    def write(self, path: Path) -> None:
+        """The kept steps as Chrome's trace events, which chrome://tracing and ui.perfetto.dev open."""
+        names = {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
+        spans = [
+            {
+                "ph": "X",
+                "pid": self.rank,
+                "tid": 0,
+                "name": span.name,
+                "cat": "phase",
+                "ts": span.began,
+                "dur": span.microseconds,
+                "args": {"step": span.step},
+            }
+            for step in self._held
+            for span in step
+        ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": [names, *spans], "displayTimeUnit": "ms"}))
+
+
+def merge_timelines(paths: list[Path], path: Path) -> None:
+    """Every rank's trace in one file, and theirs deleted."""
+    events = [event for each in paths for event in json.loads(each.read_text())["traceEvents"]]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    for each in paths:
+        each.unlink()
