@@ -5,6 +5,7 @@ under a field is its help on the command line. `validate` refuses impossible com
 """
 
 from lockstep.config.checks import validate
+from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig
@@ -13,6 +14,7 @@ from lockstep.config.train import Dtype, TrainConfig
 
 __all__ = [
     "CompileConfig",
+    "DataConfig",
     "Dtype",
     "EngineConfig",
     "ParallelConfig",

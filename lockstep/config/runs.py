@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.train import Dtype, TrainConfig
@@ -29,15 +30,16 @@ class PretrainConfig:
     steps: int = 200
     """Optimizer steps."""
     tokens_per_step: int = 8192
-    """Tokens of one optimizer step, over all its micro-batches."""
+    """Tokens of one optimizer step, over all ranks and micro-batches: a multiple of sequence_length."""
     sequence_length: int = 256
-    """Tokens of one packed sequence; documents are cut to it."""
+    """Tokens of one row of documents; a micro-batch is as many rows as fit into train.tokens_per_microbatch."""
     dtype: Dtype = "bfloat16"
     """Of the weights in the forward pass; the optimizer keeps float32 master weights."""
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    loader: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

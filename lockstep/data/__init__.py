@@ -1,6 +1,8 @@
 """Tokenizers, text sources and the resumable loader."""
 
-from lockstep.data.loader import TokenizedCorpus, TokenLoader, tokenize_documents
+from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
+from lockstep.data.loader import RowLoader, StepRows
+from lockstep.data.rows import Row, Rows
 from lockstep.data.text import TextSource, read_jsonl
 from lockstep.data.tokenizer import (
     ByteTokenizer,
@@ -14,9 +16,12 @@ from lockstep.data.tokenizer import (
 __all__ = [
     "ByteTokenizer",
     "HuggingFaceTokenizer",
+    "Row",
+    "RowLoader",
+    "Rows",
+    "StepRows",
     "StreamDecoder",
     "TextSource",
-    "TokenLoader",
     "TokenizedCorpus",
     "Tokenizer",
     "load_tokenizer",

@@ -1,120 +1,122 @@
-"""Tokenised documents in a seeded order, one optimizer step at a time, resumable to the document."""
+"""The rows of each step, for one rank: the same global rows in the same order, however many ranks share them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
-from lockstep.data.tokenizer import ByteTokenizer, Tokenizer
+from lockstep.data.rows import Piece, Row
 from lockstep.errors import UserError
 
-BATCH = 512
+
+@runtime_checkable
+class RowStream(Protocol):
+    """What the loader needs of `Rows`, or of several of them mixed."""
+
+    sequence_length: int
+
+    @property
+    def ended(self) -> bool: ...
+    @property
+    def epoch(self) -> float: ...
+    @property
+    def counts(self) -> dict[str, int]: ...
+    def plan(self) -> list[Piece]: ...
+    def targets(self, pieces: list[Piece]) -> int: ...
+    def read(self, pieces: list[Piece]) -> Row: ...
+    def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
-class TokenizedCorpus:
-    """All documents' tokens in one array, each document's end-of-text included; document i is
-    `tokens[offsets[i]:offsets[i + 1]]`."""
+class StepRows:
+    """What one rank computes in a step, and what the step holds over all ranks."""
 
-    tokens: np.ndarray
-    offsets: np.ndarray
-
-
-def tokenize_documents(
-    documents: Iterable[str], tokenizer: Tokenizer, limit_tokens: int | None = None
-) -> TokenizedCorpus:
-    """Tokenises every document and ends it with the tokenizer's end-of-text token.
-
-    Stops after the document that reaches `limit_tokens`, where given. Raises UserError if there is no text at all.
-    """
-    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    kind = np.uint16 if tokenizer.vocab_size < 2**16 else np.uint32
-    parts: list[np.ndarray] = []
-    total = 0
-    remaining = iter(documents)
-    while (limit_tokens is None or total < limit_tokens) and (batch := list(itertools.islice(remaining, BATCH))):
-        if isinstance(tokenizer, ByteTokenizer):
-            encoded = [np.frombuffer(text.encode(), dtype=np.uint8) for text in batch]
-        else:
-            encoded = [np.array(ids) for ids in tokenizer.encode_batch(batch)]
-        for ids in encoded:
-            if len(ids) and (limit_tokens is None or total < limit_tokens):
-                parts.append(np.append(ids, end).astype(kind))
-                total += len(parts[-1])
-    if not parts:
-        raise UserError("the data holds no text; every document is empty")
-    return TokenizedCorpus(np.concatenate(parts), np.array([0, *(len(p) for p in parts)]).cumsum())
+    microbatches: list[list[Row]]
+    """This rank's; each has the same number of rows, on every rank."""
+    tokens: int
+    """Of the documents, over all ranks; padding does not count."""
+    targets: int
+    """Tokens that the loss counts, over all ranks."""
+    capacity: int
+    """Tokens of all rows, over all ranks, padding included."""
 
 
-class TokenLoader:
-    """Sequences of each step, drawn from the corpus in a new order every epoch.
+class RowLoader:
+    """Takes `tokens_per_step` tokens' rows from the stream for each step and cuts this rank's share into micro-batches.
 
-    A document longer than `sequence_length` is cut into pieces; pieces are shuffled by a function of (seed, epoch)
-    alone, and a step takes as many as fit into `tokens_per_step`, at least one.
+    Rank r of n has the r-th of n equal runs of consecutive rows; which rows a step has does not depend on n. A last
+    step that the data does not fill is filled with empty rows.
 
-    Raises UserError for a `sequence_length` below 2 and for data without a sequence of two tokens.
+    Raises UserError where the step does not divide into rows, ranks and micro-batches.
     """
 
-    def __init__(self, corpus: TokenizedCorpus, sequence_length: int, tokens_per_step: int, seed: int):
-        if sequence_length < 2:
-            raise UserError(f"sequence_length is {sequence_length}; a sequence needs 2 tokens to predict one")
-        self.tokens = corpus.tokens
-        self.tokens_per_step = tokens_per_step
-        self.seed = seed
-        lengths = np.diff(corpus.offsets)
-        pieces = -(-lengths // sequence_length)
-        document = np.repeat(np.arange(len(lengths)), pieces)
-        index = np.arange(len(document)) - np.repeat(pieces.cumsum() - pieces, pieces)
-        self.starts = corpus.offsets[:-1][document] + index * sequence_length
-        self.ends = np.minimum(self.starts + sequence_length, corpus.offsets[1:][document])
-        usable = self.ends - self.starts >= 2
-        self.starts, self.ends = self.starts[usable], self.ends[usable]
-        if not len(self.starts):
-            raise UserError("the data holds no sequence of two tokens; there is nothing to predict")
-        self.position = 0
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
+    def __init__(
+        self, rows: RowStream, tokens_per_step: int, tokens_per_microbatch: int, rank: int = 0, ranks: int = 1
+    ):
+        self.rows, self.rank = rows, rank
+        self.rows_per_step, self.rows_per_microbatch = _division(
+            rows.sequence_length, tokens_per_step, tokens_per_microbatch, ranks
+        )
+        self.rows_per_rank = self.rows_per_step // ranks
 
-    def next(self) -> list[list[int]]:
-        """The next step's sequences."""
-        chosen: list[list[int]] = []
-        total = 0
-        while True:
-            piece = self._piece(self.position)
-            length = int(self.ends[piece] - self.starts[piece])
-            if chosen and total + length > self.tokens_per_step:
-                return chosen
-            chosen.append(self.tokens[self.starts[piece] : self.ends[piece]].tolist())
-            total += length
-            self.position += 1
+    @property
+    def ended(self) -> bool:
+        """Whether the data holds no further step."""
+        return self.rows.ended
 
     @property
     def epoch(self) -> float:
-        """Times that the corpus has been seen."""
-        return self.position / len(self.starts)
+        """Times that the data has been seen."""
+        return self.rows.epoch
 
-    def state(self) -> dict[str, int]:
-        """What `load_state` of a loader over the same data needs to go on from here; JSON-able."""
-        return {"position": self.position, "sequences": len(self.starts), "seed": self.seed}
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was met in the data, as metrics: `data/skipped_lines`, `data/empty_documents`, where there were any."""
+        return {f"data/{name}": count for name, count in self.rows.counts.items() if count}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """Goes on with the batch after those taken before `state`.
+    def next(self) -> StepRows:
+        """This rank's rows of the next step. Raises StopIteration where there is none (see `ended`)."""
+        if self.ended:
+            raise StopIteration("the data has ended")
+        plans = [self.rows.plan() for _ in range(self.rows_per_step)]
+        own = plans[self.rank * self.rows_per_rank : (self.rank + 1) * self.rows_per_rank]
+        rows = [self.rows.read(plan) for plan in own]
+        size = self.rows_per_microbatch
+        return StepRows(
+            microbatches=[rows[i : i + size] for i in range(0, len(rows), size)],
+            tokens=sum(piece.stop - piece.start for plan in plans for piece in plan),
+            targets=sum(self.rows.targets(plan) for plan in plans),
+            capacity=self.rows_per_step * self.rows.sequence_length,
+        )
 
-        Raises UserError if the data or the seed are not those of `state`: the order would be another one.
-        """
-        own = self.state()
-        for key in ("sequences", "seed"):
-            if state[key] != own[key]:
-                raise UserError(
-                    f"{key}: {state[key]} when the run was saved, {own[key]} now; resume with the same data, "
-                    "sequence_length and seed, or start again with --overwrite"
-                )
-        self.position = state["position"]
+    def state(self) -> dict[str, Any]:
+        """The whole position, the same on every rank and for any number of them; JSON-able."""
+        return self.rows.state()
 
-    def _piece(self, position: int) -> int:
-        epoch, index = divmod(position, len(self.starts))
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.starts)))
-        return int(self._order[1][index])
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on with the step after those taken before `state`. Raises UserError for another run's state."""
+        self.rows.load_state(state)
+
+
+def _division(length: int, per_step: int, per_microbatch: int, ranks: int) -> tuple[int, int]:
+    """Rows of a step, and of a micro-batch."""
+    rows, rest = divmod(per_step, length)
+    if rest or not rows or rows % ranks:
+        unit = length * ranks
+        low = max(1, per_step // unit) * unit
+        near = f"{low} or {low + unit}" if low < per_step else str(low)
+        raise UserError(
+            f"tokens_per_step {per_step} does not divide into rows of sequence_length {length} for {ranks} "
+            f"data-parallel rank{'s' * (ranks > 1)}, {unit} tokens together; give tokens_per_step {near}"
+        )
+    own = rows // ranks
+    size = min(max(1, per_microbatch // length), own)
+    if own % size:
+        fitting = next(n for n in range(size, 0, -1) if own % n == 0)
+        raise UserError(
+            f"a rank's {own} rows of a step ({per_step} tokens, {ranks} rank{'s' * (ranks > 1)}) do not divide into "
+            f"micro-batches of {size} rows (train.tokens_per_microbatch {per_microbatch}); "
+            f"give train.tokens_per_microbatch {fitting * length}"
+        )
+    return rows, size

@@ -125,7 +125,8 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
             # Slices add up in float32; one slice alone needs no wider copy.
             grad_head = part if grad_head is None else grad_head.float().add_(part)
-        assert grad_head is not None
+        if grad_head is None:  # a micro-batch of padding alone, whose backward still takes part in the ranks' exchange
+            grad_head = torch.zeros_like(head)
         return grad_hidden, grad_head.to(head.dtype), None, None
 
 

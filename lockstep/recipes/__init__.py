@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.config import EngineConfig, PretrainConfig, RLConfig, TrainConfig
+from lockstep.config import DataConfig, EngineConfig, PretrainConfig, RLConfig, TrainConfig
 from lockstep.errors import UserError, closest
 from lockstep.rl.environments.gsm8k import TEMPLATE as GSM8K_TEMPLATE
 
@@ -22,7 +22,8 @@ def gsm8k_tiny_pretrain() -> PretrainConfig:
         tokenizer="bpe:2048",
         steps=300,
         tokens_per_step=8192,
-        sequence_length=512,
+        sequence_length=2048,
+        loader=DataConfig(packing="whole"),
         train=TrainConfig(learning_rate=2e-3, warmup_steps=20),
     )
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config import PretrainConfig, TrainConfig
+from lockstep.config import DataConfig, PretrainConfig, TrainConfig
 from lockstep.observe import Progress, write_report
 from lockstep.recipes import digit_sum
 from lockstep.rl.controller import reinforce
@@ -36,7 +36,9 @@ def run_demo(config: DemoConfig) -> Path:
         model="qwen3:micro",
         steps=1000,
         tokens_per_step=4096,
-        sequence_length=128,
+        # Seven documents a row, none of them cut.
+        sequence_length=512,
+        loader=DataConfig(packing="whole"),
         dtype="float32",
         seed=config.seed,
         train=TrainConfig(learning_rate=3e-3, warmup_steps=30),

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.data import Row
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 
@@ -51,6 +52,19 @@ def pack(
     is_target = positions >= thresholds
     rows = is_target.nonzero()[:, 0]
     return PackedRow(tokens.to(device), positions.to(device), lengths, (rows - 1).to(device), tokens[rows].to(device))
+
+
+def pack_rows(rows: Sequence[Row], device: str | torch.device = "cpu") -> PackedRow:
+    """Packs a loader's rows one after the other; sequences, padding and targets are as the rows say."""
+    padding = -sum(len(row.tokens) for row in rows) % ops.ROW_MULTIPLE
+    lengths = [n for row in rows for n in row.lengths]
+    tail = np.zeros(padding, dtype=np.int64)
+    tokens = torch.from_numpy(np.concatenate([*(row.tokens for row in rows), tail]))
+    positions = torch.from_numpy(np.concatenate([*(np.arange(n) for n in lengths), tail]))
+    targets = torch.from_numpy(np.concatenate([row.scored for row in rows]).nonzero()[0])
+    return PackedRow(
+        tokens.to(device), positions.to(device), lengths, (targets - 1).to(device), tokens[targets].to(device)
+    )
 
 
 def target_log_probs(

@@ -15,9 +15,11 @@ from torch import Tensor
 from lockstep.config import PretrainConfig, to_toml, validate
 from lockstep.data import (
     ByteTokenizer,
+    RowLoader,
+    Rows,
     TextSource,
+    TokenizedCorpus,
     Tokenizer,
-    TokenLoader,
     load_tokenizer,
     tokenize_documents,
     train_bpe,
@@ -26,7 +28,7 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder, initialize, load_weights, preset, read_config, resolve_dtype
 from lockstep.observe import MetricsWriter, Progress, RunFolder, open_run, write_report
 from lockstep.parallel import World, close_world, open_world, parallel_model
-from lockstep.train.packing import PackedRow, pack, split_for_ranks, target_log_probs
+from lockstep.train.packing import PackedRow, pack_rows, target_log_probs
 from lockstep.train.trainer import Trainer
 
 
@@ -48,7 +50,16 @@ def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | N
     tokenizer = make_tokenizer(config, source)
     model = make_model(config, tokenizer, world)
     corpus = tokenize_documents(source, tokenizer)
-    loader = TokenLoader(corpus, config.sequence_length, config.tokens_per_step, config.seed)
+    if isinstance(source, TextSource):
+        corpus.counts["skipped_lines"] = source.skipped
+    loader = make_loader(config, corpus, world)
+    return run_training(config, world, tokenizer, model, loader, progress or Progress("pretrain", config.steps))
+
+
+def run_training(
+    config: PretrainConfig, world: World, tokenizer: Tokenizer, model: Decoder, loader: RowLoader, progress: Progress
+) -> Path:
+    """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder."""
     trainer = Trainer(model, config.train, config.steps, world)
 
     run = RunFolder(Path(config.output))
@@ -58,7 +69,8 @@ def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | N
     start = 0
     if config.resume and (checkpoint := run.newest_checkpoint()):
         state = trainer.resume(checkpoint)
-        start, loader.position = int(state["step"]), int(state["position"])
+        start = int(state["step"])
+        loader.load_state(state["loader"])
     if config.resume and world.is_main:
         run.truncate(start)
 
@@ -66,34 +78,38 @@ def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | N
     loss = float("nan")
     with (
         MetricsWriter(run.path, config.tensorboard) if world.is_main else nullcontext() as metrics_file,
-        (progress or Progress("pretrain", config.steps)) if world.is_main else nullcontext() as bar,
+        progress if world.is_main else nullcontext() as bar,
     ):
         if bar is not None:
             bar.advance(start)
         for step in range(start + 1, config.steps + 1):
+            if loader.ended:
+                break
             step_began = time.perf_counter()
-            sequences = loader.next()
-            lengths = [len(s) for s in sequences]
-            parts = split_for_ranks(lengths, config.train.tokens_per_microbatch, world.data_size)[world.data_rank]
-            next_token_loss = NextTokenLoss(sum(lengths) - len(lengths))
-            metrics = trainer.step([pack(sequences[part], device=world.device) for part in parts], next_token_loss)
+            batch = loader.next()
+            microbatches = [pack_rows(rows, world.device) for rows in batch.microbatches]
+            metrics = trainer.step(microbatches, NextTokenLoss(batch.targets))
             seconds = time.perf_counter() - step_began
             loss = metrics["loss"]
             metrics |= {
-                "tokens": sum(lengths),
-                "tokens_per_second": sum(lengths) / seconds,
+                "tokens": batch.tokens,
+                "tokens_per_second": batch.tokens / seconds,
                 # 2 multiply-adds a weight forward, 4 backward; attention's own products are left out.
-                "tflops": 6 * model.config.num_parameters * sum(lengths) / seconds / 1e12,
+                "tflops": 6 * model.config.num_parameters * batch.tokens / seconds / 1e12,
                 "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
                 "epoch": loader.epoch,
+                "data/padding": 1 - batch.tokens / batch.capacity,
+                **loader.counts,
                 "time/step": seconds,
             }
-            if config.skip_bad_lines and isinstance(source, TextSource):
-                metrics["data/skipped_lines"] = source.skipped
             if metrics_file is not None:
                 metrics_file.write(step, metrics)
-            if step == config.steps or (config.checkpoint_every and step % config.checkpoint_every == 0):
-                trainer.save(run.checkpoint_path(step), tokenizer, {"step": step, "position": loader.position})
+            if (
+                step == config.steps
+                or loader.ended
+                or (config.checkpoint_every and step % config.checkpoint_every == 0)
+            ):
+                trainer.save(run.checkpoint_path(step), tokenizer, {"step": step, "loader": loader.state()})
             if bar is not None:
                 bar.advance(loss=loss, tokens_per_s=metrics["tokens_per_second"])
 
@@ -108,7 +124,7 @@ class NextTokenLoss:
     """Mean cross-entropy over a step's targets, a micro-batch's share at a time."""
 
     def __init__(self, targets: int):
-        self.targets = targets
+        self.targets = max(targets, 1)
 
     def __call__(self, model: Decoder, row: PackedRow) -> Tensor:
         log_probs, _ = target_log_probs(model, row)
@@ -125,6 +141,16 @@ def make_tokenizer(config: PretrainConfig, source: Iterable[str]) -> Tokenizer:
             raise UserError(f'tokenizer "{config.tokenizer}": give the vocabulary as bpe:2048')
         return train_bpe(source, int(size))
     return load_tokenizer(config.tokenizer)
+
+
+def make_loader(config: PretrainConfig, corpus: TokenizedCorpus, world: World) -> RowLoader:
+    """This rank's rows of the corpus."""
+    settings = config.loader
+    rows = Rows(
+        corpus, config.sequence_length, config.seed, settings.packing, settings.separate_documents, settings.repeat
+    )
+    tokens = config.train.tokens_per_microbatch
+    return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
 
 
 def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:

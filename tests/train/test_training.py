@@ -2,14 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from lockstep import build_model, score
-from lockstep.config import PretrainConfig, TrainConfig
+from lockstep.config import DataConfig, PretrainConfig, TrainConfig
+from lockstep.data import Row, RowLoader, Rows, TokenizedCorpus
 from lockstep.errors import UserError
 from lockstep.model import preset
-from lockstep.train import MasterAdamW, Trainer, learning_rate_at, pack, split_by_tokens
+from lockstep.train import MasterAdamW, Trainer, learning_rate_at, pack, pack_rows, split_by_tokens, target_log_probs
 from lockstep.train.pretrain import NextTokenLoss, pretrain
 
 SEQUENCES = [[1, 2, 3, 4, 5], list(range(50, 90)), [7, 7], [9, 8, 7, 6]]
@@ -133,3 +135,37 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="learning_rate is 0"):
         pretrain(_config(tmp_path, "other", train=TrainConfig(learning_rate=0)))
     assert not (tmp_path / "other").exists()
+
+
+def test_a_loaders_rows_pack_to_the_bits_of_their_sequences_and_padding_does_not_matter():
+    sequences = SEQUENCES[:1] + SEQUENCES[2:]
+    corpus = TokenizedCorpus(np.array([t for s in sequences for t in s]), np.cumsum([0, *(len(s) for s in sequences)]))
+    loader = RowLoader(Rows(corpus, 8, 0, "whole", repeat=False), 40, 40)
+    step = loader.next()
+    model = build_model(preset("qwen3:micro"), dtype="float32")
+    losses = []
+    for rows in step.microbatches:
+        row = pack_rows(rows)
+        assert len(row.tokens) == 40 and row.positions.max() <= 7
+        losses.append(target_log_probs(model, row)[0])
+    expected = torch.cat(score(model, sequences))
+    assert step.targets == len(expected)
+    assert torch.equal(torch.cat(losses).sort().values, expected.sort().values)
+
+
+def test_a_micro_batch_of_padding_has_a_gradient_of_zero():
+    model = build_model(preset("qwen3:micro"), dtype="float32")
+    padding = Row(np.zeros(16, dtype=np.int64), [16], np.zeros(16, dtype=bool))
+    NextTokenLoss(3)(model, pack_rows([padding])).backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path):
+    config = _config(tmp_path, "run", steps=50, loader=DataConfig(repeat=False), checkpoint_every=0)
+    folder = pretrain(config, ["the quick brown fox " * 60])
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(m["tokens"] for m in metrics) == 1201 and len(metrics) == 3 and metrics[-1]["data/padding"] > 0.5
+    assert (folder / "checkpoints" / "step_00000003").is_dir()
+    config.resume = True
+    pretrain(config, ["the quick brown fox " * 60])
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3

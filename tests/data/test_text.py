@@ -1,14 +1,10 @@
-"""Text sources and the loader: all of the text, each piece once an epoch, resumed to the piece."""
+"""Text sources and their tokens: all of the text, and what is no text named."""
 
 import itertools
-import json
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lockstep.data import ByteTokenizer, TextSource, TokenLoader, tokenize_documents
+from lockstep.data import ByteTokenizer, TextSource, tokenize_documents
 from lockstep.errors import UserError
 
 
@@ -76,42 +72,6 @@ def test_missing_and_empty_data_are_refused(tmp_path):
         tokenize_documents([""], ByteTokenizer())
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
-    sequence_length=st.integers(4, 20),
-    tokens_per_step=st.integers(10, 60),
-    taken=st.integers(0, 10),
-    seed=st.integers(0, 5),
-)
-def test_an_epoch_has_every_piece_once_and_a_loader_resumes_exactly(
-    lengths, sequence_length, tokens_per_step, taken, seed
-):
-    texts = [chr(97 + i) * n for i, n in enumerate(lengths)]
-    corpus = tokenize_documents(texts, ByteTokenizer())
-    loader = TokenLoader(corpus, sequence_length, tokens_per_step, seed)
-    pieces: list[list[int]] = []
-    while len(pieces) < len(loader.starts):
-        step = loader.next()
-        assert len(step) == 1 or sum(map(len, step)) <= tokens_per_step
-        pieces += step
-    expected = [
-        (text.encode() + b"\0")[i : i + sequence_length]
-        for text in texts
-        for i in range(0, len(text) + 1, sequence_length)
-    ]
-    epoch = sorted(bytes(0 if t == 256 else t for t in p) for p in pieces[: len(loader.starts)])
-    assert epoch == sorted(p for p in expected if len(p) >= 2)
-
-    loader.position = 0
-    for _ in range(taken):
-        loader.next()
-    resumed = TokenLoader(corpus, sequence_length, tokens_per_step, seed)
-    resumed.load_state(json.loads(json.dumps(loader.state())))
-    assert [resumed.next() for _ in range(3)] == [loader.next() for _ in range(3)]
-    assert np.array_equal(corpus.offsets[1:] - corpus.offsets[:-1], np.array(lengths) + 1)
-
-
 def test_a_limit_stops_after_the_document_that_reaches_it():
     whole = tokenize_documents(["abc", "de", "fgh"], ByteTokenizer())
     assert whole.offsets.tolist() == [0, 4, 7, 11]
@@ -123,22 +83,3 @@ def test_bpe_documents_are_those_of_encode(bpe_tokenizer):
     corpus = tokenize_documents(texts, bpe_tokenizer)
     expected = [[*bpe_tokenizer.encode(t), bpe_tokenizer.eos_id] for t in texts if t]
     assert [corpus.tokens[a:b].tolist() for a, b in itertools.pairwise(corpus.offsets)] == expected
-
-
-@pytest.mark.parametrize(
-    ("texts", "sequence_length", "seed", "message"),
-    [
-        (["abcdefgh"] * 4, 8, 0, "sequences: 6 when the run was saved, 4 now"),
-        (["abcdefgh"] * 6, 8, 1, "seed: 0 when the run was saved, 1 now"),
-    ],
-)
-def test_a_loader_refuses_the_state_of_other_data(texts, sequence_length, seed, message):
-    state = TokenLoader(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8, 16, 0).state()
-    loader = TokenLoader(tokenize_documents(texts, ByteTokenizer()), sequence_length, 16, seed)
-    with pytest.raises(UserError, match=message):
-        loader.load_state(state)
-
-
-def test_a_sequence_too_short_to_predict_is_refused():
-    with pytest.raises(UserError, match="sequence_length is 1"):
-        TokenLoader(tokenize_documents(["abc"], ByteTokenizer()), 1, 16, 0)

@@ -1,0 +1,177 @@
+"""Documents in a seeded order, cut or fitted into rows of one length, with a position exact to the token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from lockstep.data.corpus import TokenizedCorpus
+from lockstep.errors import UserError
+
+
+@runtime_checkable
+class Documents(Protocol):
+    """Tokenised documents, a window at a time: a whole corpus is one window, a stream is many."""
+
+    def window(self, index: int) -> TokenizedCorpus | None:
+        """The documents that are shuffled together; None after the last."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of `sequence_length` tokens. Its sequences fill it: padding is a sequence of its own without targets."""
+
+    tokens: np.ndarray
+    lengths: list[int]
+    """Of the sequences: each has its own positions, and attention stays within it."""
+    scored: np.ndarray
+    """Whether a token is a target; never a sequence's first."""
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one document."""
+
+    corpus: TokenizedCorpus
+    start: int
+    stop: int
+
+    @property
+    def targets(self) -> int:
+        return self.stop - self.start - 1 if self.corpus.scored is None else int(self.scored()[1:].sum())
+
+    def scored(self) -> np.ndarray:
+        if self.corpus.scored is None:
+            return np.ones(self.stop - self.start, dtype=bool)
+        return self.corpus.scored[self.start : self.stop].astype(bool)
+
+
+class Rows:
+    """An endless or, with `repeat` off, ending stream of rows: a function of (documents, seed).
+
+    Each epoch and each window has an order of its own. `packing` is "cut" (documents one after the other, cut where a
+    row ends) or "whole" (a document that no longer fits starts the next row, and only one longer than a row is cut).
+    A row is first planned, as pieces, and read by the rank that needs it. With `separate` off a row is one sequence.
+
+    Raises UserError for a `sequence_length` below 2 and for documents without two tokens.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        sequence_length: int,
+        seed: int,
+        packing: Literal["cut", "whole"] = "cut",
+        separate: bool = True,
+        repeat: bool = True,
+    ):
+        if sequence_length < 2:
+            raise UserError(f"sequence_length is {sequence_length}; a sequence needs 2 tokens to predict one")
+        self.documents, self.sequence_length, self.seed = documents, sequence_length, seed
+        self.packing, self.separate, self.repeat = packing, separate, repeat
+        # What is next: the token `offset` of the document at `index` of the order of `window` in `epoch`.
+        self._epoch = self._window = self._index = self._offset = 0
+        self._corpus, self._order = self._open()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all documents have been given out, which only happens where they are not repeated."""
+        return self._epoch > 0 and not self.repeat
+
+    @property
+    def epoch(self) -> float:
+        """Times that the documents have been seen; of a stream, whose length is not known, whole times only."""
+        partial = self._index / len(self._order) if self.documents is self._corpus else 0.0
+        return self._epoch + partial
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What reading the documents came across, by name."""
+        return self._corpus.counts
+
+    def plan(self) -> list[Piece]:
+        """The pieces of the next row; fewer tokens than a row's where documents are kept whole or end."""
+        pieces: list[Piece] = []
+        room = self.sequence_length
+        while room and not self.ended:
+            document = self._order[self._index]
+            first, end = (int(o) for o in self._corpus.offsets[document : document + 2])
+            start = first + self._offset
+            fits = end - start <= room
+            if self.packing == "whole" and pieces and not fits:
+                break
+            stop = end if fits else start + room
+            pieces.append(Piece(self._corpus, start, stop))
+            room -= stop - start
+            if fits:
+                self._advance()
+            else:
+                self._offset += stop - start
+        return pieces
+
+    def targets(self, pieces: list[Piece]) -> int:
+        """Tokens of a planned row that the loss counts."""
+        if self.separate:
+            return sum(piece.targets for piece in pieces)
+        return sum(int(piece.scored().sum()) for piece in pieces) - int(bool(pieces) and pieces[0].scored()[0])
+
+    def read(self, pieces: list[Piece]) -> Row:
+        """A planned row's tokens."""
+        lengths = [piece.stop - piece.start for piece in pieces]
+        total, held = self.sequence_length, sum(lengths)
+        tokens, scored = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=bool)
+        if pieces:
+            np.concatenate([p.corpus.tokens[p.start : p.stop] for p in pieces], out=tokens[:held], casting="unsafe")
+            np.concatenate([p.scored() for p in pieces], out=scored[:held])
+        if held < total:
+            lengths.append(total - held)
+        if not self.separate:
+            lengths = [total]
+        scored[np.cumsum([0, *lengths[:-1]])] = False
+        return Row(tokens, lengths, scored)
+
+    def state(self) -> dict[str, Any]:
+        """The whole position; JSON-able."""
+        place = {"epoch": self._epoch, "window": self._window, "index": self._index, "offset": self._offset}
+        return {**self._settings(), **place}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on after the rows taken before `state`.
+
+        Raises UserError if the data, the seed or the packing are not those of `state`: the order would be another one.
+        """
+        for key, value in self._settings().items():
+            if state.get(key) != value:
+                raise UserError(
+                    f"{key}: {state.get(key)} when the run was saved, {value} now; resume with the same data, "
+                    "sequence_length, seed and packing, or start again with --overwrite"
+                )
+        self._epoch, self._window = int(state["epoch"]), int(state["window"])
+        self._index, self._offset = int(state["index"]), int(state["offset"])
+        if not self.ended:
+            self._corpus, self._order = self._open()
+
+    def _settings(self) -> dict[str, Any]:
+        own = {"seed": self.seed, "sequence_length": self.sequence_length, "packing": self.packing}
+        return {**self.documents.fingerprint(), **own}
+
+    def _advance(self) -> None:
+        self._index, self._offset = self._index + 1, 0
+        if self._index < len(self._order):
+            return
+        self._index, self._window = 0, self._window + 1
+        if self.documents.window(self._window) is None:
+            self._window, self._epoch = 0, self._epoch + 1
+        if not self.ended:
+            self._corpus, self._order = self._open()
+
+    def _open(self) -> tuple[TokenizedCorpus, np.ndarray]:
+        corpus = self.documents.window(self._window)
+        if corpus is None or int(np.diff(corpus.offsets).max(initial=0)) < 2:
+            raise UserError("the data holds no sequence of two tokens; there is nothing to predict")
+        draw = np.random.default_rng([self.seed, self._epoch, self._window])
+        return corpus, draw.permutation(len(corpus.offsets) - 1)

@@ -1,0 +1,178 @@
+"""The loader: every token once an epoch, one global stream for any number of ranks, resumed to the token."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data import ByteTokenizer, RowLoader, Rows, TokenizedCorpus, tokenize_documents
+from lockstep.errors import UserError
+
+CORPORA = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+PACKING = st.sampled_from(["cut", "whole"])
+
+
+def _corpus(lengths, scored=False):
+    """Documents of these lengths whose tokens are all different."""
+    tokens = np.arange(1, sum(lengths) + 1)
+    offsets = np.array([0, *lengths]).cumsum()
+    return TokenizedCorpus(tokens, offsets, tokens % 3 == 0 if scored else None)
+
+
+def _real(row):
+    """A row's tokens without padding, which is 0."""
+    return row.tokens[row.tokens > 0].tolist()
+
+
+def _rows(corpus, length, **changes):
+    return Rows(corpus, length, **({"seed": 0} | changes))
+
+
+def _tokens(step):
+    return [row.tokens.tolist() for rows in step.microbatches for row in rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=CORPORA, length=st.integers(2, 20), packing=PACKING, seed=st.integers(0, 5))
+def test_an_epoch_gives_every_token_once(lengths, length, packing, seed):
+    if max(lengths) < 2:
+        return
+    rows = _rows(_corpus(lengths), length, packing=packing, seed=seed, repeat=False)
+    seen = []
+    while not rows.ended:
+        row = rows.read(rows.plan())
+        assert len(row.tokens) == length == sum(row.lengths)
+        seen += _real(row)
+    assert sorted(seen) == list(range(1, sum(lengths) + 1))
+    ends = np.array(lengths).cumsum()
+    if packing == "cut":
+        # Concatenated: every row but the last is full.
+        documents = itertools.groupby(seen, key=lambda t: int(np.searchsorted(ends, t)))
+        assert len(list(documents)) == len(lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=CORPORA, length=st.integers(2, 20))
+def test_a_whole_document_is_never_cut_unless_longer_than_a_row(lengths, length):
+    if max(lengths) < 2:
+        return
+    rows = _rows(_corpus(lengths), length, packing="whole")
+    ends = np.array(lengths).cumsum()
+    for _ in range(30):
+        for piece in rows.plan():
+            document = int(np.searchsorted(ends, piece.start, side="right"))
+            assert piece.stop - piece.start == lengths[document] or lengths[document] > length
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=CORPORA,
+    length=st.integers(2, 20),
+    packing=PACKING,
+    scored=st.booleans(),
+    separate=st.booleans(),
+)
+def test_targets_are_the_scored_tokens_after_the_first_of_a_sequence(lengths, length, packing, scored, separate):
+    if max(lengths) < 2:
+        return
+    rows = _rows(_corpus(lengths, scored), length, packing=packing, separate=separate)
+    for _ in range(10):
+        plan = rows.plan()
+        row = rows.read(plan)
+        firsts = np.cumsum([0, *row.lengths[:-1]])
+        expected = (row.tokens > 0) & ((row.tokens % 3 == 0) | (not scored))
+        expected[firsts] = False
+        assert np.array_equal(row.scored, expected) and rows.targets(plan) == expected.sum()
+        assert len(row.lengths) == 1 or separate
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=CORPORA,
+    length=st.integers(2, 12),
+    packing=PACKING,
+    repeat=st.booleans(),
+    taken=st.integers(0, 8),
+    ranks=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
+)
+def test_the_stream_is_the_same_for_any_ranks_and_resumes_at_any_step_with_others(
+    lengths, length, packing, repeat, taken, ranks
+):
+    if max(lengths) < 2:
+        return
+
+    def loaders(count):
+        streams = [_rows(_corpus(lengths), length, packing=packing, repeat=repeat) for _ in range(count)]
+        return [RowLoader(rows, 4 * length, length, rank, count) for rank, rows in enumerate(streams)]
+
+    (alone,) = loaders(1)
+    steps = [alone.next() for _ in range(12) if not alone.ended]
+    before, after = (loaders(count) for count in ranks)
+    parts = [[loader.next() for loader in before] for _ in steps[:taken]]
+    states = [json.dumps(loader.state()) for loader in before]
+    assert len(set(states)) == 1, "every rank knows the whole position"
+    for loader in after:
+        loader.load_state(json.loads(states[0]))
+    parts += [[loader.next() for loader in after] for _ in steps[taken:]]
+    for whole, shares in zip(steps, parts, strict=True):
+        assert [t for share in shares for t in _tokens(share)] == _tokens(whole)
+        assert {(s.tokens, s.targets) for s in shares} == {(whole.tokens, whole.targets)}
+        assert sum(int(r.scored.sum()) for s in shares for rows in s.microbatches for r in rows) == whole.targets
+
+
+def test_orders_differ_by_epoch_and_by_seed():
+    def epochs(seed):
+        rows = _rows(_corpus([5] * 20), 5, seed=seed)
+        return [[rows.read(rows.plan()).tokens.tolist() for _ in range(20)] for _ in range(2)]
+
+    first, second = epochs(0)
+    assert first != second and sorted(first) == sorted(second) and first != epochs(1)[0]
+
+
+def test_data_that_is_not_repeated_ends_with_a_step_filled_with_padding():
+    rows = _rows(_corpus([7]), 4, repeat=False)
+    loader = RowLoader(rows, 16, 16)
+    step = loader.next()
+    assert step.tokens == 7 and step.targets == 5 and step.capacity == 16 and loader.ended
+    assert [row.lengths for row in step.microbatches[0]] == [[4], [3, 1], [4], [4]]
+    with pytest.raises(StopIteration, match="has ended"):
+        loader.next()
+
+
+@pytest.mark.parametrize(
+    ("per_step", "per_microbatch", "ranks", "message"),
+    [
+        (100, 64, 1, "tokens_per_step 100 .* sequence_length 8 for 1 .* 8 tokens together; .* 96 or 104"),
+        (24, 64, 2, "tokens_per_step 24 .* for 2 data-parallel ranks, 16 tokens together; .* 16 or 32"),
+        (4, 64, 1, "give tokens_per_step 8"),
+        (48, 32, 1, "6 rows .* micro-batches of 4 rows .*; give train.tokens_per_microbatch 24"),
+    ],
+)
+def test_a_step_that_does_not_divide_is_refused_with_the_numbers(per_step, per_microbatch, ranks, message):
+    with pytest.raises(UserError, match=message):
+        RowLoader(_rows(_corpus([9]), 8), per_step, per_microbatch, 0, ranks)
+
+
+@pytest.mark.parametrize(
+    ("texts", "length", "seed", "packing", "message"),
+    [
+        (["abcdefgh"] * 4, 8, 0, "cut", "documents: 6 when the run was saved, 4 now"),
+        (["abcdefgh"] * 6, 8, 1, "cut", "seed: 0 when the run was saved, 1 now"),
+        (["abcdefgh"] * 6, 4, 0, "cut", "sequence_length: 8 when the run was saved, 4 now"),
+        (["abcdefgh"] * 6, 8, 0, "whole", "packing: cut when the run was saved, whole now"),
+    ],
+)
+def test_the_state_of_other_data_is_refused(texts, length, seed, packing, message):
+    state = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8).state()
+    with pytest.raises(UserError, match=message):
+        _rows(tokenize_documents(texts, ByteTokenizer()), length, seed=seed, packing=packing).load_state(state)
+
+
+def test_data_with_nothing_to_predict_is_refused():
+    with pytest.raises(UserError, match="sequence_length is 1"):
+        _rows(_corpus([5]), 1)
+    with pytest.raises(UserError, match="no sequence of two tokens"):
+        _rows(_corpus([1, 1]), 4)
