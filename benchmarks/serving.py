@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import random
@@ -163,16 +164,50 @@ async def _warm(port: int, work: Work, process: subprocess.Popen[bytes]) -> None
     await asyncio.gather(*(ask(port, prompt, 8) for prompt in work.prompts(STREAMS, seed=-2)))
 
 
-def engine_side(folder: str, work: Work) -> dict[str, float]:
-    """The streams' requests given to the engine itself."""
-    from lockstep import Engine, EngineConfig, SamplingParams, load_model
+async def overhead(folder: str, name: str) -> dict[str, float]:
+    """Streams over HTTP, and the same work given to the same engine in its own thread, in turn.
 
+    An engine in another process would differ by more than HTTP costs.
+    """
+    from lockstep import Engine, SamplingParams
+    from lockstep.config import EngineConfig, ServeConfig
+    from lockstep.generate.server import build_service
+    from lockstep.generate.server.serve import Server
+
+    work, http, engine = WORKS[name], [], []
     config = EngineConfig(cache_tokens=work.cache_tokens, max_sequences=MAX_SEQUENCES)
-    engine = Engine(load_model(folder), config)
-    engine.generate(work.prompts(STREAMS, seed=-2), SamplingParams(max_tokens=8, ignore_eos=True))
-    began = time.perf_counter()
-    engine.generate(work.prompts(STREAMS, seed=-3), SamplingParams(max_tokens=work.new, ignore_eos=True))
-    return {"seconds": time.perf_counter() - began}
+    service = build_service(ServeConfig(folder, port=0, model_name="model", engine=config), Path(folder))
+    server = Server(service)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+
+    def bare(engine: Engine, seed: int) -> float:
+        began = time.perf_counter()
+        engine.generate(work.prompts(STREAMS, seed), SamplingParams(max_tokens=work.new, ignore_eos=True))
+        return time.perf_counter() - began
+
+    await service.engine_loop.between_steps(functools.partial(bare, seed=-1))
+    for seed in range(work.rounds):
+        command = [
+            sys.executable,
+            __file__,
+            "--side",
+            "client",
+            "--work",
+            name,
+            "--port",
+            str(port),
+            "--seed",
+            str(seed),
+        ]
+        client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        http.append(float((await client.communicate())[0]))
+        engine.append(await service.engine_loop.between_steps(functools.partial(bare, seed=100 + seed)))
+    server.begin_end()
+    await serving
+    return {"seconds": min(http), "engine": min(engine)}
 
 
 def write_model(folder: str, work: Work) -> None:
@@ -195,6 +230,8 @@ def write_model(folder: str, work: Work) -> None:
 
 
 def report(name: str, sides: list[str]) -> None:
+    from peers import best_of
+
     work = WORKS[name]
     cores = len(os.sched_getaffinity(0))
     print(f"\n{name}: {work.preset}, {work.length} tokens, {work.new} new ({cores} cores; milliseconds: p50 / p99)")
@@ -204,8 +241,12 @@ def report(name: str, sides: list[str]) -> None:
             with server(side, folder, work) as port:
                 for rate in work.rates:
                     print_row(side, work, rate, asyncio.run(at_rate(port, work, rate)))
-                if side == "lockstep":
-                    print_overhead(name, folder, port)
+        if "lockstep" in sides:
+            took = best_of(__file__, ["--folder", folder, "--work", name], ["overhead"], 1)["overhead"]
+            over = took["seconds"] / took["engine"] - 1
+            print(
+                f"  {STREAMS} streams: {took['seconds']:.2f} s over HTTP, {took['engine']:.2f} s without: {over:+.1%}"
+            )
 
 
 def print_row(side: str, work: Work, rate: float, answers: list[Answer]) -> None:
@@ -218,20 +259,6 @@ def print_row(side: str, work: Work, rate: float, answers: list[Answer]) -> None
     )
 
 
-def print_overhead(name: str, folder: str, port: int) -> None:
-    """The server's streams and the engine's own run, in turn."""
-    from peers import best_of
-
-    work, http, engine = WORKS[name], [], []
-    for seed in range(work.rounds):
-        http.append(seconds_of(asyncio.run(at_once(port, work, seed))))
-        engine.append(best_of(__file__, ["--folder", folder, "--work", name], ["engine"], 1)["engine"]["seconds"])
-    over = min(http) / min(engine) - 1
-    print(
-        f"  {STREAMS} streams: {min(http):.2f} s over HTTP, {min(engine):.2f} s in the engine: {over:+.1%}", flush=True
-    )
-
-
 def _percentiles(seconds: list[float]) -> str:
     at = statistics.quantiles(seconds, n=100, method="inclusive")
     return f"{1000 * at[49]:6.0f} / {1000 * at[98]:6.0f}"
@@ -241,11 +268,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", choices=WORKS)
     parser.add_argument("--servers", choices=SERVERS, nargs="+", default=SERVERS)
-    parser.add_argument("--side")
+    parser.add_argument("--side", choices=["overhead", "client"])
     parser.add_argument("--folder")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--seed", type=int)
     options = parser.parse_args()
-    if options.side:
-        print(json.dumps(engine_side(options.folder, WORKS[options.work])))
+    if options.side == "overhead":
+        print(json.dumps(asyncio.run(overhead(options.folder, options.work))))
+        return
+    if options.side == "client":
+        print(seconds_of(asyncio.run(at_once(options.port, WORKS[options.work], options.seed))))
         return
     for name in [options.work] if options.work else WORKS:
         report(name, options.servers)
