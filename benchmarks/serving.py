@@ -126,8 +126,9 @@ def server(side: str, folder: str, work: Work) -> Iterator[int]:
         command = [sys.executable, "-m", "lockstep", "serve", "--model", folder, "--model-name", "model"]
         command += ["--engine.cache-tokens", str(work.cache_tokens), "--engine.max-sequences", str(MAX_SEQUENCES)]
     else:
-        python = peer_python("vLLM")
-        command = [str(Path(python).with_name("vllm")), "serve", folder, "--served-model-name", "model"]
+        # Its command line looks for a package named vllm, which the CPU's build is not.
+        command = [peer_python("vLLM"), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", folder, "--served-model-name", "model"]
         command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", str(MAX_SEQUENCES)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | VLLM_SETTINGS
     with tempfile.TemporaryFile() as log:
