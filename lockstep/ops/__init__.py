@@ -8,7 +8,7 @@ from lockstep.ops.activation import silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
 from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.linear import ROW_MULTIPLE, linear, padded_rows, row_multiple
-from lockstep.ops.logprobs import logits_log_probs, token_log_probs
+from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.rotary import rotary
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
@@ -24,6 +24,7 @@ __all__ = [
     "PagedAttention",
     "draw",
     "linear",
+    "log_prob_sum",
     "logits_log_probs",
     "padded_rows",
     "rms_norm",

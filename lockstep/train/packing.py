@@ -72,11 +72,19 @@ def target_log_probs(
 ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
     """Log-probability of each target, with gradient where it is switched on, and the entropy it was drawn at.
 
-    Losses, scoring and the parity check all call this one function.
+    The policy's loss, scoring and the parity check all call this one function.
     """
+    return ops.token_log_probs(_predicting(model, row), model.head_weight, row.targets, temperature)
+
+
+def target_log_prob_sum(model: Decoder, row: PackedRow, weight: float) -> Float[Tensor, ""]:
+    """`weight` times the sum of `target_log_probs`, at a lower cost: the next-token loss."""
+    return ops.log_prob_sum(_predicting(model, row), model.head_weight, row.targets, weight)
+
+
+def _predicting(model: Decoder, row: PackedRow) -> Float[Tensor, "targets dim"]:
     attention = ops.PackedAttention(row.lengths, row.tokens.device)
-    hidden = model(row.tokens, row.positions, attention)
-    return ops.token_log_probs(hidden[row.predictors], model.head_weight, row.targets, temperature)
+    return model(row.tokens, row.positions, attention)[row.predictors]
 
 
 def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[slice]:

@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder, initialize, load_weights, preset, read_config, resolve_dtype
 from lockstep.observe import MetricsWriter, Progress, RunFolder, open_run, write_report
 from lockstep.parallel import World, close_world, open_world, parallel_model
-from lockstep.train.packing import PackedRow, pack_rows, target_log_probs
+from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
 from lockstep.train.trainer import Trainer
 
 
@@ -127,8 +127,7 @@ class NextTokenLoss:
         self.targets = max(targets, 1)
 
     def __call__(self, model: Decoder, row: PackedRow) -> Tensor:
-        log_probs, _ = target_log_probs(model, row)
-        return -log_probs.sum() / self.targets
+        return target_log_prob_sum(model, row, -1.0 / self.targets)
 
 
 def make_tokenizer(config: PretrainConfig, source: Iterable[str]) -> Tokenizer:

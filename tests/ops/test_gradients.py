@@ -102,3 +102,24 @@ def test_a_slice_of_logits_never_exceeds_its_bytes_and_slices_cover_all_rows(dty
     rows = logprobs._slices(8192, head)
     assert max(s.stop - s.start for s in rows) * 65536 * head.element_size() <= logprobs.SLICE_BYTES
     assert [s.start for s in rows[1:]] == [s.stop for s in rows[:-1]] and rows[-1].stop == 8192
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slice_bytes", [1 << 27, 4096])
+def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, monkeypatch):
+    monkeypatch.setattr("lockstep.ops.logprobs.SLICE_BYTES", slice_bytes)
+    targets = torch.randint(258, (50,), generator=torch.Generator().manual_seed(2))
+    values, gradients = [], []
+    for summed in (True, False):
+        hidden, head = _leaf(0, 50, 64, dtype=dtype), _leaf(1, 258, 64, dtype=dtype)
+        if summed:
+            value = ops.log_prob_sum(hidden, head, targets, -0.02)
+        else:
+            value = ops.token_log_probs(hidden, head, targets)[0].sum() * -0.02
+        (value * 3.0).backward()
+        values.append(value)
+        gradients.append([hidden.grad.double(), head.grad.double()])
+    assert torch.equal(*values)
+    with torch.no_grad():
+        assert torch.equal(ops.log_prob_sum(hidden, head, targets, -0.02), values[0])
+    _agree(gradients[0], gradients[1], dtype)
