@@ -1,9 +1,14 @@
-"""Tokenizers, text sources and the resumable loader."""
+"""Tokenizers, sources of text, and the resumable loader of rows."""
 
 from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
-from lockstep.data.loader import RowLoader, StepRows
+from lockstep.data.encode import Encoder, TextEncoder
+from lockstep.data.loader import RowLoader, StepRows, divide_step
+from lockstep.data.mixture import parse_data
+from lockstep.data.open import DataSource, open_rows
+from lockstep.data.records import read_jsonl
 from lockstep.data.rows import Row, Rows
-from lockstep.data.text import TextSource, read_jsonl
+from lockstep.data.text import TextSource
+from lockstep.data.token_folder import is_token_folder, open_token_folder, write_token_folder
 from lockstep.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -15,17 +20,26 @@ from lockstep.data.tokenizer import (
 
 __all__ = [
     "ByteTokenizer",
+    "DataSource",
+    "Encoder",
     "HuggingFaceTokenizer",
     "Row",
     "RowLoader",
     "Rows",
     "StepRows",
     "StreamDecoder",
+    "TextEncoder",
     "TextSource",
     "TokenizedCorpus",
     "Tokenizer",
+    "divide_step",
+    "is_token_folder",
     "load_tokenizer",
+    "open_rows",
+    "open_token_folder",
+    "parse_data",
     "read_jsonl",
     "tokenize_documents",
     "train_bpe",
+    "write_token_folder",
 ]

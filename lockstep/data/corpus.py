@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.data.tokenizer import ByteTokenizer, Tokenizer
+from lockstep.data.encode import Encoded, TextEncoder, token_dtype
+from lockstep.data.records import Tally
+from lockstep.data.text import TextPart
+from lockstep.data.tokenizer import Tokenizer
+from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
-
-BATCH = 512
-"""Documents that are tokenised at once."""
 
 
 @dataclass
@@ -37,40 +37,53 @@ class TokenizedCorpus:
         return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1])}
 
 
-def tokenize_documents(
-    documents: Iterable[str], tokenizer: Tokenizer, limit_tokens: int | None = None
+def collect(
+    encoded: Iterable[Encoded], tally: Callable[[], Tally], dtype: type[np.unsignedinteger], skip_bad: bool = False
 ) -> TokenizedCorpus:
-    """Tokenises every document and ends it with the tokenizer's end-of-text token; empty ones are left out and counted.
+    """A corpus in memory; it may be without documents. Raises UserError for a bad document unless those are skipped."""
+    parts: list[Encoded] = []
+    offsets = drain(encoded, parts.append, tally, skip_bad)
+    tokens = np.concatenate([np.empty(0, dtype), *(part.tokens for part in parts)])
+    masks = [part.scored for part in parts if part.scored is not None]
+    return TokenizedCorpus(tokens, offsets, np.concatenate(masks) if masks else None, tally().counts())
 
-    Stops after the document that reaches `limit_tokens`, where given. Raises UserError if there is no text at all.
+
+def drain(
+    encoded: Iterable[Encoded], keep: Callable[[Encoded], None], tally: Callable[[], Tally], skip_bad: bool
+) -> np.ndarray:
+    """Gives each part with tokens to `keep`, in order; returns the documents' offsets. Empty documents are left out.
+
+    `tally` tells what the source has met and takes what is found here. Raises UserError for a bad document unless
+    those are skipped.
     """
-    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    kind = token_dtype(tokenizer)
-    parts: list[np.ndarray] = []
-    total = empty = 0
-    for ids in _encoded(documents, tokenizer):
-        if not len(ids):
-            empty += 1
+    offsets, total = [0], 0
+    for part in encoded:
+        if part.problem:
+            if not skip_bad:
+                raise UserError(f"{part.problem}, or use --skip-bad-lines")
+            tally().skipped_lines += 1
             continue
-        parts.append(np.append(ids, end).astype(kind))
-        total += len(parts[-1])
-        if limit_tokens is not None and total >= limit_tokens:
-            break
-    if not parts:
-        raise UserError("the data holds no text; every document is empty")
-    offsets = np.array([0, *(len(p) for p in parts)]).cumsum()
-    return TokenizedCorpus(np.concatenate(parts), offsets, counts={"empty_documents": empty})
+        if len(part.tokens):
+            keep(part)
+            total += len(part.tokens)
+        if part.ends and total == offsets[-1]:
+            tally().empty_documents += 1
+        elif part.ends:
+            offsets.append(total)
+    return np.array(offsets, dtype=np.int64)
 
 
-def token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
-    """The smallest type that holds every token."""
-    return np.uint16 if tokenizer.vocab_size < 2**16 else np.uint32
+def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer, skip_bad: bool = False) -> TokenizedCorpus:
+    """Tokenises every document in memory and ends it with the end-of-text token; empty ones are left out and counted.
+
+    Raises UserError if there is no text at all, or for half a surrogate pair unless those documents are skipped.
+    """
+    tally = Tally()
+    parts = (TextPart(text, True) for text in documents)
+    corpus = collect(encode_all(parts, TextEncoder(tokenizer)), lambda: tally, token_dtype(tokenizer), skip_bad)
+    if len(corpus.offsets) == 1:
+        raise UserError(NO_TEXT)
+    return corpus
 
 
-def _encoded(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    remaining = iter(documents)
-    while batch := list(itertools.islice(remaining, BATCH)):
-        if isinstance(tokenizer, ByteTokenizer):
-            yield from (np.frombuffer(text.encode(), dtype=np.uint8) for text in batch)
-        else:
-            yield from (np.array(ids, dtype=np.int64) for ids in tokenizer.encode_batch(batch))
+NO_TEXT = "the data holds no text; every document is empty"

@@ -55,7 +55,7 @@ class RowLoader:
         self, rows: RowStream, tokens_per_step: int, tokens_per_microbatch: int, rank: int = 0, ranks: int = 1
     ):
         self.rows, self.rank = rows, rank
-        self.rows_per_step, self.rows_per_microbatch = _division(
+        self.rows_per_step, self.rows_per_microbatch = divide_step(
             rows.sequence_length, tokens_per_step, tokens_per_microbatch, ranks
         )
         self.rows_per_rank = self.rows_per_step // ranks
@@ -99,8 +99,8 @@ class RowLoader:
         self.rows.load_state(state)
 
 
-def _division(length: int, per_step: int, per_microbatch: int, ranks: int) -> tuple[int, int]:
-    """Rows of a step, and of a micro-batch."""
+def divide_step(length: int, per_step: int, per_microbatch: int, ranks: int) -> tuple[int, int]:
+    """Rows of a step, and of a micro-batch. Raises UserError where they do not divide, with numbers that would."""
     rows, rest = divmod(per_step, length)
     if rest or not rows or rows % ranks:
         unit = length * ranks

@@ -75,7 +75,10 @@ class Rows:
         self.packing, self.separate, self.repeat = packing, separate, repeat
         # What is next: the token `offset` of the document at `index` of the order of `window` in `epoch`.
         self._epoch = self._window = self._index = self._offset = 0
-        self._corpus, self._order = self._open()
+        self._corpus = TokenizedCorpus(np.empty(0, np.uint16), np.zeros(1, np.int64))
+        self._order = np.empty(0, np.int64)
+        self._cut = 0
+        self._open()
 
     @property
     def ended(self) -> bool:
@@ -90,8 +93,11 @@ class Rows:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What reading the documents came across, by name."""
-        return self._corpus.counts
+        """What reading the documents came across, by name; of whole documents also those too long for a row."""
+        counts = dict(self._corpus.counts)
+        if self.packing == "whole":
+            counts["cut_documents"] = self._cut
+        return counts
 
     def plan(self) -> list[Piece]:
         """The pieces of the next row; fewer tokens than a row's where documents are kept whole or end."""
@@ -153,7 +159,7 @@ class Rows:
         self._epoch, self._window = int(state["epoch"]), int(state["window"])
         self._index, self._offset = int(state["index"]), int(state["offset"])
         if not self.ended:
-            self._corpus, self._order = self._open()
+            self._open()
 
     def _settings(self) -> dict[str, Any]:
         own = {"seed": self.seed, "sequence_length": self.sequence_length, "packing": self.packing}
@@ -161,17 +167,21 @@ class Rows:
 
     def _advance(self) -> None:
         self._index, self._offset = self._index + 1, 0
-        if self._index < len(self._order):
-            return
-        self._index, self._window = 0, self._window + 1
-        if self.documents.window(self._window) is None:
-            self._window, self._epoch = 0, self._epoch + 1
-        if not self.ended:
-            self._corpus, self._order = self._open()
+        if self._index == len(self._order):
+            self._index, self._window = 0, self._window + 1
+            self._open()
 
-    def _open(self) -> tuple[TokenizedCorpus, np.ndarray]:
-        corpus = self.documents.window(self._window)
-        if corpus is None or int(np.diff(corpus.offsets).max(initial=0)) < 2:
-            raise UserError("the data holds no sequence of two tokens; there is nothing to predict")
-        draw = np.random.default_rng([self.seed, self._epoch, self._window])
-        return corpus, draw.permutation(len(corpus.offsets) - 1)
+    def _open(self) -> None:
+        """Goes to the window at the position or, where it has nothing to predict, to the next one that has."""
+        for _ in range(2):
+            while (corpus := self.documents.window(self._window)) is not None:
+                if int(np.diff(corpus.offsets).max(initial=0)) >= 2:
+                    draw = np.random.default_rng([self.seed, self._epoch, self._window])
+                    self._corpus, self._order = corpus, draw.permutation(len(corpus.offsets) - 1)
+                    self._cut = int((np.diff(corpus.offsets) > self.sequence_length).sum())
+                    return
+                self._window += 1
+            self._window, self._epoch = 0, self._epoch + 1
+            if self.ended and len(self._order):
+                return
+        raise UserError("the data holds no sequence of two tokens; there is nothing to predict")

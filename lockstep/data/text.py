@@ -1,35 +1,50 @@
-"""Documents from text and JSONL files."""
+"""Documents from text, JSONL and Parquet files and from Hugging Face `datasets`."""
 
 from __future__ import annotations
 
 import glob
-import json
+import itertools
 import string
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
 from lockstep.errors import UserError
+
+LONGEST_PART = 2**22
+"""Characters of a text file that are held at once."""
+
+
+class TextPart(NamedTuple):
+    """A document's text, or of a very long one's a part."""
+
+    text: str
+    ends: bool
+    """Whether it is the document's last part."""
 
 
 class TextSource:
-    """Documents of a file, a folder or a glob, in the order of their names; iterates over strings.
+    """Documents of a file, a folder, a glob or a data set, in the order of their names; iterates over strings.
 
-    A `.jsonl` file gives a document a line: `template` with the line's values in place of the keys in braces. Any other
-    file is one document; a folder's hidden files and folders are left out. Empty `data` is the Python standard
-    library's own source, which every machine has. `skipped` counts the malformed lines that `skip_bad_lines` passed
-    over in the latest iteration.
+    A line of a `.jsonl` or `.jsonl.gz` file, a row of a `.parquet` file or of `hf:NAME[:config][:split]` gives a
+    document: `template` with the values in place of the keys in braces. Any other file is one document; a folder's
+    hidden files and folders are left out. Empty `data` is the Python standard library's own source, which every machine
+    has. `tally` counts what the latest iteration has met.
 
     Raises UserError where nothing matches or the template is no use, and, while iterating, for a bad line (file and
-    line number) or a file that is no text.
+    line number), unless those are skipped, or a file that is no text.
     """
 
     def __init__(self, data: str = "", template: str = "{text}", skip_bad_lines: bool = False):
+        self.data = data
         self.template = template
         self.skip_bad_lines = skip_bad_lines
-        self.skipped = 0
-        self.files = _files(data)
+        self.tally = Tally()
+        self.streamed = data.startswith(HUB)
+        """Whether it is read from afar: it is not tokenised beforehand, and its end is not known."""
+        self.files = [] if self.streamed else find_files(data)
         try:
             self.keys = [key for _, key, _, _ in string.Formatter().parse(template) if key is not None]
         except ValueError as error:
@@ -40,65 +55,51 @@ class TextSource:
             raise UserError(f'template {template!r} names no key; write keys in braces, as in "{{text}}"')
 
     def __iter__(self) -> Iterator[str]:
-        self.skipped = 0
+        """Texts; a file of more than `LONGEST_PART` characters comes as several."""
+        for part in self.read():
+            yield part.text
+
+    def read(self, skip: int = 0) -> Iterator[TextPart]:
+        """The documents from number `skip` on, in parts where they are very long. Only a data set can skip."""
+        self.tally = Tally()
+        if self.streamed:
+            for where, values in read_hub(self.data, skip):
+                yield TextPart(self._text(where, values), True)
         for path in self.files:
-            if path.suffix == ".jsonl":
-                yield from self._lines(path)
+            if holds_records(path):
+                for where, values in read_records(path, self.skip_bad_lines, self.tally):
+                    if self.skip_bad_lines and self._bad_keys(values):
+                        self.tally.skipped_lines += 1
+                    else:
+                        yield TextPart(self._text(where, values), True)
             else:
-                yield _text(path)
+                yield from _read_text(path, self.tally)
 
-    def _lines(self, path: Path) -> Iterator[str]:
-        for number, values in read_jsonl(path, self.skip_bad_lines, self._count):
-            bad = [key for key in self.keys if not isinstance(values.get(key), str)]
-            if not bad:
-                yield self.template.format_map(values)
-            elif self.skip_bad_lines:
-                self._count()
-            else:
-                raise UserError(
-                    f"{path}:{number}: key {bad[0]!r} is not a string; name the line's keys in --template "
-                    f"(here: {', '.join(values)}), or use --skip-bad-lines"
-                )
+    def describe(self) -> dict[str, Any]:
+        """What, beside the files, decides over the documents."""
+        return {"template": self.template}
 
-    def _count(self) -> None:
-        self.skipped += 1
+    def _bad_keys(self, values: dict[str, Any]) -> list[str]:
+        return [key for key in self.keys if not isinstance(values.get(key), str)]
+
+    def _text(self, where: str, values: dict[str, Any]) -> str:
+        if not (bad := self._bad_keys(values)):
+            return self.template.format_map(values)
+        if self.skip_bad_lines:
+            # Of a data set each row has its number, so an empty document stands in its place.
+            self.tally.skipped_lines += 1
+            return ""
+        raise UserError(
+            f"{where}: key {bad[0]!r} is not a string; name the line's keys in --template "
+            f"(here: {', '.join(values)}), or use --skip-bad-lines"
+        )
 
 
-def read_jsonl(
-    path: Path, skip_bad_lines: bool = False, on_skip: Callable[[], None] | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line that is not blank.
+def find_files(data: str) -> list[Path]:
+    """The files of a path, a folder or a glob, by name; empty: the standard library's source.
 
-    Raises UserError with file and line for one that is no JSON object, unless those are skipped; each skipped line
-    calls `on_skip`.
+    Raises UserError where there are none.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    with file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-                problem = "" if isinstance(values, dict) else f"a {type(values).__name__}, not an object"
-                if b"\\ud" in line.lower():
-                    # JSON can escape half a surrogate pair, which no tokenizer takes: it has no UTF-8.
-                    json.dumps(values, ensure_ascii=False).encode()
-            except ValueError as error:
-                problem = str(error)
-            except RecursionError:
-                problem = "nested too deep"
-            if not problem:
-                yield number, values
-            elif not skip_bad_lines:
-                raise UserError(f"{path}:{number}: not a JSON object ({problem}); mend it or use --skip-bad-lines")
-            elif on_skip is not None:
-                on_skip()
-
-
-def _files(data: str) -> list[Path]:
     if not data:
         return _standard_library()
     path = Path(data)
@@ -109,7 +110,7 @@ def _files(data: str) -> list[Path]:
     else:
         files = [Path(p) for p in sorted(glob.glob(data, recursive=True)) if Path(p).is_file()]
     if not files:
-        raise UserError(f"{data}: no such file, folder or match; give text or .jsonl files with --data")
+        raise UserError(f"{data}: no such file, folder or match; give text, .jsonl or .parquet files with --data")
     return files
 
 
@@ -117,16 +118,24 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path, tally: Tally) -> Iterator[TextPart]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace") as file:
+            # To the end of a line, so that no word is cut; a line without end is cut all the same.
+            parts = (text + file.readline(LONGEST_PART) for text in iter(lambda: file.read(LONGEST_PART), ""))
+            for text, following in itertools.pairwise(itertools.chain(parts, [""])):
+                if "\0" in text:
+                    raise UserError(
+                        f"{path}: holds NUL bytes, so it is no UTF-8 text; "
+                        'give a glob, such as --data "folder/**/*.txt"'
+                    )
+                yield TextPart(text, not following)
+        size = path.stat().st_size
+        if not size:
+            yield TextPart("", True)
+        tally.bytes_read += size
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    if "\0" in text:
-        raise UserError(
-            f'{path}: holds NUL bytes, so it is no UTF-8 text; give a glob, such as --data "folder/**/*.txt"'
-        )
-    return text
 
 
 def _standard_library() -> list[Path]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,17 @@ from torch import Tensor
 from lockstep.config import PretrainConfig, to_toml, validate
 from lockstep.data import (
     ByteTokenizer,
+    DataSource,
+    Encoder,
     RowLoader,
-    Rows,
+    TextEncoder,
     TextSource,
-    TokenizedCorpus,
     Tokenizer,
+    divide_step,
+    is_token_folder,
     load_tokenizer,
+    open_rows,
+    parse_data,
     tokenize_documents,
     train_bpe,
 )
@@ -46,13 +52,14 @@ def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, pro
 
 
 def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | None, progress: Progress | None) -> Path:
-    source = TextSource(config.data, config.template, config.skip_bad_lines) if documents is None else documents
-    tokenizer = make_tokenizer(config, source)
+    divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
+    sources: list[tuple[DataSource, float]] = [] if documents is not None else text_sources(config)
+    texts = [source for source, _ in sources if isinstance(source, TextSource)] if documents is None else [documents]
+    tokenizer = make_tokenizer(config, texts, [source for source, _ in sources if isinstance(source, Path)])
     model = make_model(config, tokenizer, world)
-    corpus = tokenize_documents(source, tokenizer)
-    if isinstance(source, TextSource):
-        corpus.counts["skipped_lines"] = source.skipped
-    loader = make_loader(config, corpus, world)
+    if documents is not None:
+        sources = [(tokenize_documents(documents, tokenizer, config.skip_bad_lines), 1.0)]
+    loader = make_loader(config, sources, TextEncoder(tokenizer), world)
     return run_training(config, world, tokenizer, model, loader, progress or Progress("pretrain", config.steps))
 
 
@@ -130,24 +137,35 @@ class NextTokenLoss:
         return target_log_prob_sum(model, row, -1.0 / self.targets)
 
 
-def make_tokenizer(config: PretrainConfig, source: Iterable[str]) -> Tokenizer:
-    """`byte`, `bpe:VOCABULARY` trained on the source, or a folder's; a model folder brings its own by default."""
+def text_sources(config: PretrainConfig) -> list[tuple[DataSource, float]]:
+    """What `config.data` names, each with its weight; a folder of tokens as its path."""
+    return [
+        (Path(data) if is_token_folder(data) else TextSource(data, config.template, config.skip_bad_lines), weight)
+        for data, weight in parse_data(config.data)
+    ]
+
+
+def make_tokenizer(config: PretrainConfig, texts: Sequence[Iterable[str]], folders: Sequence[Path] = ()) -> Tokenizer:
+    """`byte`, `bpe:VOCABULARY` trained on the texts, or a folder's; by default that of the model's folder, or the one
+    that the data was tokenised with."""
     if config.tokenizer == "byte":
-        return load_tokenizer(config.model) if Path(config.model).is_dir() else ByteTokenizer()
+        named = [Path(config.model)] if Path(config.model).is_dir() else list(folders)
+        return load_tokenizer(named[0]) if named else ByteTokenizer()
     kind, _, size = config.tokenizer.partition(":")
     if kind == "bpe":
         if not size.isdigit():
             raise UserError(f'tokenizer "{config.tokenizer}": give the vocabulary as bpe:2048')
-        return train_bpe(source, int(size))
+        if not texts:
+            raise UserError(f'tokenizer "{config.tokenizer}": the data is tokenised already; leave --tokenizer out')
+        return train_bpe(itertools.chain.from_iterable(texts), int(size))
     return load_tokenizer(config.tokenizer)
 
 
-def make_loader(config: PretrainConfig, corpus: TokenizedCorpus, world: World) -> RowLoader:
-    """This rank's rows of the corpus."""
-    settings = config.loader
-    rows = Rows(
-        corpus, config.sequence_length, config.seed, settings.packing, settings.separate_documents, settings.repeat
-    )
+def make_loader(
+    config: PretrainConfig, sources: Sequence[tuple[DataSource, float]], encoder: Encoder, world: World
+) -> RowLoader:
+    """This rank's rows of the sources, mixed by their weights."""
+    rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed)
     tokens = config.train.tokens_per_microbatch
     return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
 

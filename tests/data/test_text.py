@@ -39,8 +39,8 @@ def test_a_bad_line_is_named_or_counted(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         list(TextSource(str(path)))
     source = TextSource(str(path), skip_bad_lines=True)
-    assert list(source) == ["fine"] and source.skipped == 1
-    assert list(source) == ["fine"] and source.skipped == 1, "a second reading does not count twice"
+    assert list(source) == ["fine"] and source.tally.skipped_lines == 1
+    assert list(source) == ["fine"] and source.tally.skipped_lines == 1, "a second reading does not count twice"
 
 
 def test_an_escaped_pair_is_a_character_and_not_an_error(tmp_path):
@@ -70,12 +70,6 @@ def test_missing_and_empty_data_are_refused(tmp_path):
         TextSource(str(tmp_path / "none*"))
     with pytest.raises(UserError, match="holds no text"):
         tokenize_documents([""], ByteTokenizer())
-
-
-def test_a_limit_stops_after_the_document_that_reaches_it():
-    whole = tokenize_documents(["abc", "de", "fgh"], ByteTokenizer())
-    assert whole.offsets.tolist() == [0, 4, 7, 11]
-    assert tokenize_documents(["abc", "de", "fgh"], ByteTokenizer(), limit_tokens=5).offsets.tolist() == [0, 4, 7]
 
 
 def test_bpe_documents_are_those_of_encode(bpe_tokenizer):

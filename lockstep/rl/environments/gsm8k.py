@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.data.text import read_jsonl
+from lockstep.data.records import read_jsonl
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
 

@@ -1,0 +1,97 @@
+"""Texts to tokens, a batch at a time: what a worker process does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from lockstep.data.text import TextPart
+from lockstep.data.tokenizer import ByteTokenizer, Tokenizer
+
+BATCH = 512
+"""Documents that are tokenised at once, at most."""
+BATCH_CHARACTERS = 2**20
+
+
+class Encoded(NamedTuple):
+    """A document's tokens, or a part's of a very long one."""
+
+    tokens: np.ndarray
+    scored: np.ndarray | None = None
+    """Whether the loss counts a token; None: all."""
+    ends: bool = True
+    problem: str = ""
+    """Why there are no tokens, where the document is bad: with its place and what to do."""
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """Turns a source's items into tokens; pickled to the worker processes."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, batch: list[Any]) -> list[Encoded]: ...
+
+    def weight(self, item: Any) -> int:
+        """About the characters of an item."""
+        ...
+
+
+@dataclass
+class TextEncoder:
+    """A text's tokens, and the tokenizer's end-of-text token after its last part."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, batch: list[TextPart]) -> list[Encoded]:
+        end = [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        kind = token_dtype(self.tokenizer)
+        try:
+            encoded = self._tokens([part.text for part in batch])
+        except (UnicodeEncodeError, TypeError):  # how each kind of tokenizer refuses half a surrogate pair
+            if len(batch) > 1:
+                return [one for part in batch for one in self.encode([part])]
+            return [Encoded(np.empty(0, kind), problem=_half_a_pair(batch[0].text))]
+        return [
+            Encoded(np.append(ids, end if part.ends and len(ids) else []).astype(kind), None, part.ends)
+            for part, ids in zip(batch, encoded)
+        ]
+
+    def weight(self, item: TextPart) -> int:
+        return len(item.text)
+
+    def _tokens(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        return [np.array(ids, dtype=np.int64) for ids in self.tokenizer.encode_batch(texts)]
+
+
+def _half_a_pair(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        before = text[max(0, error.start - 20) : error.start].encode(errors="replace").decode()
+        return f"a text holds half a surrogate pair after {before!r}; mend it"
+    raise TypeError(f"cannot be tokenised: {text[:80]!r}")
+
+
+def token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
+    """The smallest type that holds every token."""
+    return np.uint16 if tokenizer.vocab_size < 2**16 else np.uint32
+
+
+def batches(items: Iterable[Any], encoder: Encoder) -> Iterator[list[Any]]:
+    """The items in order, in lists of at most `BATCH` items and, but for a single one, `BATCH_CHARACTERS`."""
+    batch: list[Any] = []
+    weight = 0
+    for item in items:
+        batch.append(item)
+        weight += encoder.weight(item)
+        if len(batch) == BATCH or weight >= BATCH_CHARACTERS:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,92 @@
+"""Several sources in fixed proportions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.data.loader import RowStream
+from lockstep.data.rows import Piece, Row
+from lockstep.errors import UserError
+
+
+def parse_data(data: str) -> list[tuple[str, float]]:
+    """`a.jsonl=0.7,b.parquet=0.3` as sources and their weights; one without a weight has 1.
+
+    Text without `=WEIGHT` is a single source, commas and all. Raises UserError for a weight that is not positive.
+    """
+    parts = [part.rpartition("=") for part in data.split(",")]
+    if not any(equals and _number(weight) is not None for _, equals, weight in parts):
+        return [(data, 1.0)]
+    sources = []
+    for part, (name, equals, text) in zip(data.split(","), parts):
+        weight = _number(text) if equals else None
+        source, share = (part, 1.0) if weight is None else (name, weight)
+        if not 0 < share < float("inf") or not source.strip():
+            raise UserError(f"data {part!r}: write PATH=WEIGHT, with a weight above 0, as in a.jsonl=0.7,b.jsonl=0.3")
+        sources.append((source.strip(), share))
+    return sources
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+class MixedRows:
+    """Rows of several streams, each row of one: after any number of rows each stream is within a row of its share.
+
+    Which stream a row is of is a function of the weights alone. A stream that ends drops out.
+    """
+
+    def __init__(self, streams: Sequence[RowStream], weights: Sequence[float]):
+        self.streams = list(streams)
+        self.weights = [weight / sum(weights) for weight in weights]
+        self.sequence_length = streams[0].sequence_length
+        self._given = [0] * len(streams)
+
+    @property
+    def ended(self) -> bool:
+        return all(stream.ended for stream in self.streams)
+
+    @property
+    def epoch(self) -> float:
+        """Of the stream that has been seen most often."""
+        return max(stream.epoch for stream in self.streams)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        names = {name for stream in self.streams for name in stream.counts}
+        return {name: sum(stream.counts.get(name, 0) for stream in self.streams) for name in sorted(names)}
+
+    def plan(self) -> list[Piece]:
+        """The next row of the stream that is furthest behind its share; empty where all have ended."""
+        going = [i for i, stream in enumerate(self.streams) if not stream.ended]
+        if not going:
+            return []
+        total = sum(self._given) + 1
+        chosen = max(going, key=lambda i: self.weights[i] * total - self._given[i])
+        self._given[chosen] += 1
+        return self.streams[chosen].plan()
+
+    def targets(self, pieces: list[Piece]) -> int:
+        return self.streams[0].targets(pieces)
+
+    def read(self, pieces: list[Piece]) -> Row:
+        return self.streams[0].read(pieces)
+
+    def state(self) -> dict[str, Any]:
+        return {"weights": self.weights, "given": self._given, "streams": [stream.state() for stream in self.streams]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Raises UserError where the sources or their weights are not those of `state`."""
+        if state.get("weights") != self.weights:
+            raise UserError(
+                f"weights of the data: {state.get('weights')} when the run was saved, {self.weights} now; "
+                "resume with the same data, or start again with --overwrite"
+            )
+        self._given = list(state["given"])
+        for stream, own in zip(self.streams, state["streams"]):
+            stream.load_state(own)

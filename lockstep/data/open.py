@@ -1,0 +1,70 @@
+"""From the sources of a run to its stream of rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.config import DataConfig
+from lockstep.data.corpus import NO_TEXT, TokenizedCorpus, collect
+from lockstep.data.encode import Encoder, token_dtype
+from lockstep.data.loader import RowStream
+from lockstep.data.mixture import MixedRows
+from lockstep.data.rows import Documents, Rows
+from lockstep.data.stream import StreamedDocuments
+from lockstep.data.token_folder import Source, cached, open_token_folder
+from lockstep.data.workers import encode_all
+from lockstep.errors import UserError
+
+DataSource = Source | Path | TokenizedCorpus
+"""Documents, a folder of tokens by its path, or a corpus."""
+IN_MEMORY = 2**28
+"""Bytes of files that are tokenised in memory where no cache is named."""
+ALONE = 2**23
+"""Bytes of files for which starting worker processes takes longer than they save."""
+
+
+def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig) -> Documents:
+    """Tokenised documents: of a folder of tokens as they are, of a stream while it is read, of files beforehand.
+
+    Raises UserError for bad data.
+    """
+    if isinstance(source, TokenizedCorpus):
+        return source
+    if isinstance(source, Path):
+        return open_token_folder(source, encoder.tokenizer)
+    if source.streamed:
+        return StreamedDocuments(source, encoder, settings.shuffle_window, settings.workers)
+    size = sum(path.stat().st_size for path in source.files)
+    workers = settings.workers if size > ALONE else 0
+    if settings.cache or size > IN_MEMORY:
+        cache = Path(settings.cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "lockstep").expanduser())
+        return cached(source, encoder, cache, workers)
+    encoded = encode_all(source.read(), encoder, workers)
+    corpus = collect(encoded, lambda: source.tally, token_dtype(encoder.tokenizer), source.skip_bad_lines)
+    if len(corpus.offsets) == 1:
+        raise UserError(NO_TEXT)
+    return corpus
+
+
+def open_rows(
+    sources: Sequence[tuple[DataSource, float]],
+    encoder: Encoder,
+    settings: DataConfig,
+    sequence_length: int,
+    seed: int,
+) -> RowStream:
+    """Rows of one source, or of several mixed by their weights; a folder of tokens is given by its path."""
+    streams = [
+        Rows(
+            open_documents(source, encoder, settings),
+            sequence_length,
+            seed,
+            settings.packing,
+            settings.separate_documents,
+            settings.repeat,
+        )
+        for source, _ in sources
+    ]
+    return streams[0] if len(streams) == 1 else MixedRows(streams, [weight for _, weight in sources])

@@ -1,0 +1,135 @@
+"""Objects from JSONL and Parquet files and from Hugging Face `datasets`, each with the place it came from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+
+LONGEST_LINE = 2**28
+"""Bytes of a JSONL line; a longer document belongs into a text file, which is read in parts."""
+HUB = "hf:"
+
+
+@dataclass
+class Tally:
+    """What one reading of a source has met so far."""
+
+    skipped_lines: int = 0
+    empty_documents: int = 0
+    bytes_read: int = 0
+    """Of the files, on disk."""
+
+    def counts(self) -> dict[str, int]:
+        """The part of it that goes into a run's metrics."""
+        return {"skipped_lines": self.skipped_lines, "empty_documents": self.empty_documents}
+
+
+def holds_records(path: Path) -> bool:
+    """Whether a file is read as objects; any other file is text."""
+    return path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))
+
+
+def read_records(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(`file:line`, object) of each line of a `.jsonl` or `.jsonl.gz`, or of each row of a `.parquet` file.
+
+    Raises UserError for a file that cannot be read and, unless those are skipped, for a line that is no JSON object.
+    """
+    if path.suffix == ".parquet":
+        yield from _parquet(path, tally)
+    else:
+        for number, values in read_jsonl(path, skip_bad_lines, tally):
+            yield f"{path}:{number}", values
+
+
+def read_jsonl(
+    path: Path, skip_bad_lines: bool = False, tally: Tally | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line that is not blank; `.gz` is decompressed.
+
+    Raises UserError with file and line for one that is no JSON object, unless those are skipped; `tally` counts them.
+    """
+    tally = tally or Tally()
+    compressed = path.suffix == ".gz"
+    try:
+        with gzip.open(path, "rb") if compressed else path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
+                tally.bytes_read += 0 if compressed else len(line)
+                if not line.strip():
+                    continue
+                values: dict[str, Any]
+                if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                    values, problem = {}, f"longer than {LONGEST_LINE} bytes"
+                    while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                        pass
+                else:
+                    values, problem = _parse(line)
+                if not problem:
+                    yield number, values
+                elif not skip_bad_lines:
+                    raise UserError(f"{path}:{number}: not a JSON object ({problem}); mend it or use --skip-bad-lines")
+                else:
+                    tally.skipped_lines += 1
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    tally.bytes_read += path.stat().st_size if compressed else 0
+
+
+def _parse(line: bytes) -> tuple[dict[str, Any], str]:
+    """The line's object, or what is wrong with it."""
+    try:
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            return {}, f"a {type(values).__name__}, not an object"
+        if b"\\ud" in line.lower():
+            # JSON can escape half a surrogate pair, which no tokenizer takes: it has no UTF-8.
+            json.dumps(values, ensure_ascii=False).encode()
+    except ValueError as error:
+        return {}, str(error)
+    except RecursionError:
+        return {}, "nested too deep"
+    return values, ""
+
+
+def _parquet(path: Path, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"{path}: pyarrow is not installed; pip install pyarrow, or give .jsonl files") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(batch_size=512, row_groups=[group]):
+                    for values in batch.to_pylist():
+                        number += 1
+                        yield f"{path}: row {number}", values
+                tally.bytes_read += path.stat().st_size // file.num_row_groups
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read as Parquet ({error}); mend it or leave it out") from error
+
+
+def read_hub(name: str, skip: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(`hf:…: row n`, object) of each row of `hf:NAME[:config][:split]` from row `skip` on, streamed by `datasets`.
+
+    The split is `train` where none is given. Raises UserError where the package or the data set is missing.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{name}: datasets is not installed; pip install datasets, or give files") from error
+    path, config, split = [*name.removeprefix(HUB).split(":"), "", ""][:3]
+    try:
+        rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True).skip(skip)
+        for number, values in enumerate(rows, start=skip + 1):
+            yield f"{name}: row {number}", dict(values)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"{name}: cannot be read ({type(error).__name__}: {error}); give hf:NAME[:config][:split]"
+        ) from error

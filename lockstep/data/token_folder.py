@@ -1,0 +1,184 @@
+"""Tokens on disk: written once, then memory-mapped by every run and every rank.
+
+A folder holds `tokens.bin`, `offsets.bin` (int64), for conversations `scored.bin` (a byte a token), `tokens.json`,
+which describes them, and the tokenizer. It is written under another name and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from lockstep.data.corpus import NO_TEXT, TokenizedCorpus, drain
+from lockstep.data.encode import Encoded, Encoder, token_dtype
+from lockstep.data.records import Tally
+from lockstep.data.tokenizer import Tokenizer
+from lockstep.data.workers import encode_all
+from lockstep.errors import UserError
+
+DESCRIPTION = "tokens.json"
+FORMAT = 1
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where an encoder's items come from."""
+
+    data: str
+    skip_bad_lines: bool
+    tally: Tally
+    files: list[Path]
+    streamed: bool
+
+    def read(self, skip: int = 0) -> Iterator[Any]: ...
+    def describe(self) -> dict[str, Any]:
+        """What, beside the files, decides over the documents."""
+        ...
+
+
+def is_token_folder(path: str | Path) -> bool:
+    return (Path(path) / DESCRIPTION).is_file()
+
+
+def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> TokenizedCorpus:
+    """The folder's corpus, memory-mapped.
+
+    Raises UserError for a folder that is damaged, or whose tokens are not those of `tokenizer` where that is given.
+    """
+    try:
+        about = json.loads((folder / DESCRIPTION).read_text())
+        tokens, documents, kind = int(about["tokens"]), int(about["documents"]), np.dtype(about["dtype"])
+        scored, counts, made_by = bool(about["scored"]), about["counts"], about["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error}); tokenise the data again") from error
+    if tokenizer is not None and made_by != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"{folder}: was tokenised with another tokenizer than the model's; tokenise the data again with "
+            "lockstep data tokenize --tokenizer FOLDER"
+        )
+    files = {"tokens.bin": (kind, tokens), "offsets.bin": (np.dtype(np.int64), documents + 1)}
+    if scored:
+        files["scored.bin"] = (np.dtype(np.uint8), tokens)
+    arrays = {}
+    for name, (dtype, length) in files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else -1
+        if size != length * dtype.itemsize:
+            raise UserError(
+                f"{path}: has {size} bytes and not {length * dtype.itemsize}; delete {folder} and tokenise again"
+            )
+        arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,))
+    return TokenizedCorpus(arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), counts)
+
+
+def write_token_folder(
+    folder: Path, source: Source, encoder: Encoder, workers: int = 0, on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """Tokenises a source into a folder, which only appears when it is whole; never holds more than a few batches.
+
+    `on_bytes` hears how many bytes of the files have been read. Raises UserError for bad data and for a full disk.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        about = _write(partial, source, encoder, workers, on_bytes)
+        encoder.tokenizer.save(partial)
+        (partial / DESCRIPTION).write_text(json.dumps(about, indent=1))
+        partial.replace(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); make room or give another folder") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(
+    folder: Path, source: Source, encoder: Encoder, workers: int, on_bytes: Callable[[int], None] | None
+) -> dict[str, Any]:
+    kind = token_dtype(encoder.tokenizer)
+    scored = False
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "scored.bin").open("wb") as masks:
+
+        def keep(part: Encoded) -> None:
+            nonlocal scored
+            part.tokens.astype(kind, copy=False).tofile(tokens)
+            if part.scored is not None:
+                scored = True
+                part.scored.astype(np.uint8).tofile(masks)
+            if on_bytes is not None:
+                on_bytes(source.tally.bytes_read)
+
+        encoded = encode_all(source.read(), encoder, workers)
+        offsets = drain(encoded, keep, lambda: source.tally, source.skip_bad_lines)
+        _flush(tokens)
+        _flush(masks)
+    if len(offsets) == 1:
+        raise UserError(NO_TEXT)
+    if not scored:
+        (folder / "scored.bin").unlink()
+    offsets.tofile(folder / "offsets.bin")
+    return {
+        "format": FORMAT,
+        "tokens": int(offsets[-1]),
+        "documents": len(offsets) - 1,
+        "dtype": np.dtype(kind).name,
+        "scored": scored,
+        "counts": source.tally.counts(),
+        "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
+        "source": source.data,
+        **source.describe(),
+    }
+
+
+def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> TokenizedCorpus:
+    """The source's corpus from the cache, tokenised now where it is not there.
+
+    Its name there is made of the files (path, size, time of change), the tokenizer and what else decides over the
+    documents. Of several processes that ask for it, one works and the others wait.
+    """
+    files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
+    own = [FORMAT, files, source.describe(), source.skip_bad_lines, tokenizer_fingerprint(encoder.tokenizer)]
+    folder = cache / hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+    with _lock(cache / f"{folder.name}.lock"):
+        if not is_token_folder(folder):
+            write_token_folder(folder, source, encoder, workers)
+    return open_token_folder(folder)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[IO[str]]:
+    # The kernel frees it when the process that holds it ends, however that is.
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot be written ({error.strerror}); give another --loader.cache") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """Equal for tokenizers that give the same tokens and end a text alike."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}".encode())
+        for name in ("tokenizer.json", "byte_tokenizer.json"):
+            if (path := Path(folder) / name).is_file():
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

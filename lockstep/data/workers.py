@@ -1,0 +1,146 @@
+"""Encoding in processes of its own, in order.
+
+A worker is a plain child that reads batches from its standard input and writes tokens to its standard output: it ends
+when the pipe does, however its parent died, and a Ctrl-C at the terminal does not reach it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from lockstep.data.encode import Encoded, Encoder, batches
+
+AHEAD = 3
+"""Batches a worker that are encoded before they are asked for."""
+
+
+def encode_all(items: Iterable[Any], encoder: Encoder, workers: int = 0) -> Iterator[Encoded]:
+    """The items encoded, in order, by `workers` processes, or by this one where there are none.
+
+    An error of the source or of a worker is raised here, where the items before it have been given out.
+    """
+    if not workers:
+        for batch in batches(items, encoder):
+            yield from encoder.encode(batch)
+        return
+    pool = _Pool(encoder, workers)
+    try:
+        pending: deque[Future[list[Encoded]]] = deque()
+        for batch in batches(items, encoder):
+            pending.append(pool.submit(batch))
+            if len(pending) >= AHEAD * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    finally:
+        pool.close()
+
+
+class _Pool:
+    """Worker processes, each with a thread that hands it a batch and waits for its tokens."""
+
+    def __init__(self, encoder: Encoder, workers: int):
+        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        self._workers = [_Worker(encoder) for _ in range(workers)]
+        for worker in self._workers:
+            self._free.put(worker)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="encode")
+
+    def submit(self, batch: list[Any]) -> Future[list[Encoded]]:
+        return self._threads.submit(self._encode, batch)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def _encode(self, batch: list[Any]) -> list[Encoded]:
+        worker = self._free.get()
+        try:
+            return worker.encode(batch)
+        finally:
+            self._free.put(worker)
+
+
+class _Worker:
+    def __init__(self, encoder: Encoder):
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+        # One thread each: the processes are what shares the cores.
+        environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from lockstep.data.workers import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        # From a thread of its own: this process may go on reading while the worker starts.
+        self._first = threading.Thread(target=self._send, args=(encoder,), daemon=True)
+        self._first.start()
+
+    def encode(self, batch: list[Any]) -> list[Encoded]:
+        self._first.join()
+        self._send(batch)
+        assert self.process.stdout is not None
+        try:
+            answer = pickle.load(self.process.stdout)
+        except EOFError as error:
+            code = self.process.wait()
+            raise RuntimeError(f"a tokenising process ended with code {code}; out of memory?") from error
+        if isinstance(answer, BaseException):
+            raise answer
+        result: list[Encoded] = answer
+        return result
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                # What it still held was for a process that is gone.
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _send(self, value: Any) -> None:
+        assert self.process.stdin is not None
+        try:
+            pickle.dump(value, self.process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+            self.process.stdin.flush()
+        except BrokenPipeError:  # the missing answer says so
+            pass
+
+
+def serve() -> None:
+    """The worker: an encoder first, then batches until the pipe ends."""
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    # What a library prints must not end up among the answers.
+    os.dup2(2, 1)
+    encoder: Encoder = pickle.load(source)
+    while True:
+        try:
+            batch = pickle.load(source)
+        except EOFError:
+            return
+        try:
+            answer: Any = encoder.encode(batch)
+        except Exception as error:
+            answer = RuntimeError(f"tokenising failed: {type(error).__name__}: {error}")
+        try:
+            pickle.dump(answer, sink, protocol=pickle.HIGHEST_PROTOCOL)
+            sink.flush()
+        except BrokenPipeError:
+            return

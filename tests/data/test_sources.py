@@ -1,0 +1,331 @@
+"""Every source gives the same documents: files of each kind, a data set as a stream, tokens kept on disk, a mixture."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.config import DataConfig
+from lockstep.data import (
+    ByteTokenizer,
+    Rows,
+    TextEncoder,
+    TextSource,
+    TokenizedCorpus,
+    open_rows,
+    open_token_folder,
+    parse_data,
+    records,
+    text,
+    tokenize_documents,
+    write_token_folder,
+)
+from lockstep.data import open as opening
+from lockstep.data.corpus import collect
+from lockstep.data.mixture import MixedRows
+from lockstep.data.stream import StreamedDocuments
+from lockstep.data.workers import encode_all
+from lockstep.errors import UserError
+
+TEXTS = [f"document {i}: " + "word " * (i % 7) + "日本語 🙂" for i in range(60)]
+ENCODER = TextEncoder(ByteTokenizer())
+
+
+def _jsonl(path, texts=TEXTS):
+    path.write_text("".join(json.dumps({"text": t, "n": i}) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+def _read(source, encoder=ENCODER, workers=0):
+    return collect(encode_all(source.read(), encoder, workers), lambda: source.tally, np.uint16, source.skip_bad_lines)
+
+
+def test_jsonl_gzip_and_parquet_hold_the_same_documents(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    plain = _jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "c.parquet", row_group_size=7)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        source = TextSource(str(tmp_path / name))
+        assert list(source) == TEXTS
+        # All of the file has been counted; of Parquet whole row groups' shares, rounded down.
+        assert abs(source.tally.bytes_read - (tmp_path / name).stat().st_size) < 10
+
+
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+    for name, content in {"a.parquet": b"no parquet", "b.jsonl.gz": b"\x1f\x8bno gzip", "c.jsonl.gz": b"plain"}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}: cannot be read"):
+            list(TextSource(str(tmp_path / name)))
+    cut = gzip.compress(b'{"text": "a"}\n' * 1000)[:-20]
+    (tmp_path / "d.jsonl.gz").write_bytes(cut)
+    with pytest.raises(UserError, match=r"d\.jsonl\.gz: cannot be read"):
+        list(TextSource(str(tmp_path / "d.jsonl.gz")))
+    for package, data in {"pyarrow": str(tmp_path / "a.parquet"), "datasets": "hf:some/data"}.items():
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            with pytest.raises(UserError, match=f"{package} is not installed; pip install {package}"):
+                list(TextSource(data))
+    with pytest.raises(UserError, match="hf:/nowhere/at/all: cannot be read"):
+        list(TextSource("hf:/nowhere/at/all"))
+
+
+def test_a_line_longer_than_memory_allows_is_a_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "' + "x" * 950 + '"}\n{"text": "two"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2: .*longer than 100 bytes"):
+        list(TextSource(str(tmp_path / "a.jsonl")))
+    source = TextSource(str(tmp_path / "a.jsonl"), skip_bad_lines=True)
+    assert list(source) == ["one", "two"] and source.tally.skipped_lines == 1
+
+
+def test_a_long_text_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
+    content = "".join(f"line {i} of a long text\n" for i in range(400)) + "y" * 500
+    (tmp_path / "a.txt").write_text(content)
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "c.txt").write_text("short")
+    monkeypatch.setattr(text, "LONGEST_PART", 300)
+    parts = list(TextSource(str(tmp_path)).read())
+    assert len(parts) > 20 and max(len(p.text) for p in parts) <= 2 * 300
+    corpus = _read(TextSource(str(tmp_path)))
+    assert corpus.offsets.tolist() == [0, len(content) + 1, len(content) + 7]
+    assert bytes(corpus.tokens[: len(content)].astype(np.uint8)) == content.encode()
+    assert corpus.counts["empty_documents"] == 1
+
+
+def test_half_a_surrogate_pair_is_named_or_skipped(bpe_tokenizer):
+    texts = ["fine", "half of a pair: \ud83d", "fine too"]
+    for tokenizer in (ByteTokenizer(), bpe_tokenizer):
+        with pytest.raises(UserError, match="half a surrogate pair after 'half of a pair: '"):
+            tokenize_documents(texts, tokenizer)
+        corpus = tokenize_documents(texts, tokenizer, skip_bad=True)
+        assert len(corpus.offsets) == 3 and corpus.counts["skipped_lines"] == 1
+
+
+def test_workers_give_what_one_process_gives_in_order(tmp_path, bpe_tokenizer):
+    source = TextSource(str(_jsonl(tmp_path / "a.jsonl", TEXTS * 60)))
+    encoder = TextEncoder(bpe_tokenizer)
+    alone, together = _read(source, encoder), _read(source, encoder, workers=2)
+    assert np.array_equal(alone.tokens, together.tokens) and np.array_equal(alone.offsets, together.offsets)
+
+
+class Fails(TextEncoder):
+    def encode(self, batch):
+        if batch[0].text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("no such token")
+
+
+@pytest.mark.parametrize(
+    ("first", "message"), [("fail", "ValueError: no such token"), ("die", "process ended with code -9")]
+)
+def test_what_goes_wrong_in_a_worker_is_raised_here(first, message, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    parts = (text.TextPart(t, True) for t in [first, *TEXTS])
+    with pytest.raises(RuntimeError, match=message):
+        list(encode_all(parts, Fails(ByteTokenizer()), workers=1))
+
+
+def test_workers_end_with_a_parent_that_is_killed_or_interrupted(tmp_path):
+    script = (
+        "import itertools\n"
+        "from lockstep.data import ByteTokenizer, TextEncoder\n"
+        "from lockstep.data.text import TextPart\n"
+        "from lockstep.data.workers import encode_all\n"
+        "parts = (TextPart('a' * 1000, True) for _ in itertools.count())\n"
+        "for number, _ in enumerate(encode_all(parts, TextEncoder(ByteTokenizer()), workers=2)):\n"
+        "    if number == 5000: print('running', flush=True)\n"
+    )
+    for sent in (signal.SIGKILL, signal.SIGINT):
+        parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert parent.stdout.readline() == b"running\n"
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert len(children) == 2
+        parent.send_signal(sent)
+        _, errors = parent.communicate(timeout=20)
+        assert sent == signal.SIGKILL or errors.rstrip().endswith(b"KeyboardInterrupt")
+        deadline = time.monotonic() + 10
+        while any(_runs(child) for child in children):
+            assert time.monotonic() < deadline, "a worker outlived its parent"
+            time.sleep(0.02)
+
+
+def _runs(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_tokens_on_disk_are_those_in_memory(tmp_path, bpe_tokenizer):
+    source = TextSource(str(_jsonl(tmp_path / "a.jsonl", ["", *TEXTS])))
+    encoder = TextEncoder(bpe_tokenizer)
+    write_token_folder(tmp_path / "tokens", source, encoder)
+    corpus, expected = open_token_folder(tmp_path / "tokens", bpe_tokenizer), _read(source, encoder)
+    assert isinstance(corpus.tokens, np.memmap) and np.array_equal(corpus.tokens, expected.tokens)
+    assert np.array_equal(corpus.offsets, expected.offsets) and corpus.counts["empty_documents"] == 1
+    with pytest.raises(UserError, match="another tokenizer"):
+        open_token_folder(tmp_path / "tokens", ByteTokenizer())
+    os.truncate(tmp_path / "tokens" / "tokens.bin", 10)
+    with pytest.raises(UserError, match=r"tokens\.bin: has 10 bytes and not \d+; delete"):
+        open_token_folder(tmp_path / "tokens")
+
+
+def test_bad_data_leaves_no_folder_behind(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{oops\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2"):
+        write_token_folder(tmp_path / "tokens", TextSource(str(tmp_path / "a.jsonl")), ENCODER)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def _tokenise(path, cache, results):
+    rows = open_rows([(TextSource(path), 1.0)], ENCODER, DataConfig(cache=cache, workers=0), 64, 0)
+    results.put([rows.read(rows.plan()).tokens.tolist() for _ in range(3)])
+
+
+def test_the_cache_is_written_once_by_one_of_several_processes_and_again_for_other_files(tmp_path):
+    path, cache = _jsonl(tmp_path / "a.jsonl"), tmp_path / "cache"
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=_tokenise, args=(str(path), str(cache), results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    rows = [results.get(timeout=30) for _ in processes]
+    assert rows[0] == rows[1] == rows[2]
+    (folder,) = (p for p in cache.iterdir() if p.is_dir())
+    written = (folder / "tokens.bin").stat().st_mtime_ns
+    _tokenise(str(path), str(cache), results)
+    assert (folder / "tokens.bin").stat().st_mtime_ns == written
+    _jsonl(path, TEXTS[:10])
+    _tokenise(str(path), str(cache), results)
+    assert len([p for p in cache.iterdir() if p.is_dir()]) == 2
+
+
+def test_large_files_go_to_the_users_cache_by_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "IN_MEMORY", 100)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    source = TextSource(str(_jsonl(tmp_path / "a.jsonl")))
+    documents = opening.open_documents(source, ENCODER, DataConfig())
+    assert isinstance(documents.tokens, np.memmap) and (tmp_path / "home" / "lockstep").is_dir()
+
+
+@pytest.fixture(scope="module")
+def data_set(tmp_path_factory):
+    """A data set that `datasets` streams from local files."""
+    folder = tmp_path_factory.mktemp("data_set")
+    _jsonl(folder / "train.jsonl", ["", *TEXTS])
+    return f"hf:{folder}"
+
+
+def _stream_rows(data_set, **changes):
+    options = {"shuffle_window": 16, "workers": 0} | changes
+    return open_rows([(TextSource(data_set), 1.0)], ENCODER, DataConfig(**options), 50, 7)
+
+
+def test_a_streamed_data_set_gives_every_document_once_an_epoch_shuffled_by_window(data_set):
+    rows = _stream_rows(data_set, repeat=False, packing="whole")
+    expected = tokenize_documents(TEXTS, ByteTokenizer())
+    seen = []
+    while not rows.ended:
+        seen += [p.corpus.tokens[p.start : p.stop].tolist() for p in rows.plan()]
+    tokens = [t for piece in seen for t in piece]
+    assert sorted(tokens) == sorted(expected.tokens.tolist()) and tokens != expected.tokens.tolist()
+    assert rows.counts["empty_documents"] == 1
+    starts = [re.match(rb"document (\d+):", bytes(t % 256 for t in piece)) for piece in seen]
+    numbers = [int(start[1]) for start in starts if start]
+    assert numbers != sorted(numbers) and sorted(numbers) == list(range(60))
+    # Window k holds the rows from 16 k on, of which the very first is empty.
+    assert all((number + 1) // 16 == place // 16 for place, number in enumerate(numbers, start=1))
+
+
+@pytest.mark.parametrize("taken", [0, 3, 17, 60])
+def test_a_stream_resumes_to_the_token_in_a_later_epoch_too(data_set, taken):
+    rows = _stream_rows(data_set)
+    for _ in range(taken):
+        rows.plan()
+    state = json.loads(json.dumps(rows.state()))
+    resumed = _stream_rows(data_set)
+    resumed.load_state(state)
+    for _ in range(8):
+        assert np.array_equal(rows.read(rows.plan()).tokens, resumed.read(resumed.plan()).tokens)
+    with pytest.raises(UserError, match="shuffle_window: 16 when the run was saved, 8 now"):
+        _stream_rows(data_set, shuffle_window=8).load_state(state)
+
+
+def test_bad_rows_of_a_stream_are_named_or_counted(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": "two"}\n')
+    source = TextSource(f"hf:{tmp_path}")
+    with pytest.raises(UserError, match="row 2: key 'text' is not a string"):
+        StreamedDocuments(source, ENCODER, 16, 0).window(0)
+    source = TextSource(f"hf:{tmp_path}", skip_bad_lines=True)
+    corpus = StreamedDocuments(source, ENCODER, 16, 0).window(0)
+    assert len(corpus.offsets) == 3 and corpus.counts["skipped_lines"] == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("a.jsonl=0.7,b.parquet=0.3", [("a.jsonl", 0.7), ("b.parquet", 0.3)]),
+        ("a.txt=2, hf:x/y:c:train", [("a.txt", 2.0), ("hf:x/y:c:train", 1.0)]),
+        ("odd, name=x.txt", [("odd, name=x.txt", 1.0)]),
+        ("", [("", 1.0)]),
+    ],
+)
+def test_sources_and_weights_as_they_are_written(data, expected):
+    assert parse_data(data) == expected
+
+
+def test_a_weight_that_is_none_is_refused():
+    with pytest.raises(UserError, match=r"data 'a=0': write PATH=WEIGHT"):
+        parse_data("a=0,b=1")
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=4), taken=st.integers(0, 100), repeat=st.booleans())
+def test_a_mixture_keeps_its_proportions_and_resumes(weights, taken, repeat):
+    def mixture():
+        tokens = np.arange(200)
+        corpora = [TokenizedCorpus(tokens + 1000 * i, np.arange(0, 201, 10)) for i in range(len(weights))]
+        return MixedRows([Rows(c, 8, 3, repeat=repeat) for c in corpora], weights)
+
+    rows, given_rows = mixture(), [0] * len(weights)
+    for number in range(1, taken + 1):
+        if rows.ended:
+            break
+        given_rows[rows.read(rows.plan()).tokens[0] // 1000] += 1
+        if repeat:
+            shares = [w / sum(weights) * number for w in weights]
+            # Never further than one row for each of the streams that one competes with.
+            assert all(abs(g - s) < len(weights) for g, s in zip(given_rows, shares))
+    resumed = mixture()
+    resumed.load_state(json.loads(json.dumps(rows.state())))
+    for _ in range(5):
+        assert np.array_equal(resumed.read(resumed.plan()).tokens, rows.read(rows.plan()).tokens)
+    if not repeat:
+        while not rows.ended:
+            given_rows[rows.read(rows.plan()).tokens[0] // 1000] += 1
+    with pytest.raises(UserError, match="weights of the data"):
+        MixedRows(rows.streams, [w + 1 + i for i, w in enumerate(weights)]).load_state(rows.state())
+
+
+def test_nothing_of_a_mixture_is_lost_where_a_source_ends_before_another():
+    corpora = [TokenizedCorpus(np.arange(1, n) + 1000 * i, np.array([0, n - 1])) for i, n in enumerate((20, 90))]
+    rows = MixedRows([Rows(c, 8, 0, repeat=False) for c in corpora], [0.9, 0.1])
+    seen = []
+    while not rows.ended:
+        row = rows.read(rows.plan())
+        seen += row.tokens[row.tokens > 0].tolist()
+    assert sorted(seen) == [*range(1, 20), *range(1001, 1090)]
