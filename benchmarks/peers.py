@@ -79,7 +79,7 @@ def best_of(script: str, arguments: list[str], sides: list[str], rounds: int) ->
 
 
 def compare(script: str, arguments: list[str], work: str, units: float, unit: str, peer: str, rounds: int = 3) -> float:
-    """Times both sides in turn; prints the best of each and their ratio, which it returns."""
+    """Times both sides in turn; prints the best of each and their ratio. Returns our seconds."""
     best = best_of(script, arguments, ["lockstep", peer], rounds)
     seconds = {side: result["seconds"] for side, result in best.items()}
     cores = len(os.sched_getaffinity(0))
@@ -87,7 +87,7 @@ def compare(script: str, arguments: list[str], work: str, units: float, unit: st
     for side, took in seconds.items():
         print(f"  {side:13} {took:7.2f} s  {units / took:9.0f} {unit}")
     print(f"  ratio         {seconds[peer] / seconds['lockstep']:7.2f}")
-    return seconds[peer] / seconds["lockstep"]
+    return float(seconds["lockstep"])
 
 
 def _run(command: list[str]) -> dict[str, Any]:
