@@ -14,6 +14,17 @@ def tiny() -> PretrainConfig:
     return PretrainConfig(model="qwen3:tiny", steps=200, tokens_per_step=8192, sequence_length=256)
 
 
+def llama3_8b() -> PretrainConfig:
+    """Llama 3 8B from scratch, for a cluster: 4M tokens a step in rows of 8192; give --data and --tokenizer."""
+    return PretrainConfig(
+        model="llama3:8b",
+        steps=10_000,
+        tokens_per_step=4 * 2**20,
+        sequence_length=8192,
+        train=TrainConfig(learning_rate=3e-4, warmup_steps=200, weight_decay=0.1, tokens_per_microbatch=8192),
+    )
+
+
 def gsm8k_tiny_pretrain() -> PretrainConfig:
     """A model under 10M parameters learns the form of GSM8K's problems and solutions."""
     return PretrainConfig(
@@ -71,7 +82,7 @@ def gsm8k_tiny_rl() -> RLConfig:
 
 
 RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfig]]] = {
-    "pretrain": {"tiny": tiny, "gsm8k_tiny": gsm8k_tiny_pretrain},
+    "pretrain": {"tiny": tiny, "llama3_8b": llama3_8b, "gsm8k_tiny": gsm8k_tiny_pretrain},
     "rl": {"digit_sum": digit_sum, "gsm8k": gsm8k, "gsm8k_tiny": gsm8k_tiny_rl},
 }
 
