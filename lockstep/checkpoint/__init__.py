@@ -1,5 +1,5 @@
 """Saving and resuming a whole run."""
 
-from lockstep.checkpoint.store import load_checkpoint, save_checkpoint
+from lockstep.checkpoint.checkpoints import Checkpoints, checkpoints_in, newest_checkpoint, step_name
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoints", "checkpoints_in", "newest_checkpoint", "step_name"]

@@ -4,6 +4,7 @@ A run is described by one flat dataclass with nested ones (`train`, `engine`, `c
 under a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
 """
 
+from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
@@ -13,6 +14,7 @@ from lockstep.config.toml import from_toml, to_toml
 from lockstep.config.train import Dtype, TrainConfig
 
 __all__ = [
+    "CheckpointConfig",
     "CompileConfig",
     "DataConfig",
     "Dtype",

@@ -19,7 +19,8 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     positive = ["steps", "train.learning_rate", "train.tokens_per_microbatch"]
-    not_negative = ["train.warmup_steps", "train.weight_decay", "train.max_grad_norm", "checkpoint_every"]
+    not_negative = ["train.warmup_steps", "train.weight_decay", "train.max_grad_norm"]
+    not_negative += ["checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"]
     if isinstance(config, PretrainConfig):
         positive += ["tokens_per_step", "sequence_length"]
     else:

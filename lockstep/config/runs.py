@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
 from lockstep.config.parallel import ParallelConfig
@@ -43,12 +44,11 @@ class PretrainConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0: only the last."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the tensorboard package)."""
     resume: bool = False
-    """Continue the run in `output` from its newest checkpoint."""
+    """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
 
@@ -108,12 +108,11 @@ class RLConfig:
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: int = 256
     """Held-out examples of a validation, one completion each, sampled as in training."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0: only the last."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the tensorboard package)."""
     resume: bool = False
-    """Continue the run in `output` from its newest checkpoint."""
+    """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
 

@@ -1,6 +1,13 @@
 """The one model definition, its families, and Hugging Face folders in and out."""
 
-from lockstep.model.checkpoint import load_model, load_weights, read_config, save_model
+from lockstep.model.checkpoint import (
+    hugging_face_name,
+    load_model,
+    load_weights,
+    read_config,
+    save_model,
+    write_description,
+)
 from lockstep.model.config import ModelConfig, RopeScaling
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
@@ -13,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "RopeScaling",
     "build_model",
+    "hugging_face_name",
     "initialize",
     "load_model",
     "load_weights",
@@ -20,4 +28,5 @@ __all__ = [
     "read_config",
     "resolve_dtype",
     "save_model",
+    "write_description",
 ]

@@ -99,14 +99,22 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**
         partial = folder / (name + ".partial")
         save_file({n: t.contiguous() for n, t in shard.items()}, partial, metadata={"format": "pt"})
         partial.replace(folder / name)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(t.nbytes for t in named.values())},
-            "weight_map": {n: name for name, shard in zip(names, shards) for n in shard},
-        }
-        _write_json(folder / INDEX, index)
-    dtype = str(model.dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", to_hugging_face(model.config, dtype))
+    write_description(
+        folder,
+        model.config,
+        model.dtype,
+        {n: name for name, shard in zip(names, shards) for n in shard},
+        sum(t.nbytes for t in named.values()),
+    )
+
+
+def write_description(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, files: dict[str, str], total_bytes: int
+) -> None:
+    """Writes `config.json` and, where the tensors' `files` are several, their index: what a folder has but tensors."""
+    if len(set(files.values())) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": files})
+    _write_json(folder / "config.json", to_hugging_face(config, str(dtype).removeprefix("torch.")))
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.checkpoint import newest_checkpoint
 from lockstep.errors import UserError
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
@@ -30,8 +31,7 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest whole checkpoint, if there is one."""
-        found = sorted(p for p in self.path.glob("checkpoints/step_*") if p.suffix != ".partial")
-        return found[-1] if found else None
+        return newest_checkpoint(self.path)
 
     def truncate(self, step: int) -> None:
         """Forgets metrics and rollouts after `step`, which a resumed run writes anew."""
@@ -48,25 +48,27 @@ class RunFolder:
 def open_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> RunFolder:
     """Creates the run's folder, or opens it again.
 
-    Raises UserError where `output` already holds a run (without `resume` or `overwrite`), holds something else, or
-    is to be resumed and holds none.
+    Raises UserError where `output` already holds a run (without `resume` or `overwrite`) or holds something else. A
+    folder without a run may be given to `resume`: whoever restarts a run need not know how far it came.
     """
     run = RunFolder(Path(output))
     holds_run = (run.path / CONFIG).is_file()
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{output}: is a file; give another --output")
-    if resume and not holds_run:
-        raise UserError(f"{output}: holds no run to resume; leave --resume out to start one")
     if holds_run and not (resume or overwrite):
         raise UserError(f"{output}: already holds a run; continue it with --resume, or replace it with --overwrite")
-    if run.path.is_dir() and any(run.path.iterdir()) and not holds_run:
+    if run.path.is_dir() and any(p.suffix != ".partial" for p in run.path.iterdir()) and not holds_run:
         raise UserError(f"{output}: is not empty and holds no run; give another --output")
     if holds_run and overwrite:
         shutil.rmtree(run.path)
-    for folder in (run.path, run.path / "rollouts", run.path / "checkpoints"):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        (run.path / CONFIG).write_text(config_toml)
+    run.path.mkdir(parents=True, exist_ok=True)
+    if not (resume and holds_run):
+        # First and at once: a folder whose run was killed here is that run's, or still empty.
+        partial = run.path / (CONFIG + ".partial")
+        partial.write_text(config_toml)
+        partial.replace(run.path / CONFIG)
+    for folder in (run.path / "rollouts", run.path / "checkpoints"):
+        folder.mkdir(exist_ok=True)
     return run
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+from lockstep.checkpoint import Checkpoints
 from lockstep.config import RLConfig, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
@@ -39,15 +40,17 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
     trainer = Trainer(model, config.train, config.steps * config.inner_steps)
 
     run = open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
+    checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
-    if config.resume and (checkpoint := run.newest_checkpoint()):
-        state = trainer.resume(checkpoint)
-        start, prompts.position = int(state["step"]), int(state["prompts"])
+    if config.resume and (state := checkpoints.resume()):
+        start, prompts.position = state["step"], state["prompts"]
     if config.resume:
-        run.truncate(start)
+        # Without a checkpoint the validation before the first step is made again, too.
+        run.truncate(start or -1)
 
     clock = time.perf_counter()
     with (
+        checkpoints,
         MetricsWriter(run.path, config.tensorboard) as metrics_file,
         progress or Progress("rl", config.steps) as bar,
     ):
@@ -79,9 +82,8 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
                 metrics |= evaluate(held_out, environment, engine, tokenizer, config)
             metrics_file.write(step, metrics)
             write_rollouts(run.rollouts_path(step), rollouts)
-            if due(step, config.checkpoint_every, config.steps):
-                state = {"step": step, "prompts": prompts.position}
-                trainer.save(run.checkpoint_path(step), tokenizer, state)
+            if checkpoints.due(step):
+                checkpoints.save(step, {"prompts": prompts.position}, last=step == config.steps)
             bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
 
     summary = summarize(read_metrics(run.metrics)) | {"seconds": {"rl": time.perf_counter() - clock}}

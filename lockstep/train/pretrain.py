@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lockstep.checkpoint import Checkpoints
 from lockstep.config import PretrainConfig, to_toml, validate
 from lockstep.data import (
     ByteTokenizer,
@@ -73,10 +74,10 @@ def run_training(
     if world.is_main:
         open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
     world.barrier()
+    checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
-    if config.resume and (checkpoint := run.newest_checkpoint()):
-        state = trainer.resume(checkpoint)
-        start = int(state["step"])
+    if config.resume and (state := checkpoints.resume()):
+        start = state["step"]
         loader.load_state(state["loader"])
     if config.resume and world.is_main:
         run.truncate(start)
@@ -84,6 +85,7 @@ def run_training(
     began = time.perf_counter()
     loss = float("nan")
     with (
+        checkpoints,
         MetricsWriter(run.path, config.tensorboard) if world.is_main else nullcontext() as metrics_file,
         progress if world.is_main else nullcontext() as bar,
     ):
@@ -111,12 +113,8 @@ def run_training(
             }
             if metrics_file is not None:
                 metrics_file.write(step, metrics)
-            if (
-                step == config.steps
-                or loader.ended
-                or (config.checkpoint_every and step % config.checkpoint_every == 0)
-            ):
-                trainer.save(run.checkpoint_path(step), tokenizer, {"step": step, "loader": loader.state()})
+            if checkpoints.due(step) or loader.ended:
+                checkpoints.save(step, {"loader": loader.state()}, last=step == config.steps or loader.ended)
             if bar is not None:
                 bar.advance(loss=loss, tokens_per_s=metrics["tokens_per_second"])
 

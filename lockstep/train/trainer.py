@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.checkpoint import load_checkpoint, save_checkpoint
 from lockstep.config import TrainConfig
-from lockstep.data import Tokenizer
-from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel.world import World
@@ -78,21 +74,10 @@ class Trainer:
             "skipped_steps": float(self.skipped_steps),
         }
 
-    def save(self, folder: Path, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
-        """Writes a checkpoint with `state` (JSON) beside the weights."""
-        tensors = self.optimizer.state_tensors()
-        save_checkpoint(folder, self.model, tokenizer, tensors, {**state, **self.counts()})
-
-    def resume(self, folder: Path) -> dict[str, Any]:
-        """Puts weights and optimizer back; returns the saved state. Raises UserError for another model's checkpoint."""
-        tensors, state = load_checkpoint(folder)
-        try:
-            self.optimizer.load_state_tensors(tensors)
-        except (KeyError, RuntimeError) as error:
-            raise UserError(f"{folder}: is a checkpoint of another model ({error}); give its --model") from error
-        self.updates, self.skipped_steps = int(state["updates"]), int(state.get("skipped_steps", 0))
-        return state
-
     def counts(self) -> dict[str, int]:
         """What a checkpoint keeps beside the tensors; JSON-able."""
         return {"updates": self.updates, "skipped_steps": self.skipped_steps}
+
+    def load_counts(self, counts: Mapping[str, Any]) -> None:
+        """The inverse of `counts`."""
+        self.updates, self.skipped_steps = int(counts["updates"]), int(counts["skipped_steps"])

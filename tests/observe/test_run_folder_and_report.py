@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lockstep.checkpoint.manifest import write_manifest
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, curves_png, open_run, read_metrics, write_report
 
@@ -21,9 +22,8 @@ def test_a_folder_is_never_taken_from_its_owner(tmp_path):
         open_run(str(tmp_path / "thesis"), "", overwrite=True)
     with pytest.raises(UserError, match="is a file"):
         open_run(str(tmp_path / "thesis" / "chapter.tex"), "")
-    with pytest.raises(UserError, match="holds no run to resume"):
-        open_run(str(tmp_path / "new"), "", resume=True)
-    assert not (tmp_path / "new").exists()
+    new = open_run(str(tmp_path / "new"), "a = 4\n", resume=True)
+    assert (new.path / "config.toml").read_text() == "a = 4\n"
 
 
 def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):
@@ -55,6 +55,8 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path):
     assert run.newest_checkpoint() is None
     for name in ("step_00000002", "step_00000010", "step_00000012.partial"):
         (run.path / "checkpoints" / name).mkdir()
+        write_manifest(run.path / "checkpoints" / name, [])
+    (run.path / "checkpoints" / "step_00000011").mkdir()
     assert run.newest_checkpoint() == run.checkpoint_path(10)
 
 

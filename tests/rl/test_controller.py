@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from lockstep.config import EngineConfig, RLConfig, TrainConfig, from_toml
+from lockstep.config import CheckpointConfig, EngineConfig, RLConfig, TrainConfig, from_toml
 from lockstep.errors import UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.parity import Parity, ParityError
@@ -80,7 +80,7 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
         prompts_per_step=4,
         samples_per_prompt=16,
         inner_steps=2,
-        checkpoint_every=3,
+        checkpoint=CheckpointConfig(every=3),
         train=TrainConfig(learning_rate=5e-3, warmup_steps=0, schedule="constant"),
     )
     whole = reinforce(_config(tmp_path / "whole", model_folder, "", **changes))

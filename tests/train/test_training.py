@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import build_model, score
-from lockstep.config import DataConfig, PretrainConfig, TrainConfig
+from lockstep.config import CheckpointConfig, DataConfig, PretrainConfig, TrainConfig
 from lockstep.data import Row, RowLoader, Rows, TokenizedCorpus
 from lockstep.errors import UserError
 from lockstep.model import preset
@@ -98,7 +98,8 @@ def test_masters_of_float32_weights_are_the_weights():
 def _config(tmp_path, name, **changes):
     defaults = dict(
         output=str(tmp_path / name), model="qwen3:micro", tokens_per_step=512, sequence_length=64, steps=6,
-        train=TrainConfig(learning_rate=3e-3, warmup_steps=2, tokens_per_microbatch=256), checkpoint_every=3,
+        train=TrainConfig(learning_rate=3e-3, warmup_steps=2, tokens_per_microbatch=256),
+        checkpoint=CheckpointConfig(every=3),
     )  # fmt: skip
     return PretrainConfig(**(defaults | changes))
 
@@ -161,7 +162,7 @@ def test_a_micro_batch_of_padding_has_a_gradient_of_zero():
 
 
 def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path):
-    config = _config(tmp_path, "run", steps=50, loader=DataConfig(repeat=False), checkpoint_every=0)
+    config = _config(tmp_path, "run", steps=50, loader=DataConfig(repeat=False), checkpoint=CheckpointConfig())
     folder = pretrain(config, ["the quick brown fox " * 60])
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sum(m["tokens"] for m in metrics) == 1201 and len(metrics) == 3 and metrics[-1]["data/padding"] > 0.5

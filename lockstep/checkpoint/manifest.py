@@ -1,0 +1,116 @@
+"""Sizes and checksums of a checkpoint's files: what tells a whole one from a torn one."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.boxes import bytes_of, open_safetensors, slices
+from lockstep.errors import UserError
+
+MANIFEST = "manifest.json"
+CHUNK = 1 << 26
+"""Bytes read or written at a time."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, as one rank wrote it: CRC-32 of its values in row-major order."""
+
+    file: str
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    crc32: int
+
+
+def write_manifest(folder: Path, pieces: list[Piece]) -> None:
+    """Lists every file in `folder`, synced to disk: safetensors by header and pieces, others by their contents."""
+    files: dict[str, Any] = {}
+    by_file: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for piece in pieces:
+        values = asdict(piece)
+        by_file[values.pop("file")].append(values)
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        files[name] = {"bytes": path.stat().st_size, "crc32": _crc32_of_file(path, header_only=name in by_file)}
+        if name in by_file:
+            files[name]["pieces"] = by_file[name]
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({"files": files}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    for parent in {path.parent for path in folder.rglob("*")}:
+        sync_folder(parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in `folder` are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1) -> str:
+    """What is wrong with a checkpoint, empty if nothing is. Of `ranks` callers each reads its share of the tensors.
+
+    Without `checksums` only names and sizes are compared, which reads nothing.
+    """
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name, entry in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != entry["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        if not checksums:
+            return ""
+        for name, entry in files.items():
+            if _crc32_of_file(folder / name, header_only="pieces" in entry) != entry["crc32"]:
+                return f"{name} does not match its checksum"
+        return _damaged_piece(folder, files, rank, ranks)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except UserError as error:
+        return str(error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({error!r})"
+
+
+def _damaged_piece(folder: Path, files: dict[str, Any], rank: int, ranks: int) -> str:
+    pieces = [(name, piece) for name, entry in files.items() for piece in entry.get("pieces", ())]
+    opened = {}
+    for name, piece in pieces[rank::ranks]:
+        if name not in opened:
+            opened[name] = open_safetensors(folder / name)
+        values = opened[name].get_slice(piece["name"])[slices(piece["offsets"], piece["sizes"])]
+        if zlib.crc32(bytes_of(values)) != piece["crc32"]:
+            return f"{name}: tensor {piece['name']} does not match its checksum"
+    return ""
+
+
+def _crc32_of_file(path: Path, header_only: bool) -> int:
+    """Of the whole file; of a safetensors file's header alone, for its tensors have checksums of their own."""
+    with path.open("rb") as file:
+        left = path.stat().st_size
+        if header_only:
+            left = min(left, 8 + int.from_bytes(file.read(8), "little"))
+            file.seek(0)
+        value = 0
+        while left > 0 and (block := file.read(min(left, CHUNK))):
+            value = zlib.crc32(block, value)
+            left -= len(block)
+        return value

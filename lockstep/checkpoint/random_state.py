@@ -1,0 +1,42 @@
+"""The states of a process's random generators, as tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def random_state() -> dict[str, Tensor]:
+    """Of Python, NumPy, torch and, where there is one, this process's GPU."""
+    version, words, gauss = random.getstate()
+    assert version == 3
+    numpy: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy
+    assert name == "MT19937"
+    state = {
+        "python": torch.tensor(words, dtype=torch.int64),
+        # NaN stands for None: no second number of a normal pair waits.
+        "python_gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor]) -> None:
+    """The inverse of `random_state`; a GPU's state is left out where there is no GPU."""
+    gauss = float(state["python_gauss"])
+    random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))
+    *keys, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, float(state["numpy_gauss"])))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

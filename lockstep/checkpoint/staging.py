@@ -1,0 +1,37 @@
+"""Copies of a run's tensors in the host's memory, which a save reads while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.part import Part
+
+
+class Staging:
+    """Holds one copy of every tensor; its memory (pinned, where the tensor is on a GPU) is used again each time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, tuple[Tensor, torch.dtype]]) -> dict[str, Part]:
+        """This rank's parts of `tensors`, each in its dtype. Overwrites those of the call before."""
+        parts = {}
+        on_gpu = False
+        for name, (tensor, dtype) in tensors.items():
+            part = Part.of(tensor)
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != part.local.shape or buffer.dtype != dtype:
+                buffer = torch.empty(part.local.shape, dtype=dtype, pin_memory=part.local.is_cuda)
+                self._buffers[name] = buffer
+            buffer.copy_(part.local, non_blocking=True)
+            on_gpu |= part.local.is_cuda
+            parts[name] = Part(buffer, part.place, part.shape)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return parts
+
+    def release(self) -> None:
+        self._buffers.clear()

@@ -1,0 +1,94 @@
+"""A trainer's tensors under the names that they have in a checkpoint.
+
+`model/` holds the model as Hugging Face names it, in the run's dtype. `trainer/` holds `KIND.PARAMETER`: the float32
+masters (unless the model's file has them already) and the optimizer's moments. `random/` holds each rank's generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.part import Part
+from lockstep.checkpoint.random_state import random_state, set_random_state
+from lockstep.errors import UserError
+from lockstep.model import Decoder, hugging_face_name
+
+STEMS = {"model": "model", "trainer": "trainer/optimizer", "random": "trainer/random"}
+"""The files of each group, within a checkpoint's folder."""
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """float32 masters by parameter name, and all state by `KIND.PARAMETER`."""
+
+    masters: dict[str, Tensor]
+
+    def state_tensors(self) -> dict[str, Tensor]: ...
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None: ...
+
+
+def tensors_to_save(
+    model: Decoder, optimizer: Optimizer, dtype: torch.dtype, rank: int, model_only: bool = False
+) -> dict[str, tuple[Tensor, torch.dtype]]:
+    """This rank's tensors, the very ones that training uses, each with the dtype to save it in."""
+    masters = optimizer.masters
+    tensors = {f"model/{hugging_face_name(n)}": (masters.get(n, p), dtype) for n, p in model.named_parameters()}
+    if model_only:
+        return tensors
+    for name, tensor in optimizer.state_tensors().items():
+        if not (dtype == torch.float32 and name.startswith("master.")):
+            tensors[f"trainer/{name}"] = (tensor, tensor.dtype)
+    for kind, tensor in random_state().items():
+        tensors[f"random/{rank}.{kind}"] = (tensor, tensor.dtype)
+    return tensors
+
+
+def parts_to_load(
+    folder: Path, held: Mapping[str, Any], model: Decoder, optimizer: Optimizer, rank: int
+) -> tuple[dict[str, Part], dict[str, Tensor], dict[str, Tensor]]:
+    """What to read from a checkpoint that holds the tensors `held` (by name, with `.size` and `.properties.dtype`).
+
+    Returns the parts to fill, the optimizer's tensors and the random state, whose memory these parts are. Masters and
+    model are filled in place. Raises UserError where the checkpoint is of another model.
+    """
+    masters: dict[str, Tensor] = optimizer.masters
+    parts: dict[str, Part] = {}
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        master = f"trainer/master.{name}"
+        if name not in masters or master not in held:
+            master = f"model/{hugging_face_name(name)}"
+        target = masters.get(name, parameter).detach()
+        if master not in held or held[master].size != target.shape:
+            what = f"shape {list(held[master].size)}, not {list(target.shape)}" if master in held else "no such tensor"
+            raise UserError(f"{folder}: is a checkpoint of another model ({name}: {what}); give its --model")
+        parts[master] = Part.of(target)
+        if name in masters:
+            state[f"master.{name}"] = target
+    for saved, entry in held.items():
+        group, _, name = saved.partition("/")
+        kind, _, owner = name.partition(".")
+        if group == "trainer" and kind != "master" and owner in masters:
+            dtype, like = entry.properties.dtype, masters[owner].detach()
+            same_shape = entry.size == like.shape
+            state[name] = torch.empty_like(like, dtype=dtype) if same_shape else torch.empty(entry.size, dtype=dtype)
+            parts[saved] = Part.of(state[name])
+    random = {
+        name.removeprefix(f"random/{rank}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in held.items()
+        if name.startswith(f"random/{rank}.")
+    }
+    parts |= {f"random/{rank}.{kind}": Part.of(tensor) for kind, tensor in random.items()}
+    return parts, state, random
+
+
+def take_over(optimizer: Optimizer, state: dict[str, Tensor], random: dict[str, Tensor]) -> None:
+    """Puts what was read where training finds it; a rank that the saved run did not have keeps its random state."""
+    optimizer.load_state_tensors(state)
+    if random:
+        set_random_state(random)

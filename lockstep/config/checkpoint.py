@@ -1,0 +1,24 @@
+"""When a run is saved, and what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class CheckpointConfig:
+    """When a run is saved, and what is kept of it."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only the last."""
+    keep_last: int = 3
+    """Newest checkpoints to keep; older ones are deleted once a newer one is whole. 0: keep all."""
+    keep_every: int = 0
+    """Also keep every checkpoint whose step this divides; 0: none."""
+    asynchronous: bool = True
+    """Write in the background: a step waits only until its tensors are copied to the host's memory."""
+    last_model_only: bool = False
+    """Leave optimizer and random state out of the last checkpoint: smaller, but nothing can be continued from it."""
+    last_dtype: Literal["", "bfloat16", "float32"] = ""
+    """Of the model's weights in the last checkpoint; empty: `dtype`."""
