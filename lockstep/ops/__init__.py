@@ -10,6 +10,7 @@ from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.linear import ROW_MULTIPLE, linear, padded_rows, row_multiple
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.norm import rms_norm
+from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
 
@@ -22,6 +23,7 @@ __all__ = [
     "KVCache",
     "PackedAttention",
     "PagedAttention",
+    "PieceAttention",
     "draw",
     "linear",
     "log_prob_sum",

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
-from lockstep.ops.attention_reference import attend_reference, write_pages_reference
+from lockstep.ops.attention_reference import attend_backward_reference, attend_reference, write_pages_reference
 
 PAGE = 16
 """Tokens of a cache page."""
@@ -118,17 +118,21 @@ class PackedAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The attended values and, for the gradient, the log of each row's sum of weights `[tokens, heads]`."""
-        kv_heads, head_dim = k.shape[1:]
+        keys, values = self.pages(k, v)
+        if cuda.usable(q):
+            from lockstep.ops.cuda import attention
+
+            self._planned = self._planned or attention.Planned(self.table, self.starts, self.contexts, q, k)
+            return attention.attend(q, keys, values, self._planned)
+        return _attend(q, keys, values, self.table, self.starts, self.contexts, self.slots.shape[0])
+
+    def pages(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values in pages, laid out as in `KVCache`."""
+        tokens, (kv_heads, head_dim) = self.slots.shape[0], k.shape[1:]
         keys = k.new_zeros(self.num_pages, kv_heads, head_dim, PAGE)
         values = v.new_zeros(self.num_pages, kv_heads, PAGE, head_dim)
-        if cuda.usable(q):
-            from lockstep.ops.cuda.attention import Planned
-
-            self._planned = self._planned or Planned(self.table, self.starts, self.contexts, q, k)
-            return self._planned(q, k, v, keys, values)
-        tokens = self.slots.shape[0]
         _write_pages(k[:tokens], v[:tokens], self.slots, keys, values)
-        return _attend(q, keys, values, self.table, self.starts, self.contexts, tokens)
+        return keys, values
 
 
 class _TrainedAttention(torch.autograd.Function):
@@ -141,25 +145,45 @@ class _TrainedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        from lockstep.ops.attention_reference import attend_backward_reference
+        return (*attend_backward(grads[0], *ctx.saved_tensors, ctx.attention.starts), None)
 
-        q, k, v, out, log_sums = ctx.saved_tensors
-        starts, grad_out = ctx.attention.starts, grads[0].contiguous()
-        if cuda.usable(q):
-            from lockstep.ops.cuda.attention_backward import attend_backward
 
-            return (*attend_backward(grad_out, q, k, v, out, log_sums, starts), None)
-        if not _native(q):
-            return (*attend_backward_reference(grad_out, q, k, v, out, log_sums, starts.tolist()), None)
-        heads, head_dim = q.shape[1:]
-        kv_heads, sequences = k.shape[1], starts.shape[0] - 1
-        grad_q = torch.zeros(q.shape, dtype=torch.float32)
-        grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-        native.call(
-            "attend_backward", q.dtype, grad_out, q.contiguous(), k.contiguous(), v.contiguous(), out, log_sums,
-            grad_q, grad_k, grad_v, starts, sequences, heads, kv_heads, head_dim, head_dim**-0.5,
-        )  # fmt: skip
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+def attend_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    starts: Tensor,
+    pieces: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `q`, `k` and `v`, where the query rows of each whole sequence begin at one of `starts`.
+
+    With `pieces`, (contexts, first_keys), the rows from `starts[i]` to `starts[i + 1]` are queries of the last of
+    `contexts[i]` keys, from row `first_keys[i]` of `k` on, in ascending order of both. The gradients of `k` and `v`
+    are float32 then, for other pieces' are to be added.
+    """
+    dtype = k.dtype if pieces is None else torch.float32
+    if cuda.usable(q):
+        from lockstep.ops.cuda import attention_backward
+
+        return attention_backward.attend_backward(grad_out, q, k, v, out, log_sums, starts, pieces, dtype)
+    contexts, first_keys = pieces or (starts.diff(), starts[:-1])
+    if not _native(q):
+        grad_q, grad_k, grad_v = attend_backward_reference(
+            grad_out, q, k, v, out, log_sums, starts, contexts, first_keys
+        )
+        return grad_q, grad_k.to(dtype), grad_v.to(dtype)
+    heads, head_dim = q.shape[1:]
+    grad_q = torch.zeros(q.shape, dtype=torch.float32)
+    grad_k, grad_v = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    native.call(
+        "attend_backward" if dtype == q.dtype else "attend_backward_wide", q.dtype, grad_out.contiguous(),
+        q.contiguous(), k.contiguous(), v.contiguous(), out, log_sums, grad_q, grad_k, grad_v, starts, contexts,
+        first_keys, contexts.shape[0], heads, k.shape[1], head_dim, head_dim**-0.5,
+    )  # fmt: skip
+    return grad_q.to(q.dtype), grad_k, grad_v
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -182,6 +206,10 @@ def _native(x: Tensor) -> bool:
 
 
 def _write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    if cuda.usable(k):
+        from lockstep.ops.cuda.attention import write_pages
+
+        return write_pages(k, v, slots, keys, values)
     if not _native(k):
         return write_pages_reference(k, v, slots, keys, values)
     native.call("write_pages", k.dtype, k.contiguous(), v.contiguous(), slots, keys, values, *k.shape)

@@ -88,9 +88,20 @@ def _tiles(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend_backward_reference(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, starts: list[int]
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    starts: Tensor,
+    contexts: Tensor,
+    first_keys: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `q`, `k`, `v`. Sequence by sequence and tile by tile: no T×T matrix is ever held."""
+    """Gradients of `q`, in its dtype, and of `k` and `v` in float32. Tile by tile: no T×T matrix is ever held.
+
+    The query rows from `starts[i]` to `starts[i + 1]` are the last of `contexts[i]` keys, from `first_keys[i]` on.
+    """
     head_dim, kv_heads = q.shape[-1], k.shape[1]
     group, scale = q.shape[1] // kv_heads, head_dim**-0.5
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
@@ -100,18 +111,21 @@ def attend_backward_reference(
         """[rows, heads, d] -> [kv_heads, rows * group, d] in float32."""
         return x.float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
 
-    for start, end in zip(starts[:-1], starts[1:]):
-        for row in range(start, end, TILE):
-            stop = min(row + TILE, end)
-            query, grad = by_head(q[row:stop]), by_head(grad_out[row:stop])
-            key, value = by_head(k[start:stop]), by_head(v[start:stop])
-            position = torch.arange(row, stop, device=q.device).repeat_interleave(group)
-            hidden = torch.arange(start, stop, device=q.device) > position[:, None]
-            scores = (query @ key.mT * scale).masked_fill(hidden, float("-inf"))
-            weights = torch.exp(scores - by_head(log_sums[row:stop, :, None]))
-            grad_scores = weights * (grad @ value.mT - by_head(deltas[row:stop, :, None])) * scale
-            grad_v[start:stop] += (weights.mT @ grad).transpose(0, 1)
-            grad_k[start:stop] += (grad_scores.mT @ query).transpose(0, 1)
-            query_grad = (grad_scores @ key).unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
-            grad_q[row:stop] = query_grad
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    sequence, first_row, row_count = (column.tolist() for column in _tiles(starts))
+    ends, seen, firsts = starts[1:].tolist(), contexts.tolist(), first_keys.tolist()
+    for piece, row, count in zip(sequence, first_row, row_count):
+        stop = row + count
+        keys = slice(firsts[piece], firsts[piece] + seen[piece])
+        shift = keys.stop - ends[piece]  # from a query row to its own key
+        query, grad = by_head(q[row:stop]), by_head(grad_out[row:stop])
+        key, value = by_head(k[keys]), by_head(v[keys])
+        place = torch.arange(row + shift, stop + shift, device=q.device).repeat_interleave(group)
+        hidden = torch.arange(keys.start, keys.stop, device=q.device) > place[:, None]
+        scores = (query @ key.mT * scale).masked_fill(hidden, float("-inf"))
+        weights = torch.exp(scores - by_head(log_sums[row:stop, :, None]))
+        grad_scores = weights * (grad @ value.mT - by_head(deltas[row:stop, :, None])) * scale
+        grad_v[keys] += (weights.mT @ grad).transpose(0, 1)
+        grad_k[keys] += (grad_scores.mT @ query).transpose(0, 1)
+        query_grad = (grad_scores @ key).unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+        grad_q[row:stop] = query_grad
+    return grad_q.to(q.dtype), grad_k, grad_v

@@ -15,6 +15,7 @@ from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import linear, rows, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
 from tests.ops.paging import assert_pieces_agree
+from tests.ops.pieces import assert_pieces_add_up
 
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -132,10 +133,19 @@ def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim):
     attention = ops.PackedAttention(lengths)
     out, log_sums = attention.forward(q, k, v)
     grad[-padding:] = 0
-    ours = attend_backward(grad, q, k, v, out, log_sums, attention.starts)
-    starts = attention.starts.tolist()
-    _close(ours, attention_reference.attend_backward_reference(grad, q, k, v, out, log_sums, starts), dtype)
+    ours = attend_backward(grad, q, k, v, out, log_sums, attention.starts, None, k.dtype)
+    pieces = attention.starts, attention.contexts, attention.starts[:-1]
+    _close(ours, attention_reference.attend_backward_reference(grad, q, k, v, out, log_sums, *pieces), dtype)
     assert not any(g[-padding:].any() for g in ours)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "head_dim"), [(torch.float32, 3, 1, 40), (torch.float16, 4, 2, 32)]
+)
+def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_its(
+    kernels, dtype, heads, kv_heads, head_dim
+):
+    assert_pieces_add_up(dtype, heads, kv_heads, head_dim, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])

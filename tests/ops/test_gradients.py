@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep import ops
+from tests.ops.pieces import assert_pieces_add_up
 
 # One rounding of the result to its dtype, plus sums of up to 150 products that float32 rounds one by one.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -48,6 +49,12 @@ def test_attention(dtype, heads, kv_heads, head_dim):
     )
     expected.backward(grad.double())
     _agree([out, q.grad, k.grad, v.grad], [expected, *(x.grad for x in exact)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 40)])
+def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_its(dtype, heads, kv_heads, head_dim):
+    assert_pieces_add_up(dtype, heads, kv_heads, head_dim, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

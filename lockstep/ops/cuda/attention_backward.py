@@ -1,5 +1,6 @@
 """The gradient of packed causal attention in Triton, recomputed from the saved log-sums (arXiv 2205.14135).
 
+Query rows come in pieces, each the last rows of its context; whole sequences are the case where a piece is its context.
 Two kernels without atomic additions: one holds a tile of queries and goes over its keys, the other holds a tile of
 keys and goes over the queries that see them, one head of the group after the other. So a gradient's bits are the same
 in every run.
@@ -21,18 +22,17 @@ TILE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 
 @kernel
 def _queries_kernel(
-    grad_out, q, k, v, log_sums, deltas, grad_q, starts, tile_sequences, tile_rows, sequences, scale,
+    grad_out, q, k, v, log_sums, deltas, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, pieces, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    sequence, head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
-    if sequence >= sequences:
+    piece, head = tl.load(tile_pieces + tl.program_id(0)), tl.program_id(1)
+    if piece >= pieces:
         return
     kv_head = head // (HEADS // KV_HEADS)
-    first, begin, end = (
-        tl.load(tile_rows + tl.program_id(0)),
-        tl.load(starts + sequence),
-        tl.load(starts + sequence + 1),
-    )
+    first, end = tl.load(tile_rows + tl.program_id(0)), tl.load(starts + piece + 1)
+    begin = tl.load(first_keys + piece)
+    keys_end = begin + tl.load(contexts + piece)
+    shift = keys_end - end  # from a query row to its own key
     token, d = first + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     line = token.to(tl.int64) * HEADS + head
     place, mask = line[:, None] * DIM + d[None, :], (token < end)[:, None] & (d < DIM)[None, :]
@@ -40,13 +40,13 @@ def _queries_kernel(
     log_sum = tl.load(log_sums + line, mask=token < end, other=float("inf"))
     delta = tl.load(deltas + line, mask=token < end, other=0.0)
     sums = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
-    for start in range(begin, tl.minimum(first + TILE, end), TILE):
+    for start in range(begin, tl.minimum(first + TILE, end) + shift, TILE):
         other = start + tl.arange(0, TILE)
         source = (other.to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
-        present = (other < end)[:, None] & (d < DIM)[None, :]
+        present = (other < keys_end)[:, None] & (d < DIM)[None, :]
         key, value = tl.load(k + source, mask=present, other=0.0), tl.load(v + source, mask=present, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        seen = (other[None, :] <= token[:, None]) & (other < end)[None, :]
+        seen = (other[None, :] <= token[:, None] + shift) & (other < keys_end)[None, :]
         weights = tl.where(seen, tl.exp(scores - log_sum[:, None]), 0.0)
         grad_weights = tl.dot(grad, tl.trans(value), input_precision="ieee")
         grad_scores = weights * (grad_weights - delta[:, None]) * scale
@@ -56,8 +56,9 @@ def _queries_kernel(
 
 @kernel
 def _keys_kernel(
-    grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, starts, tile_sequences, tile_rows, sequences, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, starts, tile_sequences, tile_rows, sequences, scale, own_keys,
+    first_queries, last_queries, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
@@ -69,18 +70,25 @@ def _keys_kernel(
     mask = (token < end)[:, None] & (d < DIM)[None, :]
     key, value = tl.load(k + place, mask=mask, other=0.0), tl.load(v + place, mask=mask, other=0.0)
     key_sums, value_sums = tl.zeros((TILE, BLOCK_D), dtype=tl.float32), tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
-    steps = tl.cdiv(end - first, TILE)
+    # The queries that see some of the tile: all from its own first on, where whole sequences are there.
+    if WHOLE:
+        queries_begin, queries_end = first, end
+    else:
+        queries_begin, queries_end = tl.load(first_queries + tl.program_id(0)), tl.load(last_queries + tl.program_id(0))
+    steps = tl.cdiv(queries_end - queries_begin, TILE)
     for step in range(0, GROUP * steps):
         head = kv_head * GROUP + step // steps
-        other = first + (step % steps) * TILE + tl.arange(0, TILE)
+        other = queries_begin + (step % steps) * TILE + tl.arange(0, TILE)
+        inside = other < queries_end
+        own = other if WHOLE else tl.load(own_keys + other, mask=inside, other=0)
         line = other.to(tl.int64) * HEADS + head
-        source, present = line[:, None] * DIM + d[None, :], (other < end)[:, None] & (d < DIM)[None, :]
+        source, present = line[:, None] * DIM + d[None, :], inside[:, None] & (d < DIM)[None, :]
         query, grad = tl.load(q + source, mask=present, other=0.0), tl.load(grad_out + source, mask=present, other=0.0)
-        log_sum = tl.load(log_sums + line, mask=other < end, other=float("inf"))
-        delta = tl.load(deltas + line, mask=other < end, other=0.0)
+        log_sum = tl.load(log_sums + line, mask=inside, other=float("inf"))
+        delta = tl.load(deltas + line, mask=inside, other=0.0)
         # Keys down, queries across: both sums are products with this from the left.
         scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
-        seen = (token[:, None] <= other[None, :]) & (other < end)[None, :]
+        seen = (token[:, None] <= own[None, :]) & inside[None, :]
         weights = tl.where(seen, tl.exp(scores - log_sum[None, :]), 0.0)
         value_sums = tl.dot(weights.to(grad.dtype), grad, value_sums, input_precision="ieee")
         grad_weights = tl.dot(value, tl.trans(grad), input_precision="ieee")
@@ -91,24 +99,43 @@ def _keys_kernel(
 
 
 def attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, starts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `q`, `k` and `v`; those of padding rows, behind `starts[-1]`, are zero."""
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor,
+    starts: Tensor, pieces: tuple[Tensor, Tensor] | None, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `lockstep.ops.attention.attend_backward`; gradients of padding rows, behind `starts[-1]`, are zero."""
     grad_out, q, k, v = grad_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     deltas = (grad_out.float() * out.float()).sum(-1)
     rows, heads, dim = q.shape
-    kv_heads, tile, sequences = k.shape[1], TILE[q.dtype], starts.shape[0] - 1
-    tile_sequences, tile_rows = tile_map(starts, rows, tile)
+    kv_heads, tile, count = k.shape[1], TILE[q.dtype], starts.shape[0] - 1
     sizes = dict(
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), TILE=tile, num_stages=2,
     )  # fmt: skip
-    count = tile_sequences.shape[0]
-    if rows and sequences:
-        common = (starts, tile_sequences, tile_rows, sequences, dim**-0.5)
-        _queries_kernel[(count, heads)](grad_out, q, k, v, log_sums, deltas, grad_q, *common, num_warps=4, **sizes)
-        # Two sums of 64 x 128 do not fit the registers of four warps.
-        _keys_kernel[(count, kv_heads)](
-            grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, *common, num_warps=8, **sizes
-        )
+    if not (rows and count):
+        return grad_q, grad_k, grad_v
+    contexts, first_keys = pieces or (starts.diff(), starts[:-1])
+    tile_pieces, tile_rows = tile_map(starts, rows, tile)
+    given = grad_out, q, k, v, log_sums, deltas
+    _queries_kernel[(tile_pieces.shape[0], heads)](
+        *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, dim**-0.5, num_warps=4, **sizes
+    )
+    own_keys = first_queries = last_queries = None
+    if pieces is not None:
+        own_keys = _own_keys(starts, contexts, first_keys)
+        starts = torch.cat((first_keys.unique_consecutive(), first_keys.new_tensor([k.shape[0]])))
+        count = starts.shape[0] - 1
+        tile_pieces, tile_rows = tile_map(starts, k.shape[0], tile)
+        first_queries = torch.searchsorted(own_keys, tile_rows, out_int32=True)
+        last_queries = torch.searchsorted(own_keys, starts[tile_pieces.clamp(max=count - 1) + 1], out_int32=True)
+    # Two sums of 64 x 128 do not fit the registers of four warps.
+    _keys_kernel[(tile_pieces.shape[0], kv_heads)](
+        *given, grad_k, grad_v, starts, tile_pieces, tile_rows, count, dim**-0.5, own_keys, first_queries,
+        last_queries, WHOLE=pieces is None, num_warps=8, **sizes,
+    )  # fmt: skip
     return grad_q, grad_k, grad_v
+
+
+def _own_keys(starts: Tensor, contexts: Tensor, first_keys: Tensor) -> Tensor:
+    """The row of `k` with each query row's own key, ascending, int32."""
+    own = (first_keys + contexts - starts[1:]).repeat_interleave(starts.diff())
+    return own + torch.arange(own.shape[0], dtype=torch.int32, device=own.device)

@@ -1,12 +1,39 @@
 // The gradient of attention over packed sequences, in float32.
 #include "attention.h"
 
-// The gradient for one sequence and one key-value head. The weights are recomputed block by block from the saved
-// log-sums (arXiv 2205.14135). grad_q is float32 and zero on entry.
-template <class T>
+// Consecutive runs of query rows. Those of one piece are the last rows of its context: that many keys, from its first.
+struct Pieces {
+    const int32_t *starts, *contexts, *first_keys;
+    int64_t count;
+    int64_t position(const Tile& tile) const {
+        return tile.token + contexts[tile.sequence] - starts[tile.sequence + 1];
+    }
+};
+
+// A sequence's keys, as many as are seen, and all query rows that see them.
+struct Sequence {
+    int64_t first, length;
+    std::vector<Tile> tiles;
+};
+
+static std::vector<Sequence> sequences_of(const Pieces& pieces, int64_t group) {
+    std::vector<Sequence> all;
+    for (const Tile& tile : tiles_of(pieces.starts, pieces.count, group)) {
+        const int64_t first = pieces.first_keys[tile.sequence], length = pieces.contexts[tile.sequence];
+        if (all.empty() || all.back().first != first) all.push_back({first, 0, {}});
+        all.back().length = std::max(all.back().length, length);
+        all.back().tiles.push_back(tile);
+    }
+    return all;
+}
+
+// The gradient for one sequence's keys and one key-value head. The weights are recomputed block by block from the
+// saved log-sums (arXiv 2205.14135). grad_q is float32; all gradients are zero on entry.
+template <class T, class G>
 static void backward_head(const T* grad_out, const T* q, const T* k, const T* v, const float* log_sums,
-                          const float* deltas, float* grad_q, T* grad_k, T* grad_v, const std::vector<Tile>& tiles,
-                          int64_t first, int64_t length, int64_t kv_head, const Shape& shape, float scale) {
+                          const float* deltas, float* grad_q, G* grad_k, G* grad_v, const Sequence& sequence,
+                          const Pieces& pieces, int64_t kv_head, const Shape& shape, float scale) {
+    const int64_t first = sequence.first, length = sequence.length;
     const int64_t dim = shape.head_dim, group = shape.group();
     const int64_t tile_rows = std::max<int64_t>(1, TILE / group) * group;
     static thread_local std::vector<float> scratch;
@@ -36,8 +63,8 @@ static void backward_head(const T* grad_out, const T* q, const T* k, const T* v,
                 keys_across[d * BLOCK + j] = keys[j * dim + d];
                 values_across[d * BLOCK + j] = values[j * dim + d];
             }
-        for (const Tile& tile : tiles) {
-            const int64_t position = tile.token - first, rows = tile.tokens * group;
+        for (const Tile& tile : sequence.tiles) {
+            const int64_t position = pieces.position(tile), rows = tile.tokens * group;
             if (position + tile.tokens <= start) continue;
             load_rows(q, tile, kv_head, shape, queries);
             load_rows(grad_out, tile, kv_head, shape, grads);
@@ -74,12 +101,12 @@ static void backward_head(const T* grad_out, const T* q, const T* k, const T* v,
     }
 }
 
-template <class T>
+template <class T, class G>
 static void attend_backward(const T* grad_out, const T* q, const T* k, const T* v, const T* out, const float* log_sums,
-                            float* grad_q, T* grad_k, T* grad_v, const int32_t* starts, int64_t sequences,
-                            int64_t heads, int64_t kv_heads, int64_t head_dim, float scale) {
+                            float* grad_q, G* grad_k, G* grad_v, const Pieces& pieces, int64_t heads,
+                            int64_t kv_heads, int64_t head_dim, float scale) {
     const Shape shape{heads, kv_heads, head_dim};
-    const int64_t rows = starts[sequences] * heads;
+    const int64_t rows = pieces.starts[pieces.count] * heads;
     std::vector<float> deltas(rows);
 #pragma omp parallel for
     for (int64_t row = 0; row < rows; row++) {
@@ -88,24 +115,25 @@ static void attend_backward(const T* grad_out, const T* q, const T* k, const T* 
             products += load(grad_out + row * head_dim + d) * load(out + row * head_dim + d);
         deltas[row] = sum(products);
     }
-    const std::vector<Tile> all = tiles_of(starts, sequences, shape.group());
-    std::vector<std::vector<Tile>> tiles(sequences);
-    for (const Tile& tile : all) tiles[tile.sequence].push_back(tile);
+    const std::vector<Sequence> sequences = sequences_of(pieces, shape.group());
 #pragma omp parallel for schedule(dynamic, 1) collapse(2)
-    for (int64_t s = 0; s < sequences; s++)
+    for (size_t s = 0; s < sequences.size(); s++)
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
-            backward_head(grad_out, q, k, v, log_sums, deltas.data(), grad_q, grad_k, grad_v, tiles[s], starts[s],
-                          starts[s + 1] - starts[s], kv_head, shape, scale);
+            backward_head(grad_out, q, k, v, log_sums, deltas.data(), grad_q, grad_k, grad_v, sequences[s], pieces,
+                          kv_head, shape, scale);
 }
 
-#define EXPORT(T, suffix)                                                                                            \
-    extern "C" void attend_backward##suffix(const T* grad_out, const T* q, const T* k, const T* v, const T* out,      \
-                                            const float* log_sums, float* grad_q, T* grad_k, T* grad_v,               \
-                                            const int32_t* starts, int64_t sequences, int64_t heads,                  \
-                                            int64_t kv_heads, int64_t head_dim, float scale) {                        \
-        attend_backward<T>(grad_out, q, k, v, out, log_sums, grad_q, grad_k, grad_v, starts, sequences, heads,        \
-                           kv_heads, head_dim, scale);                                                                \
+// G: the type of the keys' and values' gradients. Ranks that add theirs up want float32.
+#define EXPORT(T, G, name)                                                                                           \
+    extern "C" void name(const T* grad_out, const T* q, const T* k, const T* v, const T* out, const float* log_sums,  \
+                         float* grad_q, G* grad_k, G* grad_v, const int32_t* starts, const int32_t* contexts,         \
+                         const int32_t* first_keys, int64_t pieces, int64_t heads, int64_t kv_heads,                  \
+                         int64_t head_dim, float scale) {                                                             \
+        attend_backward<T, G>(grad_out, q, k, v, out, log_sums, grad_q, grad_k, grad_v,                               \
+                              Pieces{starts, contexts, first_keys, pieces}, heads, kv_heads, head_dim, scale);        \
     }
 
-EXPORT(float, _f32)
-EXPORT(bf16, _bf16)
+EXPORT(float, float, attend_backward_f32)
+EXPORT(bf16, bf16, attend_backward_bf16)
+EXPORT(float, float, attend_backward_wide_f32)
+EXPORT(bf16, float, attend_backward_wide_bf16)

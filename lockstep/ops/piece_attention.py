@@ -1,0 +1,58 @@
+"""Attention of pieces of packed sequences over all keys before them: what a rank does that shares its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep.ops import cuda
+from lockstep.ops.attention import PackedAttention, _attend, _starts, _write_pages, attend_backward
+
+
+class PieceAttention:
+    """Some rows of `PackedAttention`, with their very bits: queries of pieces, keys and values of whole sequences.
+
+    lengths: tokens of each packed sequence. pieces: (sequence, start, stop) of the queries, one piece after the other,
+    in the order of the packed sequences. Further rows of queries are padding: their output is zero.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        pieces: Sequence[tuple[int, int, int]],
+        device: str | torch.device = "cpu",
+    ):
+        self.whole = PackedAttention(list(lengths), device)
+        columns = torch.tensor(pieces, dtype=torch.int32, device=device).reshape(-1, 3)
+        sequences, self.contexts = columns[:, 0].long(), columns[:, 2].contiguous()
+        self.starts = _starts(columns[:, 2] - columns[:, 1])
+        self.first_keys = self.whole.starts[sequences]
+        self.table = self.whole.table[sequences]
+        self.rows = sum(stop - start for _, start, stop in pieces)
+        self._planned: Any = None
+
+    def forward(
+        self,
+        q: Float[Tensor, "rows heads head_dim"],
+        k: Float[Tensor, "tokens kv_heads head_dim"],
+        v: Float[Tensor, "tokens kv_heads head_dim"],
+    ) -> tuple[Float[Tensor, "rows heads head_dim"], Float[Tensor, "rows heads"]]:
+        """The attended values and, for the gradient, the log of each row's sum of weights."""
+        keys, values = self.whole.pages(k, v)
+        if cuda.usable(q):
+            from lockstep.ops.cuda import attention
+
+            self._planned = self._planned or attention.Planned(self.table, self.starts, self.contexts, q, k)
+            return attention.attend(q, keys, values, self._planned)
+        return _attend(q, keys, values, self.table, self.starts, self.contexts, self.rows)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `q`, and of `k` and `v` in float32: what these pieces add to the whole sequences' own."""
+        pieces = self.contexts, self.first_keys
+        return attend_backward(grad_out, q, k, v, out, log_sums, self.starts, pieces)

@@ -1,0 +1,89 @@
+"""Sequences shared by ranks: each computes some of their tokens, and attends to the keys and values of all.
+
+Every sequence is cut into twice as many chunks as there are ranks, and a rank takes one from its start and one from
+its end: equally many tokens, and equally many keys to attend to. In each layer keys and values are gathered, put
+back into the order of the sequences, and attended to in the fixed blocks, so a token's bits are those of one process.
+Between forward and backward a rank keeps its own keys and values alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lockstep import ops
+
+Piece = tuple[int, int, int]
+"""Sequence, first token, and the token behind the last."""
+
+
+def cut_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
+    """Each rank's pieces of packed sequences, in their order: `ranks` shares of tokens that differ by one at most.
+
+    Of a sequence in 2·ranks chunks, rank r has chunk r and chunk 2·ranks - 1 - r, so that causal attention is equal
+    work for all. Tokens left over by the division go to the ranks that have fewest.
+    """
+    shares: list[list[Piece]] = [[] for _ in range(ranks)]
+    extras = [0] * ranks
+    for sequence, length in enumerate(lengths):
+        size, left = divmod(length, 2 * ranks)
+        sizes = [size] * (2 * ranks)
+        for _ in range(left):
+            rank = extras.index(min(extras))
+            extras[rank] += 1
+            sizes[rank] += 1
+        stops = list(accumulate(sizes))
+        for chunk, (size, stop) in enumerate(zip(sizes, stops)):
+            if size:
+                shares[min(chunk, 2 * ranks - 1 - chunk)].append((sequence, stop - size, stop))
+    return shares
+
+
+class ContextAttention:
+    """The attention of one rank's share of packed sequences. The ranks of `group` call it together, layer by layer.
+
+    Each rank brings its tokens in the order of `rows`, padded to `padded_rows`.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], group: dist.ProcessGroup, device: str | torch.device = "cpu", multiple: int = 1
+    ):
+        """multiple: of which `padded_rows` is one."""
+        self.group = group
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        shares = cut_sequences(lengths, ranks)
+        self.pieces = ops.PieceAttention(lengths, shares[rank], device)
+        rows = [_rows(lengths, share) for share in shares]
+        self.rows: Int[Tensor, "own"] = rows[rank].to(device)
+        """Of the packed row's tokens, this rank's."""
+        self.padded_rows = -(-max(len(r) for r in rows) // multiple) * multiple
+        # Where the token of each place in the packed row is found among all ranks' padded rows.
+        gathered = torch.cat([r * self.padded_rows + torch.arange(len(own)) for r, own in enumerate(rows)])
+        self._places = gathered[torch.cat(rows).argsort()].to(device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _GatheredAttention.apply(q, k, v, self)
+        return self.pieces.forward(q, *self.gather(k, v))[0]
+
+    def gather(
+        self, k: Float[Tensor, "own kv_heads head_dim"], v: Float[Tensor, "own kv_heads head_dim"]
+    ) -> tuple[Float[Tensor, "tokens kv_heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
+        """All ranks' keys and values, in the order of the packed sequences."""
+        own = torch.stack((k, v))
+        everyone = own.new_empty(dist.get_world_size(self.group), *own.shape)
+        dist.all_gather_into_tensor(everyone.flatten(0, 1), own, group=self.group)
+        keys, values = everyone.transpose(0, 1).flatten(1, 2)
+        return keys[self._places], values[self._places]
+
+    def sum_back(
+        self, grad_k: Float[Tensor, "tokens kv_heads head_dim"], grad_v: Float[Tensor, "tokens kv_heads head_dim"]
+    ) -> tuple[Float[Tensor, "own kv_heads head_dim"], Float[Tensor, "own kv_heads head_dim"]]:
+        """The inverse of `gather` for gradients: of this rank's tokens, the sum over all ranks."""
+        raise NotImplementedError
