@@ -35,6 +35,12 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             yield f"{name} is {_value(config, name)}; it must be 0 or more"
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
+    if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
+        yield (
+            f"sequence_length {config.sequence_length} cannot be cut for parallel.context {config.parallel.context}: "
+            f"each rank takes two pieces of a sequence, so give at least {2 * config.parallel.context} tokens, or a "
+            "smaller degree"
+        )
     if isinstance(config, RLConfig):
         if not config.model:
             yield "model is empty; give a Hugging Face folder with --model DIR"

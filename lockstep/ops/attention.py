@@ -145,7 +145,8 @@ class _TrainedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return (*attend_backward(grads[0], *ctx.saved_tensors, ctx.attention.starts), None)
+        q, k, v, out, log_sums = ctx.saved_tensors
+        return (*attend_backward(grads[0], q, k, v, out, log_sums, ctx.attention.starts), None)
 
 
 def attend_backward(

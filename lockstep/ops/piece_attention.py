@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda
-from lockstep.ops.attention import PackedAttention, _attend, _starts, _write_pages, attend_backward
+from lockstep.ops.attention import PackedAttention, _attend, _starts, attend_backward
 
 
 class PieceAttention:

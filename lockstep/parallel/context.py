@@ -76,14 +76,42 @@ class ContextAttention:
         self, k: Float[Tensor, "own kv_heads head_dim"], v: Float[Tensor, "own kv_heads head_dim"]
     ) -> tuple[Float[Tensor, "tokens kv_heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
         """All ranks' keys and values, in the order of the packed sequences."""
-        own = torch.stack((k, v))
-        everyone = own.new_empty(dist.get_world_size(self.group), *own.shape)
-        dist.all_gather_into_tensor(everyone.flatten(0, 1), own, group=self.group)
-        keys, values = everyone.transpose(0, 1).flatten(1, 2)
-        return keys[self._places], values[self._places]
+        own = torch.stack((k, v), 1)
+        everyone = own.new_empty(dist.get_world_size(self.group) * own.shape[0], *own.shape[1:])
+        dist.all_gather_into_tensor(everyone, own, group=self.group)
+        return everyone[:, 0].index_select(0, self._places), everyone[:, 1].index_select(0, self._places)
 
     def sum_back(
         self, grad_k: Float[Tensor, "tokens kv_heads head_dim"], grad_v: Float[Tensor, "tokens kv_heads head_dim"]
     ) -> tuple[Float[Tensor, "own kv_heads head_dim"], Float[Tensor, "own kv_heads head_dim"]]:
-        """The inverse of `gather` for gradients: of this rank's tokens, the sum over all ranks."""
-        raise NotImplementedError
+        """Back from `gather`, for gradients: those of this rank's tokens, summed over all ranks."""
+        shape = 2, *grad_k.shape[1:]
+        everyone = grad_k.new_zeros(dist.get_world_size(self.group) * self.padded_rows, *shape)
+        everyone[:, 0].index_copy_(0, self._places, grad_k)
+        everyone[:, 1].index_copy_(0, self._places, grad_v)
+        own = grad_k.new_empty(self.padded_rows, *shape)
+        dist.reduce_scatter_tensor(own, everyone, group=self.group)
+        return own[:, 0], own[:, 1]
+
+
+class _GatheredAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention) -> Tensor:
+        out, log_sums = attention.pieces.forward(q, *attention.gather(k, v))
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.attention = attention
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        keys, values = ctx.attention.gather(k, v)
+        grad_q, grad_keys, grad_values = ctx.attention.pieces.backward(grads[0], q, keys, values, out, log_sums)
+        grad_k, grad_v = ctx.attention.sum_back(grad_keys, grad_values)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def _rows(lengths: Sequence[int], pieces: Sequence[Piece]) -> Tensor:
+    """The packed row's tokens in `pieces`."""
+    starts = [0, *accumulate(lengths)]
+    return torch.cat([torch.arange(0), *(torch.arange(starts[s] + a, starts[s] + b) for s, a, b in pieces)])

@@ -28,6 +28,8 @@ class PackedRow:
     """Rows whose next token is scored."""
     targets: Int[Tensor, "targets"]
     """That next token."""
+    attention: ops.Attention | None = None
+    """How its tokens attend; None: each to its own sequence up to itself, all of which is here."""
 
 
 def pack(
@@ -83,7 +85,7 @@ def target_log_prob_sum(model: Decoder, row: PackedRow, weight: float) -> Float[
 
 
 def _predicting(model: Decoder, row: PackedRow) -> Float[Tensor, "targets dim"]:
-    attention = ops.PackedAttention(row.lengths, row.tokens.device)
+    attention = row.attention or ops.PackedAttention(row.lengths, row.tokens.device)
     return model(row.tokens, row.positions, attention)[row.predictors]
 
 

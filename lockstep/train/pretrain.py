@@ -35,6 +35,7 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder, initialize, load_weights, preset, read_config, resolve_dtype
 from lockstep.observe import MetricsWriter, Progress, RunFolder, open_run, write_report
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
 from lockstep.train.trainer import Trainer
 
@@ -96,7 +97,7 @@ def run_training(
                 break
             step_began = time.perf_counter()
             batch = loader.next()
-            microbatches = [pack_rows(rows, world.device) for rows in batch.microbatches]
+            microbatches = [shard_row(pack_rows(rows, world.device), world) for rows in batch.microbatches]
             metrics = trainer.step(microbatches, NextTokenLoss(batch.targets))
             seconds = time.perf_counter() - step_began
             loss = metrics["loss"]

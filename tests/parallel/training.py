@@ -13,6 +13,7 @@ from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import Trainer, pack, target_log_probs
+from lockstep.train.context import shard_row
 from lockstep.train.packing import split_for_ranks
 from lockstep.train.pretrain import NextTokenLoss
 
@@ -45,17 +46,18 @@ def train(
     for step in range(steps):
         sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
         parts = split_for_ranks(LENGTHS, 64, world.data_size)[world.data_rank]
-        rows = [pack(sequences[part]) for part in parts]
+        rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
             with torch.no_grad():
                 trace.log_probs = torch.cat([target_log_probs(decoder, row)[0] for row in rows])
         metrics = trainer.step(rows, NextTokenLoss(sum(LENGTHS) - len(LENGTHS)))
         trace.losses.append(metrics["loss"])
         trace.norms.append(metrics["grad_norm"])
-    trace.weights = {name: _whole(p.detach()) for name, p in decoder.named_parameters()}
+    trace.weights = {name: whole(p.detach()) for name, p in decoder.named_parameters()}
     close_world(world)
     return trace
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All ranks' parts of it."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

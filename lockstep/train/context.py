@@ -1,0 +1,39 @@
+"""The part of a packed row that one of the ranks computes which share its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from lockstep import ops
+from lockstep.parallel.context import ContextAttention
+from lockstep.parallel.world import World
+from lockstep.train.packing import PackedRow
+
+
+def shard_row(row: PackedRow, world: World) -> PackedRow:
+    """This rank's tokens of `row`, the targets that they predict, and attention to the whole; `row` in a world of one.
+
+    Targets are next tokens of the whole sequences, so the last token of a piece predicts the first of the next one,
+    wherever that is. Every rank of the context group has the same number of rows, padding included.
+    """
+    if world.degrees["context"] == 1:
+        return row
+    assert world.mesh is not None
+    device = row.tokens.device
+    attention = ContextAttention(row.lengths, world.mesh.get_group("context"), device, ops.ROW_MULTIPLE)
+    padding = attention.padded_rows - len(attention.rows)
+    place = torch.full_like(row.tokens, -1)
+    place[attention.rows] = torch.arange(len(attention.rows), device=device)
+    predictors = place[row.predictors]
+    own = predictors >= 0
+    return replace(
+        row,
+        tokens=F.pad(row.tokens[attention.rows], (0, padding)),
+        positions=F.pad(row.positions[attention.rows], (0, padding)),
+        predictors=predictors[own],
+        targets=row.targets[own],
+        attention=attention,
+    )

@@ -1,0 +1,125 @@
+"""Context parallelism against one process: the same bits forward, the same training, equal work."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, validate
+from lockstep.errors import UserError
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.parallel.context import cut_sequences
+from lockstep.train import pack, target_log_probs
+from lockstep.train.context import shard_row
+from lockstep.train.pretrain import NextTokenLoss, pretrain
+from tests.parallel.launch import launch
+from tests.parallel.training import train, whole
+
+VOCAB = 258
+# Two rows of sequences of odd lengths. Of the second one sequence is long, and only its last token is a target: some
+# rank has none.
+LENGTHS = [[301, 5, 1, 130, 64, 77], [391]]
+
+
+@given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=20), ranks=st.integers(1, 8))
+def test_ranks_share_all_tokens_once_equally_many_and_with_equal_causal_work(lengths, ranks):
+    shares = cut_sequences(lengths, ranks)
+    tokens = [sum(stop - start for _, start, stop in share) for share in shares]
+    assert max(tokens) - min(tokens) <= 1 and sum(tokens) == sum(lengths)
+    covered = sorted(piece for share in shares for piece in share)
+    for sequence, length in enumerate(lengths):
+        ends = [0, *(stop for s, _, stop in covered if s == sequence)]
+        assert ends[-1] == length and ends[:-1] == [start for s, start, _ in covered if s == sequence]
+    keys = [sum((start + 1 + stop) * (stop - start) // 2 for _, start, stop in share) for share in shares]
+    # Of about length² / 2 · ranks keys a rank: chunks differ by some tokens where a length does not divide.
+    assert max(keys) - min(keys) <= 4 * sum(lengths)
+
+
+def first_step(parallel: ParallelConfig, dtype: str, model: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probabilities of this rank's targets, in their rows' places and 0 elsewhere, and all gradients, whole."""
+    world = open_world(parallel, "cpu")
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    fill = partial(initialize, seed=3)
+    decoder = parallel_model(preset(model, VOCAB), kind, world, parallel, CompileConfig(), fill)
+    draw = torch.Generator().manual_seed(0)
+    log_probs = [torch.zeros(sum(lengths)) for lengths in LENGTHS]
+    targets = sum(LENGTHS[0]) - len(LENGTHS[0]) + 1
+    for index, lengths in enumerate(LENGTHS):
+        sequences = [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in lengths]
+        row = shard_row(pack(sequences, None if index == 0 else [lengths[0] - 1]), world)
+        if world.data_size == 2 and world.data_rank != index:
+            continue
+        with torch.no_grad():
+            own = target_log_probs(decoder, row)[0]
+        predictors = row.attention.rows[row.predictors] if world.degrees["context"] > 1 else row.predictors
+        log_probs[index][predictors] = own
+        NextTokenLoss(targets)(decoder, row).backward()
+    grads = {name: whole(p.grad).float() for name, p in decoder.named_parameters()}
+    close_world(world)
+    return log_probs, grads
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("qwen3:micro", "float32"), ("qwen3:micro", "bfloat16"), ("llama3:tiny", "float32")]
+)
+def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dtype):
+    ((expected, gradients),) = launch(1, first_step, ParallelConfig(), dtype, model)
+    for ranks in (2, 4):
+        returned = launch(ranks, first_step, ParallelConfig(context=2), dtype, model)
+        for index, theirs in enumerate(expected):
+            ours = torch.stack([log_probs[index] for log_probs, _ in returned])
+            # Every target is one rank's alone: in all other places there is a zero.
+            assert torch.equal((ours != 0).sum(0), (theirs != 0).long())
+            assert torch.equal(ours.sum(0), theirs)
+        # The issue's tolerance. One process adds bfloat16 gradients up in bfloat16: 8 bits.
+        tolerance = 1e-4 if dtype == "float32" else 3e-2
+        for _, grads in returned:
+            for name, theirs in gradients.items():
+                assert (grads[name] - theirs).norm() <= tolerance * theirs.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "steps"),
+    [
+        (2, ParallelConfig(context=2), 20),
+        (4, ParallelConfig(context=2), 20),
+        (4, ParallelConfig(context=2, data_replicate=2), 3),
+        (4, ParallelConfig(context=4), 3),
+    ],
+    ids=["context 2", "context 2 x shard 2", "context 2 x replicate 2", "context 4"],
+)
+def test_training_follows_one_process(alone, ranks, layout, steps):
+    for trace in launch(ranks, train, layout, "float32", steps):
+        # Gradients are added in another order.
+        assert trace.losses == pytest.approx(alone.losses[:steps], rel=1e-5)
+        assert trace.norms == pytest.approx(alone.norms[:steps], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return launch(1, train, ParallelConfig())[0]
+
+
+def test_pretrain_shares_each_sequence_when_the_command_line_says_so(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"{n} and {n} are {2 * n}.\n\n" for n in range(2000)))
+    losses = {}
+    for ranks in (1, 2):
+        config = PretrainConfig(
+            output=str(tmp_path / f"run{ranks}"), model="qwen3:micro", data=str(tmp_path / "text.txt"), steps=3,
+            sequence_length=100, tokens_per_step=800, dtype="float32", device="cpu",
+            parallel=ParallelConfig(context=ranks),
+        )  # fmt: skip
+        launch(ranks, pretrain, config)
+        lines = (tmp_path / f"run{ranks}" / "metrics.jsonl").read_text().splitlines()
+        losses[ranks] = [json.loads(line)["loss"] for line in lines]
+    assert len(losses[2]) == 3 and losses[2] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_sequence_that_is_shorter_than_its_cut_is_refused_with_the_numbers():
+    with pytest.raises(UserError, match=r"sequence_length 12 cannot .* parallel.context 8: .* 16 tokens"):
+        validate(PretrainConfig(sequence_length=12, parallel=ParallelConfig(context=8)))
