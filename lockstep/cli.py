@@ -1,4 +1,4 @@
-"""One command: lockstep demo | pretrain | rl | generate | serve | parity.
+"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -103,6 +103,50 @@ def pretrain(arguments: list[str]) -> int:
     config = _run_config("pretrain", PretrainConfig, arguments)
     folder = run(config)
     print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep generate --model {folder} --prompt TEXT")
+    return 0
+
+
+def sft(arguments: list[str]) -> int:
+    """fine-tuning on conversations, with the loss on the assistant's tokens only"""
+    from lockstep.config import SFTConfig
+    from lockstep.train.sft import sft as run
+
+    config = _run_config("sft", SFTConfig, arguments)
+    config.model = str(model_folder(config.model)) if config.model else ""
+    folder = run(config)
+    print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep serve --model {folder}")
+    return 0
+
+
+@dataclass
+class TokenizeOptions:
+    """Tokenise data once, into a folder that pretrain and sft take as --data."""
+
+    data: str
+    """Text, JSONL or Parquet: a file, a folder or a glob; or hf:NAME[:config][:split]."""
+    output: str
+    """Folder to write."""
+    tokenizer: str = "byte"
+    """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
+    template: str = "{text}"
+    """How a line of JSONL or a row becomes a text: keys in braces stand for their values."""
+    chat: bool = False
+    """The data are conversations, for sft; the tokenizer is a model's folder with a chat template."""
+    skip_bad_lines: bool = False
+    """Count and skip malformed lines instead of stopping at the first."""
+    workers: int = 4
+    """Processes that tokenise; 0: none beside this one."""
+
+
+def data(arguments: list[str]) -> int:
+    """data tokenize: tokenise text or conversations once, for runs to come"""
+    if arguments[:1] != ["tokenize"]:
+        raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
+    from lockstep.data.tokenize_once import tokenize_once
+
+    options = _parse(TokenizeOptions, arguments[1:], "data tokenize")
+    tokenize_once(**vars(options))
+    print(f"next: lockstep {'sft' if options.chat else 'pretrain'} --data {options.output}")
     return 0
 
 
@@ -260,6 +304,8 @@ def model_folder(path: str) -> Path:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "pretrain": pretrain,
+    "sft": sft,
+    "data": data,
     "rl": rl,
     "generate": generate,
     "serve": serve,

@@ -9,7 +9,7 @@ from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
 from lockstep.config.parallel import ParallelConfig
-from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig
+from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import from_toml, to_toml
 from lockstep.config.train import Dtype, TrainConfig
 
@@ -22,6 +22,7 @@ __all__ = [
     "ParallelConfig",
     "PretrainConfig",
     "RLConfig",
+    "SFTConfig",
     "ServeConfig",
     "TrainConfig",
     "from_toml",

@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig
+from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.errors import UserError
 
 
@@ -22,7 +22,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     not_negative = ["train.warmup_steps", "train.weight_decay", "train.max_grad_norm"]
     not_negative += ["checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"]
     if isinstance(config, PretrainConfig):
-        positive += ["tokens_per_step", "sequence_length"]
+        positive += ["tokens_per_step", "sequence_length", "loader.shuffle_window"]
+        not_negative += ["loader.workers"]
     else:
         positive += ["prompts_per_step", "samples_per_prompt", "max_new_tokens", "inner_steps", "temperature"]
         positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
@@ -41,9 +42,11 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             f"each rank takes two pieces of a sequence, so give at least {2 * config.parallel.context} tokens, or a "
             "smaller degree"
         )
+    if isinstance(config, RLConfig | SFTConfig) and not config.model:
+        yield "model is empty; give a Hugging Face folder with --model DIR"
+    if isinstance(config, SFTConfig) and not config.data:
+        yield "data is empty; give conversations with --data FILE"
     if isinstance(config, RLConfig):
-        if not config.model:
-            yield "model is empty; give a Hugging Face folder with --model DIR"
         if not 0 < config.top_p <= 1:
             yield f"top_p is {config.top_p}; it must be in (0, 1]"
         if not 0 <= config.min_p < 1:

@@ -21,9 +21,10 @@ class PretrainConfig:
     model: str = "qwen3:tiny"
     """`family:size` for fresh weights (see lockstep.model.PRESETS), or a Hugging Face folder to continue from."""
     data: str = ""
-    """Text or JSONL: a file, a folder or a glob. Empty: the Python standard library's own source."""
+    """Text, JSONL or Parquet: a file, a folder or a glob; hf:NAME[:config][:split]; a folder of tokens; several as
+    a.jsonl=0.7,b.parquet=0.3. Empty: the Python standard library's own source."""
     template: str = "{text}"
-    """How a JSONL line becomes a text: keys in braces stand for their values."""
+    """How a line of JSONL or a row becomes a text: keys in braces stand for their values."""
     tokenizer: str = "byte"
     """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
     skip_bad_lines: bool = False
@@ -51,6 +52,24 @@ class PretrainConfig:
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
+
+
+@dataclass
+class SFTConfig(PretrainConfig):
+    """Fine-tuning on conversations: everything of a pretraining run, with the loss on the assistant's tokens only."""
+
+    model: str = ""
+    """Hugging Face folder, or a run's folder, to start from."""
+    data: str = ""
+    """JSONL, Parquet or hf:…, with `messages`, or `prompt` and `completion`; several as a.jsonl=0.7,b.jsonl=0.3."""
+    template: str = ""
+    """File of a chat template (jinja) to use instead of the model's own."""
+    tokenizer: str = ""
+    """Folder of a tokenizer to use instead of the model's own."""
+    sequence_length: int = 1024
+    """Tokens of one row of conversations; only a longer one is cut."""
+    loader: DataConfig = field(default_factory=lambda: DataConfig(packing="whole"))
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=2e-5))
 
 
 @dataclass

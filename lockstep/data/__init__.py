@@ -1,5 +1,6 @@
 """Tokenizers, sources of text, and the resumable loader of rows."""
 
+from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.corpus import TokenizedCorpus, tokenize_documents
 from lockstep.data.encode import Encoder, TextEncoder
 from lockstep.data.loader import RowLoader, StepRows, divide_step
@@ -15,11 +16,14 @@ from lockstep.data.tokenizer import (
     StreamDecoder,
     Tokenizer,
     load_tokenizer,
+    named_tokenizer,
     train_bpe,
 )
 
 __all__ = [
     "ByteTokenizer",
+    "ConversationEncoder",
+    "ConversationSource",
     "DataSource",
     "Encoder",
     "HuggingFaceTokenizer",
@@ -35,6 +39,7 @@ __all__ = [
     "divide_step",
     "is_token_folder",
     "load_tokenizer",
+    "named_tokenizer",
     "open_rows",
     "open_token_folder",
     "parse_data",

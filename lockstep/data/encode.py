@@ -35,6 +35,10 @@ class Encoder(Protocol):
 
     def encode(self, batch: list[Any]) -> list[Encoded]: ...
 
+    def describe(self) -> dict[str, Any]:
+        """What, beside the tokenizer, decides over the tokens."""
+        ...
+
     def weight(self, item: Any) -> int:
         """About the characters of an item."""
         ...
@@ -54,11 +58,14 @@ class TextEncoder:
         except (UnicodeEncodeError, TypeError):  # how each kind of tokenizer refuses half a surrogate pair
             if len(batch) > 1:
                 return [one for part in batch for one in self.encode([part])]
-            return [Encoded(np.empty(0, kind), problem=_half_a_pair(batch[0].text))]
+            return [Encoded(np.empty(0, kind), problem=half_a_pair(batch[0].text))]
         return [
             Encoded(np.append(ids, end if part.ends and len(ids) else []).astype(kind), None, part.ends)
             for part, ids in zip(batch, encoded)
         ]
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
     def weight(self, item: TextPart) -> int:
         return len(item.text)
@@ -69,7 +76,7 @@ class TextEncoder:
         return [np.array(ids, dtype=np.int64) for ids in self.tokenizer.encode_batch(texts)]
 
 
-def _half_a_pair(text: str) -> str:
+def half_a_pair(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -137,6 +137,7 @@ def _write(
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
         "source": source.data,
         **source.describe(),
+        **encoder.describe(),
     }
 
 
@@ -147,7 +148,8 @@ def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> Token
     documents. Of several processes that ask for it, one works and the others wait.
     """
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
-    own = [FORMAT, files, source.describe(), source.skip_bad_lines, tokenizer_fingerprint(encoder.tokenizer)]
+    how = [source.describe(), source.skip_bad_lines, encoder.describe(), tokenizer_fingerprint(encoder.tokenizer)]
+    own = [FORMAT, files, how]
     folder = cache / hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
     with _lock(cache / f"{folder.name}.lock"):
         if not is_token_folder(folder):

@@ -28,9 +28,15 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
+    carried: dict[str, str]
+    """Texts of other files by name, which `save` writes beside its own."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens, and from which to which character of `text` each goes."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str: ...
     def save(self, folder: str | Path) -> None: ...
 
@@ -38,7 +44,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0–255; 256 ends a text, 257 is unused (an even vocabulary).
 
-    `carried` are texts of other files by name, which `save` writes again.
+    `carried` holds texts of other files by name, which `save` writes again.
     """
 
     vocab_size = 258
@@ -46,7 +52,7 @@ class ByteTokenizer:
     bos_id: int | None = None
 
     def __init__(self, carried: dict[str, str] | None = None):
-        self._carried = carried or {}
+        self.carried = carried or {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -54,13 +60,17 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        spans = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+        return self.encode(text), spans
+
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are left out; bytes that are no UTF-8 become replacement characters."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def save(self, folder: str | Path) -> None:
         _write(Path(folder) / BYTE_FILE, json.dumps({"vocab_size": self.vocab_size, "eos_id": self.eos_id}))
-        _write_all(Path(folder), self._carried)
+        _write_all(Path(folder), self.carried)
 
 
 class HuggingFaceTokenizer:
@@ -92,7 +102,7 @@ class HuggingFaceTokenizer:
         self.eos_id = self._token_id(eos_token)
         self.bos_id = self._token_id(bos_token)
         self._settings = settings or {}
-        self._carried = carried or {}
+        self.carried = carried or {}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -100,6 +110,10 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = self._backend.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are left out."""
@@ -111,7 +125,7 @@ class HuggingFaceTokenizer:
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
         names = {"eos_token": self._token(self.eos_id), "bos_token": self._token(self.bos_id)}
         _write(folder / "tokenizer_config.json", json.dumps({**self._settings, **names}))
-        _write_all(folder, self._carried)
+        _write_all(folder, self.carried)
 
     def _token_id(self, token: str | int | None) -> int | None:
         found: int | None
@@ -149,6 +163,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
         path = Path(folder) / "tokenizer.json"
         backend.save(str(path))
         return HuggingFaceTokenizer(path)
+
+
+def named_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
+    """`byte`, `bpe:VOCABULARY` trained on the texts, or a folder's. Raises UserError where there is none."""
+    if name == "byte":
+        return ByteTokenizer()
+    kind, _, size = name.partition(":")
+    if kind == "bpe":
+        if not size.isdigit():
+            raise UserError(f'tokenizer "{name}": give the vocabulary as bpe:2048')
+        return train_bpe(texts, int(size))
+    return load_tokenizer(name)
 
 
 def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:

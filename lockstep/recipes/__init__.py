@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.config import DataConfig, EngineConfig, PretrainConfig, RLConfig, TrainConfig
+from lockstep.config import DataConfig, EngineConfig, PretrainConfig, RLConfig, SFTConfig, TrainConfig
 from lockstep.errors import UserError, closest
 from lockstep.rl.environments.gsm8k import TEMPLATE as GSM8K_TEMPLATE
 
@@ -36,6 +36,16 @@ def gsm8k_tiny_pretrain() -> PretrainConfig:
         sequence_length=2048,
         loader=DataConfig(packing="whole"),
         train=TrainConfig(learning_rate=2e-3, warmup_steps=20),
+    )
+
+
+def chat() -> SFTConfig:
+    """Full fine-tuning of a chat model on conversations, in steps of 32,768 tokens."""
+    return SFTConfig(
+        steps=500,
+        tokens_per_step=32768,
+        sequence_length=2048,
+        train=TrainConfig(learning_rate=1e-5, warmup_steps=20, final_learning_rate_ratio=0.0),
     )
 
 
@@ -83,6 +93,7 @@ def gsm8k_tiny_rl() -> RLConfig:
 
 RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfig]]] = {
     "pretrain": {"tiny": tiny, "llama3_8b": llama3_8b, "gsm8k_tiny": gsm8k_tiny_pretrain},
+    "sft": {"chat": chat},
     "rl": {"digit_sum": digit_sum, "gsm8k": gsm8k, "gsm8k_tiny": gsm8k_tiny_rl},
 }
 

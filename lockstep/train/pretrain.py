@@ -16,7 +16,6 @@ from torch import Tensor
 from lockstep.checkpoint import Checkpoints
 from lockstep.config import PretrainConfig, to_toml, validate
 from lockstep.data import (
-    ByteTokenizer,
     DataSource,
     Encoder,
     RowLoader,
@@ -26,10 +25,10 @@ from lockstep.data import (
     divide_step,
     is_token_folder,
     load_tokenizer,
+    named_tokenizer,
     open_rows,
     parse_data,
     tokenize_documents,
-    train_bpe,
 )
 from lockstep.errors import UserError
 from lockstep.model import Decoder, initialize, load_weights, preset, read_config, resolve_dtype
@@ -62,11 +61,17 @@ def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | N
     if documents is not None:
         sources = [(tokenize_documents(documents, tokenizer, config.skip_bad_lines), 1.0)]
     loader = make_loader(config, sources, TextEncoder(tokenizer), world)
-    return run_training(config, world, tokenizer, model, loader, progress or Progress("pretrain", config.steps))
+    return run_training(config, world, tokenizer, model, loader, progress)
 
 
 def run_training(
-    config: PretrainConfig, world: World, tokenizer: Tokenizer, model: Decoder, loader: RowLoader, progress: Progress
+    config: PretrainConfig,
+    world: World,
+    tokenizer: Tokenizer,
+    model: Decoder,
+    loader: RowLoader,
+    progress: Progress | None = None,
+    command: str = "pretrain",
 ) -> Path:
     """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder."""
     trainer = Trainer(model, config.train, config.steps, world)
@@ -88,7 +93,7 @@ def run_training(
     with (
         checkpoints,
         MetricsWriter(run.path, config.tensorboard) if world.is_main else nullcontext() as metrics_file,
-        progress if world.is_main else nullcontext() as bar,
+        (progress or Progress(command, config.steps)) if world.is_main else nullcontext() as bar,
     ):
         if bar is not None:
             bar.advance(start)
@@ -120,9 +125,9 @@ def run_training(
                 bar.advance(loss=loss, tokens_per_s=metrics["tokens_per_second"])
 
     if world.is_main:
-        summary = {"loss": loss, "seconds": {"pretrain": time.perf_counter() - began}}
+        summary = {"loss": loss, "seconds": {command: time.perf_counter() - began}}
         (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
-        write_report(run.path, f"Pretraining {config.model}")
+        write_report(run.path, f"{command} {config.model}")
     return run.path
 
 
@@ -147,17 +152,12 @@ def text_sources(config: PretrainConfig) -> list[tuple[DataSource, float]]:
 def make_tokenizer(config: PretrainConfig, texts: Sequence[Iterable[str]], folders: Sequence[Path] = ()) -> Tokenizer:
     """`byte`, `bpe:VOCABULARY` trained on the texts, or a folder's; by default that of the model's folder, or the one
     that the data was tokenised with."""
-    if config.tokenizer == "byte":
-        named = [Path(config.model)] if Path(config.model).is_dir() else list(folders)
-        return load_tokenizer(named[0]) if named else ByteTokenizer()
-    kind, _, size = config.tokenizer.partition(":")
-    if kind == "bpe":
-        if not size.isdigit():
-            raise UserError(f'tokenizer "{config.tokenizer}": give the vocabulary as bpe:2048')
-        if not texts:
-            raise UserError(f'tokenizer "{config.tokenizer}": the data is tokenised already; leave --tokenizer out')
-        return train_bpe(itertools.chain.from_iterable(texts), int(size))
-    return load_tokenizer(config.tokenizer)
+    folders = [Path(config.model)] if Path(config.model).is_dir() else list(folders)
+    if config.tokenizer == "byte" and folders:
+        return load_tokenizer(folders[0])
+    if config.tokenizer.startswith("bpe:") and not texts:
+        raise UserError(f'tokenizer "{config.tokenizer}": the data is tokenised already; leave --tokenizer out')
+    return named_tokenizer(config.tokenizer, itertools.chain.from_iterable(texts))
 
 
 def make_loader(

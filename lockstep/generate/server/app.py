@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from lockstep import __version__
+from lockstep.data.chat import ChatTemplateError
 from lockstep.errors import UserError
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
 from lockstep.generate.server.answer import answer, check_count, encode
@@ -95,7 +96,11 @@ async def chat_completions(request: Request) -> Response:
             "weights",
             code="no_chat_template",
         )
-    prompt = await encode(service, service.template.render([message.plain() for message in body.messages]))
+    try:
+        text = service.template.render([message.plain() for message in body.messages])
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), "messages", "chat_template") from error
+    prompt = await encode(service, text)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)

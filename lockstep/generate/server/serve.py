@@ -12,10 +12,10 @@ import uvicorn
 
 from lockstep.config import ServeConfig
 from lockstep.data import load_tokenizer
+from lockstep.data.chat import load_chat_template
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.api_error import shutting_down
 from lockstep.generate.server.app import create_app
-from lockstep.generate.server.chat import load_chat_template
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.weights import step_of
 from lockstep.model import load_model

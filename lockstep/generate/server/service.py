@@ -9,8 +9,8 @@ from pathlib import Path
 from lockstep import ops
 from lockstep.config import ServeConfig
 from lockstep.data import Tokenizer
+from lockstep.data.chat import ChatTemplate
 from lockstep.generate.engine import Engine
-from lockstep.generate.server.chat import ChatTemplate
 from lockstep.generate.server.engine_loop import EngineLoop
 from lockstep.generate.server.limits import Limits
 from lockstep.generate.server.metrics import Metrics

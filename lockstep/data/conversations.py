@@ -1,0 +1,122 @@
+"""Conversations to tokens, of which the loss counts what the assistant says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.encode import Encoded, half_a_pair, token_dtype
+from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_records
+from lockstep.data.text import find_files
+from lockstep.data.tokenizer import Tokenizer
+from lockstep.errors import UserError
+
+
+class Conversation(NamedTuple):
+    """A line's or row's values, and its place."""
+
+    where: str
+    values: dict[str, Any]
+
+
+class ConversationSource:
+    """Lines of JSONL files, rows of Parquet files or of `hf:NAME[:config][:split]`, as they are.
+
+    Raises UserError where nothing matches, and, while reading, for a line that is no JSON object unless those are
+    skipped. `tally` counts what the latest reading has met.
+    """
+
+    def __init__(self, data: str, skip_bad_lines: bool = False):
+        self.data, self.skip_bad_lines = data, skip_bad_lines
+        self.tally = Tally()
+        self.streamed = data.startswith(HUB)
+        self.files: list[Path] = [] if self.streamed else find_files(data)
+        if other := [path for path in self.files if not holds_records(path)]:
+            raise UserError(f"{other[0]}: holds no conversations; give .jsonl or .parquet files")
+
+    def read(self, skip: int = 0) -> Iterator[Conversation]:
+        """The conversations from number `skip` on. Only a data set can skip."""
+        self.tally = Tally()
+        if self.streamed:
+            yield from (Conversation(*row) for row in read_hub(self.data, skip))
+        for path in self.files:
+            for where, values in read_records(path, self.skip_bad_lines, self.tally):
+                yield Conversation(where, values)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class ConversationEncoder:
+    """Tokens of `messages` by the chat template, or of `prompt` and `completion` one after the other.
+
+    What the assistant says, or the completion, is scored, up to the end-of-text token. Where that is not written after
+    the last of it, it is put there.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def encode(self, batch: list[Conversation]) -> list[Encoded]:
+        return [self._encode(conversation) for conversation in batch]
+
+    def describe(self) -> dict[str, Any]:
+        template = self.template
+        return {"chat_template": template.source, "special_tokens": template.special_tokens} if template else {}
+
+    def weight(self, item: Conversation) -> int:
+        return sum(len(str(value)) for value in item.values.values())
+
+    def _encode(self, conversation: Conversation) -> Encoded:
+        try:
+            text, spans = self._text(conversation.values)
+        except ChatTemplateError as error:
+            return self._bad(f"{conversation.where}: {error}; mend it")
+        if not any(stop > start for start, stop in spans):
+            return self._bad(f"{conversation.where}: the assistant says nothing in it; leave it out")
+        try:
+            ids, places = self.tokenizer.encode_with_spans(text)
+        except (UnicodeEncodeError, TypeError):
+            return self._bad(f"{conversation.where}: {half_a_pair(text)}")
+        tokens = np.array(ids, dtype=np.int64)
+        starts, stops = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        scored = np.zeros(len(tokens), dtype=bool)
+        for start, stop in spans:
+            scored |= self._up_to_the_end(tokens, (stops > start) & (starts < stop))
+        end = self.tokenizer.eos_id
+        if end is not None and len(tokens) and scored[-1] and tokens[-1] != end:
+            tokens, scored = np.append(tokens, end), np.append(scored, True)
+        return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
+
+    def _text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation's text, and from which to which character the assistant speaks."""
+        messages, prompt, completion = (values.get(key) for key in ("messages", "prompt", "completion"))
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise ChatTemplateError(
+                'needs "messages", a list of objects with "role" and "content", or the texts "prompt" and "completion" '
+                f"(here: {', '.join(values)})"
+            )
+        if self.template is None:
+            raise ChatTemplateError("the model's folder has no chat template; give one with --template FILE")
+        # Parquet gives every message the keys of all of them.
+        return self.template.render_with_assistant(
+            [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
+        )
+
+    def _up_to_the_end(self, tokens: np.ndarray, inside: np.ndarray) -> np.ndarray:
+        """Without what a template writes after the end-of-text token, which no one generates."""
+        ends = np.flatnonzero(inside & (tokens == self.tokenizer.eos_id))
+        if len(ends):
+            inside[ends[-1] + 1 :] = False
+        return inside
+
+    def _bad(self, problem: str) -> Encoded:
+        return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem)

@@ -1,0 +1,49 @@
+"""`lockstep data tokenize`: data to a folder of tokens, with a progress bar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.data.chat import load_chat_template
+from lockstep.data.conversations import ConversationEncoder, ConversationSource
+from lockstep.data.encode import Encoder, TextEncoder
+from lockstep.data.text import TextSource
+from lockstep.data.token_folder import Source, open_token_folder, write_token_folder
+from lockstep.data.tokenizer import named_tokenizer
+from lockstep.errors import UserError
+from lockstep.observe import Progress
+
+
+def tokenize_once(
+    data: str,
+    output: str,
+    tokenizer: str = "byte",
+    template: str = "{text}",
+    chat: bool = False,
+    skip_bad_lines: bool = False,
+    workers: int = 4,
+) -> None:
+    """Writes the folder `output` and says what is in it. Raises UserError for bad data or a folder that exists."""
+    folder = Path(output)
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; delete it or give another --output")
+    source: Source
+    encoder: Encoder
+    if chat:
+        source = ConversationSource(data, skip_bad_lines)
+        encoder = ConversationEncoder(named_tokenizer(tokenizer, []), load_chat_template(Path(tokenizer)))
+    else:
+        source = texts = TextSource(data, template, skip_bad_lines)
+        encoder = TextEncoder(named_tokenizer(tokenizer, texts))
+    total = sum(path.stat().st_size for path in source.files)
+    # The length of a stream is not known: its bar fills at the end.
+    with Progress("tokenise", total or 1) as bar:
+        write_token_folder(folder, source, encoder, workers, lambda read: bar.advance(read - bar.done))
+        if bar.done < bar.total:
+            bar.advance(bar.total - bar.done)
+    corpus = open_token_folder(folder)
+    met = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in corpus.counts.items() if count)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
+    print(f"{folder}: {len(corpus.tokens)} tokens of {len(corpus.offsets) - 1} documents, {size:.1f} MiB")
+    if met:
+        print(f"left out: {met}")

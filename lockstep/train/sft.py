@@ -1,0 +1,71 @@
+"""Fine-tuning on conversations: a pretraining run whose loss counts the assistant's tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.config import SFTConfig, validate
+from lockstep.data import (
+    ConversationEncoder,
+    ConversationSource,
+    DataSource,
+    divide_step,
+    is_token_folder,
+    load_tokenizer,
+    open_token_folder,
+    parse_data,
+)
+from lockstep.data.chat import ChatTemplate, load_chat_template
+from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
+from lockstep.errors import UserError
+from lockstep.observe import Progress
+from lockstep.parallel import World, close_world, open_world
+from lockstep.train.pretrain import make_loader, make_model, run_training
+
+
+def sft(config: SFTConfig, progress: Progress | None = None) -> Path:
+    """Trains the model in `config.model` on the conversations in `config.data`; returns the run's folder.
+
+    Its checkpoints carry the chat template. Under torchrun all ranks call it and rank 0 writes.
+    Raises UserError for bad input.
+    """
+    validate(config)
+    world = open_world(config.parallel, config.device)
+    try:
+        return _sft(config, world, progress)
+    finally:
+        close_world(world)
+
+
+def _sft(config: SFTConfig, world: World, progress: Progress | None) -> Path:
+    divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
+    sources = conversation_sources(config)
+    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer))
+    model = make_model(config, tokenizer, world)
+    loader = make_loader(config, sources, encoder, world)
+    return run_training(config, world, tokenizer, model, loader, progress, "sft")
+
+
+def conversation_sources(config: SFTConfig) -> list[tuple[DataSource, float]]:
+    """What `config.data` names, each with its weight. Raises UserError for tokens that are no conversations'."""
+    sources: list[tuple[DataSource, float]] = []
+    for data, weight in parse_data(config.data):
+        if not is_token_folder(data):
+            sources.append((ConversationSource(data, config.skip_bad_lines), weight))
+        elif open_token_folder(Path(data)).scored is None:
+            raise UserError(f"{data}: was tokenised as text; use lockstep data tokenize --chat for conversations")
+        else:
+            sources.append((Path(data), weight))
+    return sources
+
+
+def chat_template(config: SFTConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of the model's folder, or the file in its place, which the tokenizer then carries along."""
+    if not config.template:
+        return load_chat_template(Path(config.model))
+    path = Path(config.template)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a chat template with --template FILE, or leave it out")
+    tokenizer.carried[CHAT_TEMPLATE_FILE] = path.read_text()
+    return load_chat_template(Path(config.model), path.read_text())

@@ -1,0 +1,218 @@
+"""Fine-tuning on conversations: the loss counts what the assistant says, as the model's own template has it."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from lockstep import load_model, score
+from lockstep.cli import main, model_folder
+from lockstep.config import CheckpointConfig, DataConfig, SFTConfig, TrainConfig
+from lockstep.data import ConversationEncoder, load_tokenizer
+from lockstep.data.chat import load_chat_template
+from lockstep.data.conversations import Conversation
+from lockstep.data.workers import encode_all
+from lockstep.errors import UserError
+from lockstep.train.sft import sft
+from tests.parallel.launch import launch
+
+MARKED = (
+    "{% for message in messages %}"
+    "<{{ message.role }}>\n"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content | trim }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{{ eos_token }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+CONVERSATIONS = [
+    [("user", "Say one."), ("assistant", "one")],
+    [
+        ("system", "Be brief. 日本語 🙂"),
+        ("user", "Two?"),
+        ("assistant", " two 🙂 "),
+        ("user", "Three?"),
+        ("assistant", "3"),
+    ],
+    [("user", "<assistant>\nnot said"), ("assistant", "def f(x):\n    return x"), ("user", "and after that")],
+]
+LINES = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in CONVERSATIONS]
+
+
+@pytest.fixture
+def chat_folder(tmp_path, model_folder):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "chat_template.jinja").write_text(MARKED)
+    return folder
+
+
+def _encoder(folder, template=MARKED):
+    return ConversationEncoder(load_tokenizer(folder), load_chat_template(folder, template))
+
+
+def _encode(folder, line, template=MARKED):
+    (encoded,) = _encoder(folder, template).encode([Conversation("a.jsonl:1", line)])
+    return encoded
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_tokens_and_mask_are_those_of_transformers(chat_folder, line):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_folder).apply_chat_template(
+        line["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ours = _encode(chat_folder, line)
+    assert ours.problem == "" and ours.tokens.tolist() == theirs["input_ids"]
+    assert ours.scored.astype(int).tolist() == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_template_without_marks_gives_the_same_mask_by_its_prefixes(chat_folder, line):
+    marked, plain = _encode(chat_folder, line), _encode(chat_folder, line, PLAIN)
+    assert np.array_equal(marked.tokens, plain.tokens) and np.array_equal(marked.scored, plain.scored)
+
+
+def test_what_is_scored_reads_as_what_the_assistant_said(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    encoded = _encode(chat_folder, LINES[1])
+    said = encoded.tokens[encoded.scored].tolist()
+    assert tokenizer.decode(said) == "two 🙂3" and said.count(tokenizer.eos_id) == 2
+
+
+def test_a_prompt_and_its_completion_need_no_template(model_folder):
+    tokenizer = load_tokenizer(model_folder)
+    encoded = _encode(model_folder, {"prompt": "3+4=", "completion": "7\n"}, None)
+    assert encoded.tokens.tolist() == [*tokenizer.encode("3+4=7\n"), tokenizer.eos_id]
+    assert encoded.tokens[encoded.scored].tolist() == [*tokenizer.encode("7\n"), tokenizer.eos_id]
+
+
+FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{ m.content }}]{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("line", "template", "message"),
+    [
+        (LINES[1], FORGETS, "a.jsonl:1: .* up to message 3 otherwise .* {% generation %}"),
+        (LINES[0], MARKED.replace("{% for", "{{ raise_exception('not these') }}{% for"), "a.jsonl:1: .*not these"),
+        ({"messages": LINES[0]["messages"][:1]}, MARKED, "a.jsonl:1: the assistant says nothing"),
+        ({"prompt": "a", "completion": ""}, MARKED, "a.jsonl:1: the assistant says nothing"),
+        ({"text": "a"}, MARKED, r'a.jsonl:1: needs "messages".* \(here: text\)'),
+        ({"messages": ["hello"]}, MARKED, 'a.jsonl:1: needs "messages"'),
+        (LINES[0], None, "a.jsonl:1: the model's folder has no chat template; .*--template"),
+        ({"prompt": "a", "completion": "half \ud83d"}, None, "a.jsonl:1: .*half a surrogate pair after 'ahalf '"),
+    ],
+)
+def test_a_conversation_that_cannot_be_learnt_from_is_named(model_folder, line, template, message):
+    assert re.match(message, _encode(model_folder, line, template).problem)
+
+
+def test_conversations_go_through_worker_processes(chat_folder):
+    items = [Conversation(f"a.jsonl:{n}", LINES[n % 3]) for n in range(50)]
+    alone, together = (list(encode_all(items, _encoder(chat_folder), workers)) for workers in (0, 1))
+    assert all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.scored, b.scored) for a, b in zip(alone, together)
+    )
+
+
+def _data(tmp_path, lines=LINES):
+    path = tmp_path / f"talk{len(lines)}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def _config(tmp_path, folder, name, **changes):
+    options = dict(
+        output=str(tmp_path / name), model=str(folder), data=_data(tmp_path), dtype="float32", steps=4,
+        tokens_per_step=512, sequence_length=128, checkpoint=CheckpointConfig(every=2),
+        train=TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=128),
+    )  # fmt: skip
+    return SFTConfig(**(options | changes))
+
+
+def _metrics(folder, name="loss"):
+    return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_is_that_of_the_assistants_tokens(tmp_path, chat_folder):
+    config = _config(tmp_path, chat_folder, "run", steps=1, loader=DataConfig(packing="whole", repeat=False))
+    loss = _metrics(sft(config))[0]
+    encoded = [_encode(chat_folder, line) for line in LINES]
+    model = load_model(chat_folder, dtype="float32")
+    scores = score(model, [e.tokens.tolist() for e in encoded])
+    said = [s[e.scored[1:]] for s, e in zip(scores, encoded)]
+    # The same terms added in another order, in float32.
+    assert loss == pytest.approx(-float(sum(s.sum() for s in said)) / sum(len(s) for s in said), rel=1e-6)
+
+
+def test_a_run_learns_resumes_and_keeps_the_template(tmp_path, chat_folder):
+    config = _config(tmp_path, chat_folder, "whole")
+    whole = sft(config)
+    losses = _metrics(whole)
+    assert losses[-1] < losses[0] - 0.5 and all(0 < share < 1 for share in _metrics(whole, "data/padding"))
+    stopped = sft(_config(tmp_path, chat_folder, "stopped"))
+    shutil.rmtree(stopped / "checkpoints" / "step_00000004")
+    sft(_config(tmp_path, chat_folder, "stopped", resume=True))
+    assert _metrics(stopped) == losses
+    rendered = load_chat_template(model_folder(str(whole))).render(LINES[1]["messages"])
+    assert rendered == load_chat_template(chat_folder).render(LINES[1]["messages"])
+
+
+def test_a_template_given_by_hand_is_used_and_kept(tmp_path, model_folder):
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    folder = sft(_config(tmp_path, model_folder, "run", steps=1, template=str(tmp_path / "own.jinja")))
+    assert (folder / "checkpoints" / "step_00000001" / "chat_template.jinja").read_text() == PLAIN
+    with pytest.raises(UserError, match=r"none\.jinja: no such file"):
+        sft(_config(tmp_path, model_folder, "other", template=str(tmp_path / "none.jinja")))
+
+
+def test_tokens_made_beforehand_give_the_same_run(tmp_path, chat_folder, capsys):
+    direct = sft(_config(tmp_path, chat_folder, "direct", steps=2))
+    arguments = ["--data", _data(tmp_path), "--tokenizer", str(chat_folder), "--output", str(tmp_path / "tokens")]
+    assert main(["data", "tokenize", "--chat", "--workers", "0", *arguments]) == 0
+    assert "3 documents" in capsys.readouterr().out
+    folder = sft(_config(tmp_path, chat_folder, "folder", steps=2, data=str(tmp_path / "tokens")))
+    assert _metrics(folder) == _metrics(direct)
+    assert main(["data", "tokenize", *arguments]) == 2 and "is there already" in capsys.readouterr().err
+    arguments[-1] = str(tmp_path / "texts")
+    assert main(["data", "tokenize", "--template", "{text}", *arguments]) == 2
+    assert not (tmp_path / "texts").exists()
+
+
+def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):
+    (tmp_path / "a.txt").write_text("some text")
+    arguments = ["--data", str(tmp_path / "a.txt"), "--tokenizer", str(chat_folder)]
+    assert main(["data", "tokenize", *arguments, "--output", str(tmp_path / "texts")]) == 0
+    with pytest.raises(UserError, match="was tokenised as text; .*--chat"):
+        sft(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "texts")))
+    with pytest.raises(UserError, match=r"a\.txt: holds no conversations"):
+        sft(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "a.txt")))
+    bad = [*LINES, {"messages": []}, {"prompt": 3}]
+    with pytest.raises(UserError, match=r"talk5\.jsonl:4: the assistant says nothing.*--skip-bad-lines"):
+        sft(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad)))
+    folder = sft(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad), steps=1, skip_bad_lines=True))
+    assert _metrics(folder, "data/skipped_lines") == [2]
+
+
+def test_two_ranks_follow_one(tmp_path, chat_folder):
+    alone = _metrics(sft(_config(tmp_path, chat_folder, "alone")))
+    launch(2, _on_a_rank, _config(tmp_path, chat_folder, "two"))
+    # The step's sums are added in another order, in float32.
+    assert _metrics(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
+
+
+def _on_a_rank(config):
+    sft(config)
+
+
+def test_the_command_line_starts_a_run_from_a_recipe(tmp_path, chat_folder):
+    arguments = ["--recipe", "chat", "--model", str(chat_folder), "--data", _data(tmp_path), "--steps", "1"]
+    arguments += ["--tokens-per-step", "256", "--sequence-length", "128", "--output", str(tmp_path / "run")]
+    assert main(["sft", *arguments]) == 0
+    assert 'packing = "whole"' in (tmp_path / "run" / "config.toml").read_text()
+    assert main(["sft", "--model", str(chat_folder)]) == 2
