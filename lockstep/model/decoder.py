@@ -7,7 +7,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -77,9 +76,9 @@ class Decoder(nn.Module):
         step's tokens and a paged cache where the generator does.
         """
         cos, sin = layers.rotary_tables(self.frequencies, positions)
-        hidden = F.embedding(tokens, self.embed_tokens.weight)
+        hidden = ops.embedding(tokens, self.embed_tokens.weight)
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, cos, sin, partial(attention, index), self.halves)
+            hidden = block(hidden, cos, sin, partial(ops.attend, attention, index), self.halves)
         return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:

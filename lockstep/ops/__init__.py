@@ -5,8 +5,10 @@ imports torch and numpy alone, and triton where a CUDA tensor comes.
 """
 
 from lockstep.ops.activation import silu_mul
-from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
+from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention, attend
 from lockstep.ops.decode_attention import DecodeAttention
+from lockstep.ops.embedding import embedding
+from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import ROW_MULTIPLE, linear, padded_rows, row_multiple
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.norm import rms_norm
@@ -16,6 +18,7 @@ from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
 
 __all__ = [
     "BLOCK",
+    "FORMS",
     "PAGE",
     "ROW_MULTIPLE",
     "Attention",
@@ -24,7 +27,9 @@ __all__ = [
     "PackedAttention",
     "PagedAttention",
     "PieceAttention",
+    "attend",
     "draw",
+    "embedding",
     "linear",
     "log_prob_sum",
     "logits_log_probs",

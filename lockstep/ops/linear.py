@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda
 from lockstep.ops.few_rows import FEW_ROWS, few_rows_product
+from lockstep.ops.forms import FORMS
 from lockstep.ops.opaque import library
 
 ROW_MULTIPLE = 8
@@ -38,6 +39,8 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Floa
 
     Raises RuntimeError if no row padding makes the library's product row-invariant for this dtype and shape.
     """
+    if (form := FORMS.get(type(weight))) is not None:
+        return form.linear(x, weight)
     if cuda.usable(x):
         from lockstep.ops.cuda.linear import product as triton_product
 

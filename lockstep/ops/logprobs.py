@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
+from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import ROW_MULTIPLE, linear, linear_gradients
 
 PIECES = 8
@@ -31,6 +32,8 @@ def token_log_probs(
     Both float32; the log-probabilities carry a gradient, the entropies none. The gradient recomputes the logits
     slice by slice.
     """
+    if (form := FORMS.get(type(head))) is not None:
+        return form.token_log_probs(hidden, head, targets, temperature)
     inverse = torch.full((hidden.shape[0],), 1.0 / temperature, dtype=torch.float32, device=hidden.device)
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _TokenLogProbs.apply(hidden, head, targets, inverse)
@@ -102,7 +105,8 @@ def _finite(highest: Tensor) -> Tensor:
     return torch.where(highest.isinf(), 0.0, highest)
 
 
-def _slices(tokens: int, head: Tensor) -> list[slice]:
+def row_slices(tokens: int, head: Tensor) -> list[slice]:
+    """Rows whose logits are held at once."""
     row_bytes = head.shape[0] * head.element_size()
     rows = max(ROW_MULTIPLE, SLICE_BYTES // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
@@ -111,7 +115,7 @@ def _slices(tokens: int, head: Tensor) -> list[slice]:
 def _forward(hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     parts = [
         logits_log_probs(linear(hidden[rows], head), targets[rows], inverse[rows])
-        for rows in _slices(hidden.shape[0], head)
+        for rows in row_slices(hidden.shape[0], head)
     ]
     if not parts:
         empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)
@@ -133,9 +137,9 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, head, targets, inverse, normalizers = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_head: Tensor | None = None
-        for rows in _slices(hidden.shape[0], head):
+        for rows in row_slices(hidden.shape[0], head):
             logits = linear(hidden[rows], head)
-            grad = _logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grads[0][rows])
+            grad = logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grads[0][rows])
             grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
             # Slices add up in float32; one slice alone needs no wider copy.
             grad_head = part if grad_head is None else grad_head.float().add_(part)
@@ -151,11 +155,11 @@ class _LogProbSum(torch.autograd.Function):
         grad_head: Tensor | None = None
         ones = torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         parts = []
-        for rows in _slices(hidden.shape[0], head):
+        for rows in row_slices(hidden.shape[0], head):
             logits = linear(hidden[rows], head)
             log_probs, _, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
             parts.append(log_probs)
-            grad = _logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
+            grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
             grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
             grad_head = part if grad_head is None else grad_head.float().add_(part)
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
@@ -168,8 +172,11 @@ class _LogProbSum(torch.autograd.Function):
         return grad_hidden * grads[0], grad_head * grads[0], None, None
 
 
-def _logits_gradient(logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor) -> Tensor:
-    """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`."""
+def logits_gradient(logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor) -> Tensor:
+    """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`.
+
+    A negative target is not among these logits: they are a part of the vocabulary, and another part holds it.
+    """
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
 
@@ -188,4 +195,5 @@ def _logits_gradient(logits: Tensor, targets: Tensor, inverse: Tensor, normalize
         return logits
     factor = (grad * inverse)[:, None]
     gradient = torch.exp(logits.float() * inverse[:, None] - normalizers[:, None]) * -factor
-    return gradient.scatter_add(1, targets[:, None], factor).to(logits.dtype)
+    chosen = torch.where(targets[:, None] < 0, 0.0, factor)
+    return gradient.scatter_add(1, targets[:, None].clamp(min=0), chosen).to(logits.dtype)

@@ -9,11 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda, native
+from lockstep.ops.forms import FORMS
 from lockstep.ops.opaque import library
 
 
 def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float) -> Float[Tensor, "*rows dim"]:
     """`x / sqrt(mean(x²) + eps) * weight`, computed in float32 and rounded once (arXiv 1910.07467)."""
+    if (form := FORMS.get(type(weight))) is not None:
+        return form.rms_norm(x, weight, eps)
     if cuda.usable(x):
         from lockstep.ops.cuda import rows
 

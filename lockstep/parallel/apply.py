@@ -10,6 +10,8 @@ from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import Decoder, ModelConfig
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
+from lockstep.parallel.refusals import refuse_impossible
+from lockstep.parallel.tensor import shard_tensor_parallel
 from lockstep.parallel.world import World
 
 
@@ -24,12 +26,15 @@ def parallel_model(
     """This rank's part of the model, on the world's device; never more than that part is materialised.
 
     `fill` writes the weights, of a sharded parameter this rank's shard. In a world of one the weights have `dtype`;
-    over several ranks they are float32 shards, gathered in `dtype` where they are used.
+    over several ranks they are float32 shards, gathered in `dtype` where they are used. Raises UserError for a layout
+    that the model's shape does not allow.
     """
+    refuse_impossible(config, world.degrees)
     if world.mesh is None:
         model = Decoder(config, dtype, "meta").to_empty(device=world.device)
     else:
         model = Decoder(config, torch.float32, "meta")
+        shard_tensor_parallel(model, world)
         shard_data_parallel(model, world, parallel, dtype)
         model.to_empty(device="cpu" if parallel.cpu_offload else world.device)
     fill(model)

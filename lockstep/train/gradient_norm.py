@@ -42,5 +42,6 @@ def _groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         grad.device_mesh.get_group(axis)
         for axis, placement in enumerate(grad.placements)
-        if placement.is_shard() and grad.device_mesh.size(axis) > 1
+        # Not `is_shard`, which denies it of a dimension that another axis cuts as well.
+        if not placement.is_replicate() and grad.device_mesh.size(axis) > 1
     )

@@ -161,7 +161,7 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     ours = vocabulary.log_probs(logits, targets, inverse)
     _close(ours, logprobs._reference(logits, targets, inverse), torch.float32)
     mine = vocabulary.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)
-    _close([mine], [logprobs._logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
+    _close([mine], [logprobs.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
     tokens = vocabulary.draw(logits, inverse, uniform)
     assert torch.equal(tokens, sampling._draw(logits, inverse, uniform))
     for part in (slice(0, 1), slice(2, 9)):

@@ -106,7 +106,7 @@ def test_a_slice_of_logits_never_exceeds_its_bytes_and_slices_cover_all_rows(dty
     from lockstep.ops import logprobs
 
     head = torch.empty(65536, 8, dtype=dtype)
-    rows = logprobs._slices(8192, head)
+    rows = logprobs.row_slices(8192, head)
     assert max(s.stop - s.start for s in rows) * 65536 * head.element_size() <= logprobs.SLICE_BYTES
     assert [s.start for s in rows[1:]] == [s.stop for s in rows[:-1]] and rows[-1].stop == 8192
 

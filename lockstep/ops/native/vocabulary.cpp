@@ -78,7 +78,8 @@ static void log_probs(const T* logits, const int64_t* targets, const float* inve
     }
 }
 
-// In place: the logits become the gradient with respect to them.
+// In place: the logits become the gradient with respect to them. A negative target is not among them: another rank
+// holds its part of the vocabulary.
 template <class T>
 static void log_probs_backward(T* logits, const int64_t* targets, const float* inverse_temperatures,
                                const float* normalizers, const float* grad_out, int64_t rows, int64_t vocab) {
@@ -86,12 +87,14 @@ static void log_probs_backward(T* logits, const int64_t* targets, const float* i
     for (int64_t row = 0; row < rows; row++) {
         T* x = logits + row * vocab;
         const float inverse = inverse_temperatures[row], factor = grad_out[row] * inverse;
-        const float chosen = factor * (1.f - std::exp(element(x + targets[row]) * inverse - normalizers[row]));
+        const int64_t target = targets[row];
+        float chosen = 0;
+        if (target >= 0) chosen = factor * (1.f - std::exp(element(x + target) * inverse - normalizers[row]));
         for (int64_t i = 0; i < vocab; i += LANES) {
             f32x16 p = exp(load_first(x + i, vocab - i) * inverse - normalizers[row]);
             store_first(x + i, p * -factor, vocab - i);
         }
-        store_first(x + targets[row], splat(chosen), 1);
+        if (target >= 0) store_first(x + target, splat(chosen), 1);
     }
 }
 

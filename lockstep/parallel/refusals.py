@@ -1,0 +1,33 @@
+"""Layouts that a model's shape does not allow, refused before a weight is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from lockstep.errors import UserError
+from lockstep.model import ModelConfig
+
+
+def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int]) -> None:
+    """Raises UserError where a degree does not divide what it cuts, with the numbers and the degrees that do."""
+    problems = list(_tensor_problems(shape, degrees["tensor"]))
+    if problems:
+        raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _tensor_problems(shape: ModelConfig, tensor: int) -> Iterator[str]:
+    cut = {
+        "attention heads": shape.num_heads,
+        "key-value heads": shape.num_kv_heads,
+        "features of the feed-forward": shape.intermediate_size,
+        "tokens of the vocabulary": shape.vocab_size,
+    }
+    wrong = [f"{count} {what}" for what, count in cut.items() if count % tensor]
+    if wrong:
+        common = math.gcd(*cut.values())
+        fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+        yield (
+            f"parallel.tensor {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
+            + (", or take a tokenizer with another vocabulary" if wrong == [f"{shape.vocab_size} {[*cut][-1]}"] else "")
+        )

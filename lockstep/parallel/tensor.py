@@ -1,0 +1,42 @@
+"""Tensor parallelism: matrices cut over the ranks of the `tensor` axis, as `placements` declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lockstep.model import Decoder
+from lockstep.ops import FORMS
+from lockstep.parallel import operators
+from lockstep.parallel.placements import parameter_placement
+from lockstep.parallel.world import World
+
+FORMS[DTensor] = operators
+
+
+def shard_tensor_parallel(model: Decoder, world: World) -> None:
+    """Makes every parameter a DTensor on the tensor axis; on the meta device, before data parallelism shards it again.
+
+    What comes out of `model` is a plain tensor of all the row's tokens, equal on all ranks of the axis.
+    """
+    if world.mesh is None or world.degrees["tensor"] == 1:
+        return
+    distribute_parameters(model, world.mesh["tensor"])
+    model.register_forward_hook(_leave)
+
+
+def distribute_parameters(model: Decoder, mesh: DeviceMesh) -> None:
+    """Replaces the model's parameters by this rank's parts of them."""
+    for name, parameter in list(model.named_parameters()):
+        place = [parameter_placement(model.config.family, name)]
+        # Nothing is sent: the values come later, each rank's its own.
+        part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
+        model.get_submodule(name.rpartition(".")[0]).register_parameter("weight", nn.Parameter(part))
+
+
+def _leave(model: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
+    # A copy: of a view FSDP's hooks on the output would not survive an update in place.
+    return hidden.to_local().clone() if isinstance(hidden, DTensor) else hidden
