@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
+from lockstep.config.train import TrainConfig
 from lockstep.errors import UserError
 
 
@@ -34,6 +35,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     for name in not_negative:
         if not _value(config, name) >= 0:
             yield f"{name} is {_value(config, name)}; it must be 0 or more"
+    yield from _train_problems(config.train)
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
     if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
@@ -53,6 +55,27 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             yield f"min_p is {config.min_p}; it must be in [0, 1)"
         if not config.clip_low < 1:
             yield f"clip_low is {config.clip_low}; it must be below 1, for ratios are positive"
+
+
+def _train_problems(train: TrainConfig) -> Iterator[str]:
+    for name in ("beta1", "beta2", "muon_momentum"):
+        if not 0 <= getattr(train, name) < 1:
+            yield f"train.{name} is {getattr(train, name)}; it must be in [0, 1)"
+    if not 0 < train.decay_share <= 1:
+        yield f"train.decay_share is {train.decay_share}; it must be in (0, 1]"
+    if (train.schedule == "csv") != bool(train.schedule_file):
+        yield (
+            f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '
+            "csv needs a file, and the others take none"
+        )
+    if train.optimizer_in_backward:
+        if train.max_grad_norm > 0:
+            yield (
+                "train.optimizer_in_backward updates before the norm of all gradients is known, so nothing can be "
+                f"clipped to train.max_grad_norm {train.max_grad_norm}; set max_grad_norm = 0"
+            )
+        if train.optimizer == "muon" or any("optimizer=muon" in rule for rule in train.rules):
+            yield "train.optimizer_in_backward goes with adamw only: ranks gather Muon's matrices together"
 
 
 def _serve_problems(config: ServeConfig) -> Iterator[str]:

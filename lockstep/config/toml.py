@@ -28,6 +28,8 @@ def to_toml(config: PretrainConfig | RLConfig) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_toml_value(v) for v in value)}]"
     if isinstance(value, str):
         # A JSON string is a TOML basic string.
         return json.dumps(value, ensure_ascii=False)
@@ -52,7 +54,11 @@ def _merge(config: Any, values: dict[str, Any], where: str) -> Any:
         if key not in names:
             raise UserError(f'{where}: unknown key "{key}".{closest(key, names)}')
     changes = {
-        key: _merge(getattr(config, key), value, f"{where} [{key}]") if isinstance(value, dict) else value
+        key: _merge(getattr(config, key), value, f"{where} [{key}]") if isinstance(value, dict) else _own(value)
         for key, value in values.items()
     }
     return dataclasses.replace(config, **changes)
+
+
+def _own(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

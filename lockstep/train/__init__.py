@@ -1,15 +1,16 @@
 """The trainer's path: packing, scoring, one optimizer step."""
 
-from lockstep.train.optimizer import MasterAdamW, learning_rate_at
+from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.packing import PackedRow, pack, pack_rows, split_by_tokens, target_log_probs
+from lockstep.train.schedule import make_schedule
 from lockstep.train.scoring import score
 from lockstep.train.trainer import Trainer
 
 __all__ = [
-    "MasterAdamW",
+    "MasterOptimizer",
     "PackedRow",
     "Trainer",
-    "learning_rate_at",
+    "make_schedule",
     "pack",
     "pack_rows",
     "score",

@@ -1,47 +1,76 @@
-"""The norm of all gradients together, however they are spread over ranks."""
+"""The norms of the gradients, all together and by part of the model, however they are spread over ranks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "other")
+
 
 @torch.no_grad()
-def gradient_norm(grads: Iterable[Tensor], further_groups: Iterable[dist.ProcessGroup] = ()) -> Tensor:
-    """The Euclidean norm, float32, the same on every rank.
+def gradient_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
+    """Euclidean norms by metric's name, the same on every rank: `grad_norm`, and `grad_norm/<part>` of each part.
 
     A DTensor's shards are summed over the mesh axes that it is sharded on, and its copies count once. Over
     `further_groups`, whose ranks hold different parameters (the stages of a pipeline), all is summed. Gradients with
     pending sums are refused with a ValueError: their norm is not that of their parts.
     """
-    squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        if isinstance(grad, DTensor):
-            squares[_groups(grad)].append(grad.to_local())
-        else:
-            squares[()].append(grad)
-    total = torch.zeros((), dtype=torch.float32)
-    for groups, parts in squares.items():
-        own = torch.stack([n.float() for n in torch._foreach_norm(parts)]).square().sum()
+    return norms_of_squares(local_squares(grads), grads, further_groups)
+
+
+def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sum of the squares of every gradient's part on this rank, float32."""
+    if not grads:
+        return {}
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads.values()]
+    squares = torch.stack([n.float() for n in torch._foreach_norm(parts)]).square()
+    return dict(zip(grads, squares.unbind()))
+
+
+def norms_of_squares(
+    squares: Mapping[str, Tensor], placed: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()
+) -> dict[str, float]:
+    """`gradient_norms` from this rank's squares; `placed` has tensors that lie on the ranks as the gradients do."""
+    names: dict[tuple[dist.ProcessGroup, ...], list[str]] = defaultdict(list)
+    for name in squares:
+        names[_groups(placed[name])].append(name)
+    sums = torch.zeros(len(PARTS), dtype=torch.float32)
+    for groups, members in names.items():
+        own = torch.stack([squares[name] for name in members])
         for group in groups:
             dist.all_reduce(own, group=group)
-        total = total.to(own.device) + own
+        places = [[i for i, name in enumerate(members) if part_of(name) == part] for part in PARTS]
+        # Added part by part: a scattered addition has no fixed order on a GPU.
+        sums = sums.to(own.device) + torch.stack([own[place].sum() for place in places])
     for group in further_groups:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
+        dist.all_reduce(sums, group=group)
+    norms = torch.cat([sums.sum()[None], sums]).sqrt().tolist()
+    by_part = {f"grad_norm/{part}": norm for part, norm in zip(PARTS, norms[1:]) if norm > 0 or norm != norm}
+    return {"grad_norm": norms[0], **by_part}
 
 
-def _groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    if any(isinstance(p, Partial) for p in grad.placements):
-        raise ValueError(f"a gradient with pending sums has no norm yet: {grad.placements}")
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to, one of `PARTS`."""
+    if "norm" in name:
+        return "norms"
+    kinds = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "feed-forward"}
+    return next((part for piece, part in kinds.items() if piece in name.split(".")), "other")
+
+
+def _groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if not isinstance(tensor, DTensor):
+        return ()
+    if any(isinstance(p, Partial) for p in tensor.placements):
+        raise ValueError(f"a gradient with pending sums has no norm yet: {tensor.placements}")
     return tuple(
-        grad.device_mesh.get_group(axis)
-        for axis, placement in enumerate(grad.placements)
+        tensor.device_mesh.get_group(axis)
+        for axis, placement in enumerate(tensor.placements)
         # Not `is_shard`, which denies it of a dimension that another axis cuts as well.
-        if not placement.is_replicate() and grad.device_mesh.size(axis) > 1
+        if not placement.is_replicate() and tensor.device_mesh.size(axis) > 1
     )

@@ -1,102 +1,135 @@
-"""AdamW over float32 master weights, under a forward pass in bfloat16 or float32."""
+"""Float32 master weights under a forward pass in bfloat16 or float32, and the step that updates them."""
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
+from lockstep.errors import UserError
+from lockstep.model import Decoder, resolve_dtype
 from lockstep.model.shard import local_part
-from lockstep.train.gradient_norm import gradient_norm
+from lockstep.train.adamw import State, adamw_state, adamw_update
+from lockstep.train.gradient_norm import gradient_norms, local_squares, norms_of_squares
+from lockstep.train.muon import muon_state, muon_update
+from lockstep.train.parameter_groups import Settings, settings_of
 
 
-class MasterAdamW:
-    """Owns the float32 master weights, their gradients and AdamW's moments (arXiv 1711.05101).
+class MasterOptimizer:
+    """Owns the float32 master weights, their gradients and what AdamW and Muon keep of each.
 
     A parameter's gradient is added to its float32 sum as soon as backward has made it, so micro-batches
     accumulate exactly and a bfloat16 gradient lives only for a moment. float32 parameters are their own masters.
+
+    With `optimizer_in_backward` the parameter is updated there and then, and nothing is left for `update`; a gradient
+    that is not finite changes nothing then either.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig):
+    def __init__(self, model: Decoder, config: TrainConfig):
         self.config = config
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        whole = Decoder(model.config, torch.float32, "meta")  # a rank may hold some of the layers only
+        settings = settings_of({n: p.shape for n, p in whole.named_parameters()}, config)
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not settings[name].frozen)
+            if not settings[name].frozen:
+                self.parameters[name] = parameter
+        self.settings = {name: settings[name] for name in self.parameters}
         self.masters = {n: _master(p) for n, p in self.parameters.items()}
+        kinds = {"adamw": adamw_state, "muon": muon_state}
+        dtype = resolve_dtype(config.moments_dtype)
+        self.state: dict[str, State] = {
+            n: kinds[self.settings[n].optimizer](m.detach(), dtype) for n, m in self.masters.items()
+        }
+        self._learning_rate = 0.0
+        self._squares: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
+            if config.optimizer_in_backward:
+                parameter.register_post_accumulate_grad_hook(partial(self._update_now, name))
+            elif self.masters[name] is not parameter:
                 parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name]))
-        decayed = [m for m in self.masters.values() if m.ndim >= 2]
-        others = [m for m in self.masters.values() if m.ndim < 2]
-        self.adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=True,
-        )
 
-    def gradient_norm(self) -> Tensor:
-        """Of all gradients together, before clipping; the same on every rank."""
-        return gradient_norm(self._grads())
+    def begin(self, learning_rate: float, microbatches: int) -> None:
+        """Before a step's first backward. Raises UserError where its settings do not go with so many micro-batches."""
+        if self.config.optimizer_in_backward and microbatches > 1:
+            raise UserError(
+                f"train.optimizer_in_backward updates with every micro-batch, but a step has {microbatches} of them; "
+                "raise train.tokens_per_microbatch until it has one, or switch it off"
+            )
+        self._learning_rate = learning_rate
 
-    def update(self, learning_rate: float, grad_norm: Tensor) -> None:
-        """Clips by `grad_norm`, updates masters and model, clears the gradients."""
-        if self.config.max_grad_norm > 0:
-            scale = (self.config.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([local_part(g)[0] for g in self._grads()], scale)
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
-        self.write_model()
+    def gradient_norms(self) -> dict[str, float]:
+        """`grad_norm`, and `grad_norm/<part>` of each part of the model, before clipping; the same on every rank."""
+        if self.config.optimizer_in_backward:
+            return norms_of_squares(self._squares, self.masters)
+        return gradient_norms(self._grads())
+
+    def update(self, learning_rate: float, grad_norm: float) -> None:
+        """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""
+        grads = self._grads()
+        if 0 < self.config.max_grad_norm < grad_norm:
+            scale = self.config.max_grad_norm / (grad_norm + 1e-6)
+            torch._foreach_mul_([local_part(g)[0] for g in grads.values()], scale)
+        together: dict[Settings, dict[str, Tensor]] = defaultdict(dict)
+        for name, grad in grads.items():
+            together[self.settings[name]][name] = grad
+        for settings, members in together.items():
+            self._update(settings, members, learning_rate)
         self.discard()
 
     def discard(self) -> None:
         """Clears the gradients: alone, it skips a step, and weights and moments keep their bits."""
+        self._squares.clear()
         # Zeroed, not freed: fresh memory costs a page fault every 4 KiB at the next step.
-        self.adamw.zero_grad(set_to_none=False)
+        if grads := [local_part(g)[0] for g in self._grads().values()]:
+            torch._foreach_zero_(grads)
 
-    def _grads(self) -> list[Tensor]:
-        return [m.grad for m in self.masters.values() if m.grad is not None]
+    def _grads(self) -> dict[str, Tensor]:
+        return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
 
     @torch.no_grad()
-    def write_model(self) -> None:
-        """Rounds the masters into the model's own weights, in place: whoever reads those sees the new ones."""
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+    def _update_now(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        grad, parameter.grad = parameter.grad.float(), None
+        self._squares |= local_squares({name: grad})
+        self._update(self.settings[name], {name: grad}, self._learning_rate, ~self._squares[name].isfinite())
+
+    def _update(
+        self, settings: Settings, grads: dict[str, Tensor], learning_rate: float, skip: Tensor | None = None
+    ) -> None:
+        masters = [self.masters[name] for name in grads]
+        states = [self.state[name] for name in grads]
+        learning_rate *= settings.learning_rate
+        if settings.optimizer == "muon":
+            muon_update(masters, list(grads.values()), states, learning_rate, settings.weight_decay, self.config)
+        else:
+            adamw_update(masters, list(grads.values()), states, learning_rate, settings.weight_decay, self.config, skip)
+        self._write_model(grads)
+
+    @torch.no_grad()
+    def _write_model(self, names: Iterable[str]) -> None:
+        """Rounds masters into the model's own weights, in place: whoever reads those sees the new ones."""
+        for name in names:
+            if self.masters[name] is not self.parameters[name]:
+                self.parameters[name].copy_(self.masters[name])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint."""
-        tensors = {f"master.{n}": m.detach() for n, m in self.masters.items()}
-        for name, master in self.masters.items():
-            for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
+        """Masters, moments and momenta by name, for a checkpoint: the very tensors, sharded as the model is."""
+        tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        for name, state in self.state.items():
+            tensors |= {f"{key}.{name}": value for key, value in state.items()}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `state_tensors`; also writes the model. Raises KeyError for a missing tensor."""
-        for name, master in self.masters.items():
-            master.copy_(tensors[f"master.{name}"])
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            if f"step.{name}" in tensors:
-                self.adamw.state[master] = {k: tensors[f"{k}.{name}"].to(master.device, copy=True) for k in keys}
-        self.write_model()
-
-
-def learning_rate_at(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The learning rate of step `step` (from 0): linear warm-up, then constant, linear or cosine decay."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    final = config.final_learning_rate_ratio
-    remaining = {
-        "constant": 1.0,
-        "linear": 1.0 - (1.0 - final) * progress,
-        "cosine": final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[config.schedule]
-    return config.learning_rate * remaining
+        for name, own in self.state_tensors().items():
+            own.copy_(tensors[name])
+        self._write_model(self.parameters)
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

@@ -13,7 +13,8 @@ from lockstep.config import TrainConfig
 from lockstep.model import Decoder
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel.world import World
-from lockstep.train.optimizer import MasterAdamW, learning_rate_at
+from lockstep.train.optimizer import MasterOptimizer
+from lockstep.train.schedule import make_schedule
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -26,7 +27,8 @@ class Trainer:
         self.world = world or World(model.device)
         self.config = config
         self.total_updates = total_updates
-        self.optimizer = MasterAdamW(model, config)
+        self.schedule = make_schedule(config, total_updates)
+        self.optimizer = MasterOptimizer(model, config)
         self.updates = 0
         self.skipped_steps = 0
         """Steps whose loss or gradient was not finite, which changed nothing."""
@@ -43,8 +45,9 @@ class Trainer:
         number of micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer as they are,
         on all ranks alike, and counts as skipped.
         """
-        loss = 0.0
+        loss, learning_rate = 0.0, self.schedule(self.updates)
         held = list(microbatches)
+        self.optimizer.begin(learning_rate, len(held))
         for index, microbatch in enumerate(held):
             if isinstance(self.model, FSDPModule):
                 # Ranks exchange gradients once a step.
@@ -55,12 +58,11 @@ class Trainer:
                 share.backward()
             loss += share.item()
         (loss,) = self.world.sum([loss])
-        learning_rate = learning_rate_at(self.updates, self.total_updates, self.config)
         with self.timeline.span("optimizer"):
-            grad_norm = self.optimizer.gradient_norm()
+            norms = self.optimizer.gradient_norms()
             # Both are sums over all ranks, so that every rank decides the same.
-            if math.isfinite(loss) and math.isfinite(grad_norm):
-                self.optimizer.update(learning_rate, grad_norm)
+            if math.isfinite(loss) and math.isfinite(norms["grad_norm"]):
+                self.optimizer.update(learning_rate, norms["grad_norm"])
                 self.updates += 1
                 self.skipped_in_a_row = 0
             else:
@@ -69,7 +71,7 @@ class Trainer:
                 self.skipped_in_a_row += 1
         return {
             "loss": loss,
-            "grad_norm": float(grad_norm),
+            **norms,
             "learning_rate": learning_rate,
             "skipped_steps": float(self.skipped_steps),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,19 +34,27 @@ class Trace:
 
 
 def train(
-    parallel: ParallelConfig, dtype: str = "float32", steps: int = 20, model: str = "qwen3:micro", vocab: int = 258
+    parallel: ParallelConfig,
+    dtype: str = "float32",
+    steps: int = 20,
+    model: str = "qwen3:micro",
+    vocab: int = 258,
+    settings: dict[str, Any] | None = None,
 ) -> Trace:
-    """Trains a fresh model on random sequences; every layout sees the same ones."""
+    """Trains a fresh model on random sequences; the same ones in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
     shape = preset(model, vocab)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     decoder = parallel_model(shape, kind, world, parallel, CompileConfig(), partial(initialize, seed=3))
-    trainer = Trainer(decoder, TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant"), steps, world)
+    fixed: dict[str, Any] = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
+    trainer = Trainer(decoder, TrainConfig(**(fixed | (settings or {}))), steps, world)
+    # An optimizer in the backward goes with one micro-batch.
+    tokens = 1024 if trainer.config.optimizer_in_backward else 64
     draw = torch.Generator().manual_seed(0)
     trace = Trace()
     for step in range(steps):
         sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
-        parts = split_for_ranks(LENGTHS, 64, world.data_size)[world.data_rank]
+        parts = split_for_ranks(LENGTHS, tokens, world.data_size)[world.data_rank]
         rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
             with torch.no_grad():

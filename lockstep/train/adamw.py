@@ -1,0 +1,80 @@
+"""AdamW (arXiv 1711.05101) over plain tensors, with moments in float32 or bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from lockstep.config import TrainConfig
+from lockstep.model.shard import local_part
+
+State = dict[str, Tensor]
+"""What an optimizer keeps of one parameter."""
+
+
+def adamw_state(master: Tensor, dtype: torch.dtype) -> State:
+    """No step made, both moments zero."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=master.device),
+        "exp_avg": torch.zeros_like(master, dtype=dtype, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(master, dtype=dtype, requires_grad=False),
+    }
+
+
+@torch.no_grad()
+def adamw_update(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    learning_rate: float,
+    weight_decay: float,
+    config: TrainConfig,
+    skip: Tensor | None = None,
+) -> None:
+    """One step of every master, in place; of a sharded one this rank's shard, for AdamW mixes no elements.
+
+    Where `skip` holds true nothing changes: known on the device alone, it costs no wait.
+    """
+    if states and states[0]["exp_avg"].dtype == torch.float32:
+        parts = [slice(0, len(masters))]
+    else:
+        # One at a time, so that only one parameter's moments exist in float32.
+        parts = [slice(i, i + 1) for i in range(len(masters))]
+    for part in parts:
+        _update(masters[part], grads[part], states[part], learning_rate, weight_decay, config, skip)
+
+
+def _update(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    learning_rate: float,
+    weight_decay: float,
+    config: TrainConfig,
+    skip: Tensor | None,
+) -> None:
+    kept = [local_part(state[key])[0] for key in ("exp_avg", "exp_avg_sq") for state in states]
+    wide = [moment.float() for moment in kept]  # the very tensors where they are float32
+    adamw(
+        [local_part(master)[0] for master in masters],
+        [local_part(grad)[0] for grad in grads],
+        wide[: len(states)],
+        wide[len(states) :],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        found_inf=None if skip is None else skip.float(),
+        amsgrad=False,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        eps=config.epsilon,
+        maximize=False,
+    )
+    for moment, value in zip(kept, wide):
+        if moment is not value:
+            moment.copy_(value)

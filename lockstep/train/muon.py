@@ -1,0 +1,66 @@
+"""Muon: momentum, made orthogonal (https://kellerjordan.github.io/posts/muon; arXiv 2502.16982)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep.config import TrainConfig
+from lockstep.model import resolve_dtype
+from lockstep.model.shard import local_part
+from lockstep.train.adamw import State
+from lockstep.train.whole_matrices import map_whole_matrices
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+RMS = 0.2
+"""Of an update's elements, about what AdamW's have: one learning rate and weight decay serve both."""
+
+
+def muon_state(master: Tensor, dtype: torch.dtype) -> State:
+    """Momentum zero."""
+    return {"momentum": torch.zeros_like(master, dtype=dtype, requires_grad=False)}
+
+
+@torch.no_grad()
+def muon_update(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    learning_rate: float,
+    weight_decay: float,
+    config: TrainConfig,
+) -> None:
+    """One step of every master, a matrix each, in place. Of sharded ones every rank orthogonalises its share, whole."""
+    beta, dtype = config.muon_momentum, resolve_dtype(config.muon_dtype)
+    updates = []
+    for grad, state in zip(grads, states):
+        own, momentum = local_part(grad)[0], local_part(state["momentum"])[0]
+        wide = momentum.float().lerp_(own, 1 - beta)
+        if wide is not momentum:
+            momentum.copy_(wide)
+        updates.append(own.lerp(wide, beta).to(dtype))
+    for master, update in zip(masters, map_whole_matrices(orthogonalize, updates, masters)):
+        own = local_part(master)[0]
+        own.mul_(1 - learning_rate * weight_decay)
+        own.add_(update.to(own.dtype), alpha=-learning_rate * RMS * math.sqrt(max(master.shape)))
+
+
+def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+    """Nearly U·Vᵀ of the singular value decomposition, by five quintic Newton–Schulz iterations.
+
+    Singular values end between about 0.7 and 1.2; the iteration bears bfloat16.
+    """
+    a, b, c = COEFFICIENTS
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.T
+    x = x / x.norm().clamp(min=1e-7)  # so that no singular value is above 1
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        # Fused additions round once, which counts in bfloat16.
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T

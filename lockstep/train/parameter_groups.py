@@ -1,0 +1,88 @@
+"""What each parameter is trained by: the run's own settings, with the rules that match its name put over them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from lockstep.config import TrainConfig
+from lockstep.errors import UserError, closest
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one parameter is updated; parameters of equal settings are updated together."""
+
+    optimizer: str = "adamw"
+    learning_rate: float = 1.0
+    """Relative to the schedule's."""
+    weight_decay: float = 0.0
+    frozen: bool = False
+
+
+def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[str, Settings]:
+    """The settings of every parameter, by name; of several matching rules the later ones win, key by key.
+
+    `shapes` has the whole model's parameters, for a rule that matches none of them is refused. Raises UserError for
+    rules that cannot be followed.
+    """
+    settings = {name: _default(name, shape, config) for name, shape in shapes.items()}
+    for rule in config.rules:
+        pattern, changes = parse_rule(rule)
+        matching = [name for name in settings if fnmatchcase(name, pattern)]
+        if not matching:
+            raise UserError(f'train.rules "{rule}": no parameter is named so.{closest(pattern, settings)}')
+        for name in matching:
+            settings[name] = dataclasses.replace(settings[name], **changes)
+            if settings[name].optimizer == "muon" and len(shapes[name]) != 2:
+                raise UserError(f'train.rules "{rule}": {name} is not a matrix, which Muon needs; use adamw for it')
+    return settings
+
+
+def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
+    matrix = len(shape) == 2
+    muon = config.optimizer == "muon" and matrix and name.startswith("layers.")
+    return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if matrix else 0.0)
+
+
+def parse_rule(rule: str) -> tuple[str, dict[str, Any]]:
+    """`PATTERN key=value …` as the pattern and what it changes of Settings. Raises UserError, quoting the rule."""
+    pattern, *changes = rule.split() or [""]
+    if not changes:
+        raise UserError(f'train.rules "{rule}": give PATTERN key=value …, such as "*norm.weight learning_rate=0.5"')
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in _READERS:
+            raise UserError(f'train.rules "{rule}": unknown key "{key}".{closest(key, _READERS)}')
+        try:
+            values[key] = _READERS[key](value)
+        except (KeyError, ValueError):
+            raise UserError(f'train.rules "{rule}": {key} cannot be "{value}"; {_EXPECTED[key]}') from None
+    return pattern, values
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+_READERS = {
+    "optimizer": {"adamw": "adamw", "muon": "muon"}.__getitem__,
+    "learning_rate": _not_negative,
+    "weight_decay": _not_negative,
+    "frozen": {"true": True, "false": False}.__getitem__,
+}
+_EXPECTED = {
+    "optimizer": "give adamw or muon",
+    "learning_rate": "give a factor of the schedule's, 0 or more",
+    "weight_decay": "give a number of 0 or more",
+    "frozen": "give true or false",
+}

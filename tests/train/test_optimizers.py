@@ -1,0 +1,219 @@
+"""Schedules, rules and optimizers against their definitions, and over ranks against one process."""
+
+import math
+
+import pytest
+import torch
+
+from lockstep import build_model
+from lockstep.config import ParallelConfig, PretrainConfig, TrainConfig, from_toml, to_toml, validate
+from lockstep.errors import UserError
+from lockstep.model import preset
+from lockstep.train import MasterOptimizer, Trainer, make_schedule, pack
+from lockstep.train.muon import orthogonalize
+from lockstep.train.pretrain import NextTokenLoss
+from tests.parallel.launch import launch
+from tests.parallel.training import train
+
+SEQUENCES = [list(range(1, 33)), list(range(60, 90)), [7, 7, 7, 9]]
+TARGETS = sum(len(s) - 1 for s in SEQUENCES)
+
+
+def _rates(steps, **settings):
+    schedule = make_schedule(TrainConfig(learning_rate=1.0, **settings), steps)
+    return [schedule(step) for step in range(steps)]
+
+
+def _trained(steps=5, dtype="float32", **settings):
+    """A trainer after some steps on one batch, and the steps' metrics."""
+    settings = {"warmup_steps": 0, "schedule": "constant", "learning_rate": 1e-3} | settings
+    trainer = Trainer(build_model(preset("qwen3:micro"), dtype=dtype), TrainConfig(**settings), steps)
+    return trainer, [trainer.step([pack(SEQUENCES)], NextTokenLoss(TARGETS)) for _ in range(steps)]
+
+
+def test_the_learning_rate_rises_and_falls_as_its_schedule_says():
+    warm = dict(warmup_steps=4, final_learning_rate_ratio=0.0)
+    assert _rates(8, schedule="linear", **warm) == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert _rates(8, schedule="cosine", **warm)[6] == pytest.approx(0.5)  # cos(π/2), rounded
+    assert _rates(8, schedule="constant", **warm)[4:] == [1.0] * 4
+
+
+@pytest.mark.parametrize("shape, half", [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+def test_warm_up_stable_decay_stays_at_the_peak_until_its_share_of_steps_is_left(shape, half):
+    rates = _rates(
+        20, schedule="wsd", warmup_steps=2, decay_share=0.2, decay_shape=shape, final_learning_rate_ratio=0.0
+    )
+    assert rates[:2] == [0.5, 1.0] and rates[2:17] == [1.0] * 15
+    assert rates[18] == pytest.approx(half) and rates[17] > rates[18] > rates[19] > 0
+
+
+def test_a_schedule_file_is_interpolated_and_held_at_its_ends(tmp_path):
+    path = tmp_path / "rates.csv"
+    path.write_text("step,learning_rate\n2,1.0\n6,0.2\n")
+    rates = _rates(8, schedule="csv", schedule_file=str(path))
+    assert rates == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("1,0.1\n", "line 1: the header must be step,learning_rate"),
+        ("step,learning_rate\n1,0.1\n\nfast,0.2\n", "line 4: 'fast,0.2' is not step,learning_rate"),
+        ("step,learning_rate\n5,0.1\n5,0.2\n", "line 3: step 5 does not come after step 5"),
+        ("step,learning_rate\n5,-0.1\n", "line 2: the learning rate must be 0 or more"),
+        ("step,learning_rate\n", "holds no steps"),
+    ],
+)
+def test_a_schedule_file_that_cannot_be_followed_is_refused_by_file_and_line(tmp_path, text, message):
+    path = tmp_path / "rates.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"rates.csv.*{message}"):
+        _rates(8, schedule="csv", schedule_file=str(path))
+
+
+def test_settings_that_cannot_go_together_are_refused():
+    def refused(**settings):
+        with pytest.raises(UserError) as error:
+            validate(PretrainConfig(train=TrainConfig(**settings)))
+        return str(error.value)
+
+    assert "csv needs a file" in refused(schedule="csv")
+    assert "set max_grad_norm = 0" in refused(optimizer_in_backward=True)
+    assert "goes with adamw only" in refused(optimizer_in_backward=True, optimizer="muon", max_grad_norm=0)
+    assert "decay_share is 2" in refused(decay_share=2)
+    config = TrainConfig(optimizer_in_backward=True, max_grad_norm=0)
+    trainer = Trainer(build_model(preset("qwen3:micro")), config, 1)
+    with pytest.raises(UserError, match="a step has 2 of them; raise train.tokens_per_microbatch"):
+        trainer.step([pack(SEQUENCES)] * 2, NextTokenLoss(TARGETS))
+
+
+def test_rules_set_what_a_parameter_is_trained_by_and_survive_a_file(tmp_path):
+    rules = ("*norm* learning_rate=0.5 weight_decay=0.2", "layers.0.* frozen=true", "layers.*.mlp.* optimizer=adamw")
+    config = PretrainConfig(train=TrainConfig(optimizer="muon", weight_decay=0.1, rules=rules))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    config = from_toml(tmp_path / "config.toml", PretrainConfig())
+    assert config.train.rules == rules
+    model = build_model(preset("qwen3:micro"), dtype="float32")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = Trainer(model, config.train, 1)
+    settings = trainer.optimizer.settings
+    assert settings["layers.1.input_layernorm.weight"].learning_rate == 0.5
+    assert settings["layers.1.input_layernorm.weight"].weight_decay == 0.2
+    assert settings["layers.1.mlp.up_proj.weight"].optimizer == "adamw"
+    assert settings["layers.1.self_attn.q_proj.weight"].optimizer == "muon"
+    assert settings["embed_tokens.weight"].optimizer == "adamw"
+    trainer.step([pack(SEQUENCES)], NextTokenLoss(TARGETS))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.startswith("layers.0."), name
+    assert not any("layers.0." in name for name in trainer.optimizer.state_tensors())
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        ("layers.9.* frozen=true", "no parameter is named so"),
+        ("*norm* lr=1", 'unknown key "lr"'),
+        ("*norm* optimizer=muon", "is not a matrix"),
+        ("*norm* learning_rate=-1", "give a factor"),
+        ("*norm*", "give PATTERN key=value"),
+    ],
+)
+def test_a_rule_that_cannot_be_followed_is_quoted(rule, message):
+    with pytest.raises(UserError, match=message) as error:
+        MasterOptimizer(build_model(preset("qwen3:micro")), TrainConfig(rules=(rule,)))
+    assert f'"{rule}"' in str(error.value)
+
+
+def test_muon_is_torchs_muon_for_the_layers_matrices_and_adamw_for_the_rest():
+    config = TrainConfig(optimizer="muon", weight_decay=0.1, max_grad_norm=0.0)
+    model = build_model(preset("qwen3:micro"), dtype="float32")
+    ours = MasterOptimizer(model, config)
+    named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    inner = [p for n, p in named.items() if n.startswith("layers.") and p.ndim == 2]
+    rest = [{"params": [named["embed_tokens.weight"]], "weight_decay": 0.1}]
+    rest += [{"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0}]
+    muon = torch.optim.Muon(inner, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95))
+    for _ in range(3):
+        NextTokenLoss(TARGETS)(model, pack(SEQUENCES)).backward()
+        for name, parameter in model.named_parameters():
+            named[name].grad = parameter.grad.clone()
+        muon.step()
+        adamw.step()
+        ours.update(1e-2, 0.0)
+    for name, parameter in model.named_parameters():
+        difference = (parameter - named[name]).norm() / named[name].norm()
+        # Fused and plain AdamW round in other places.
+        assert difference < 1e-6, name
+
+
+def test_an_orthogonalized_matrix_has_singular_values_near_one():
+    for shape in ((64, 200), (200, 64)):
+        matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        values = torch.linalg.svdvals(orthogonalize(matrix))
+        assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_in_bfloat16_learn_as_float32_ones_do(optimizer):
+    trainer, narrow = _trained(12, learning_rate=1e-2, optimizer=optimizer, moments_dtype="bfloat16")
+    _, wide = _trained(12, learning_rate=1e-2, optimizer=optimizer)
+    kept = trainer.optimizer.state_tensors()
+    assert {t.dtype for n, t in kept.items() if n.startswith(("exp_avg", "momentum"))} == {torch.bfloat16}
+    assert narrow[-1]["loss"] == pytest.approx(wide[-1]["loss"], abs=0.1) and wide[-1]["loss"] < 2.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_in_backward_is_the_very_update_and_keeps_no_gradient(dtype):
+    now, metrics = _trained(3, dtype, optimizer_in_backward=True, max_grad_norm=0.0)
+    later, expected = _trained(3, dtype, max_grad_norm=0.0)
+    for (name, mine), theirs in zip(now.optimizer.masters.items(), later.optimizer.masters.values()):
+        assert torch.equal(mine, theirs) and mine.grad is None, name
+    assert [m["loss"] for m in metrics] == [m["loss"] for m in expected]
+    # The same squares, summed by one call or by several.
+    assert [m["grad_norm"] for m in metrics] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-5)
+
+
+def test_an_update_in_backward_skips_a_gradient_that_is_not_finite():
+    trainer, _ = _trained(1, "bfloat16", optimizer_in_backward=True, max_grad_norm=0.0)
+    before = {n: t.clone() for n, t in trainer.optimizer.state_tensors().items()}
+    metrics = trainer.step([pack(SEQUENCES)], lambda m, row: NextTokenLoss(TARGETS)(m, row) * float("nan"))
+    assert metrics["skipped_steps"] == 1.0
+    for name, tensor in trainer.optimizer.state_tensors().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_the_state_of_every_optimizer_is_put_back_to_the_bit():
+    settings = dict(dtype="bfloat16", moments_dtype="bfloat16", optimizer="muon")
+    whole, expected = _trained(3, **settings)
+    half, _ = _trained(2, **settings)
+    fresh, _ = _trained(0, **settings)
+    fresh.optimizer.load_state_tensors({n: t.clone() for n, t in half.optimizer.state_tensors().items()})
+    assert fresh.step([pack(SEQUENCES)], NextTokenLoss(TARGETS)) == expected[2]
+    for name, tensor in fresh.optimizer.state_tensors().items():
+        assert torch.equal(tensor, whole.optimizer.state_tensors()[name]), name
+
+
+def test_the_norm_of_the_whole_is_that_of_its_parts():
+    _, (metrics,) = _trained(1)
+    parts = {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
+    assert parts.keys() == {f"grad_norm/{p}" for p in ("embedding", "attention", "feed-forward", "norms")}
+    assert metrics["grad_norm"] == pytest.approx(math.hypot(*parts.values()), rel=1e-6)
+
+
+LAYOUTS = [(2, ParallelConfig()), (2, ParallelConfig(data_replicate=2)), (4, ParallelConfig(data_replicate=2))]
+SETTINGS = {
+    # In bfloat16 the iterations would round the last bits of a gradient up to 1e-5 of the loss in 20 steps.
+    "muon": dict(optimizer="muon", muon_dtype="float32"),
+    "in-backward": dict(optimizer_in_backward=True, max_grad_norm=0.0),
+    "rules": dict(rules=("layers.1.* frozen=true", "*norm* learning_rate=0.5"), moments_dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_optimizer_follows_one_process_over_ranks(name):
+    alone = launch(1, train, ParallelConfig(), "float32", 20, "qwen3:micro", 258, SETTINGS[name])[0]
+    for ranks, layout in LAYOUTS[: 3 if name == "muon" else 1]:
+        for trace in launch(ranks, train, layout, "float32", 20, "qwen3:micro", 258, SETTINGS[name]):
+            assert trace.losses == pytest.approx(alone.losses, rel=1e-5)
+            assert trace.norms[0] == pytest.approx(alone.norms[0], rel=1e-5)
