@@ -126,9 +126,15 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; also writes the model. Raises KeyError for a missing tensor."""
-        for name, own in self.state_tensors().items():
-            own.copy_(tensors[name])
+        """The inverse of `state_tensors`; also writes the model. Raises UserError for a missing tensor."""
+        own = self.state_tensors()
+        if missing := sorted(own.keys() - tensors.keys()):
+            raise UserError(
+                f"the checkpoint lacks {len(missing)} of the optimizer's tensors, such as {missing[0]}; "
+                "train.optimizer and train.rules must be those that it was made with"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
         self._write_model(self.parameters)
 
 
