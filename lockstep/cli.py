@@ -1,10 +1,11 @@
-"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity.
+"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity | compare.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lockstep.config import CompileConfig
-from lockstep.errors import UserError, closest
+from lockstep.errors import RunStopped, UserError, closest
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
+    except RunStopped as error:
+        # All ranks end alike; one of them says so.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"lockstep: {error}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
@@ -48,10 +54,13 @@ def _overview() -> str:
     )
 
 
-def _parse(kind: type, arguments: list[str], command: str, default: Any = None) -> Any:
+def _parse(kind: type, arguments: list[str], command: str, default: Any = None, positional: bool = False) -> Any:
+    """With `positional`, what has no default is given without its name."""
     import tyro
 
-    keywords = {} if default is None else {"default": default}
+    keywords: dict[str, Any] = {} if default is None else {"default": default}
+    if positional:
+        keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
     return tyro.cli(kind, args=arguments, prog=f"lockstep {command}", **keywords)
 
 
@@ -301,6 +310,33 @@ def model_folder(path: str) -> Path:
     return RunFolder(folder).newest_checkpoint() or folder
 
 
+@dataclass
+class CompareOptions:
+    """Where two runs' losses first differ."""
+
+    first: str
+    """A run's folder."""
+    second: str
+    """Another run's folder."""
+    tolerance: float = 0.0
+    """Relative difference that still counts as equal; 0: only the same bits do."""
+    plot: str = ""
+    """Picture to write: both runs' curves and their relative difference (.png, .svg or .pdf)."""
+
+
+def compare(arguments: list[str]) -> int:
+    """print where two runs' losses and gradient norms first differ; exit code 0: nowhere, 1: somewhere"""
+    from lockstep.observe.compare import compare_runs, comparison_plot, comparison_text
+
+    options = _parse(CompareOptions, arguments, "compare", positional=True)
+    comparison = compare_runs(options.first, options.second)
+    print(comparison_text(comparison, options.tolerance))
+    if options.plot:
+        comparison_plot(comparison, Path(options.plot), (options.first, options.second))
+        print(f"\nplot: {options.plot}")
+    return 0 if comparison.equal(options.tolerance) else 1
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "pretrain": pretrain,
@@ -310,6 +346,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate,
     "serve": serve,
     "parity": parity,
+    "compare": compare,
 }
 
 if __name__ == "__main__":

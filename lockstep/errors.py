@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend, and the hint that goes with it."""
+"""Exceptions that carry a message for the user, and the hint that goes with it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ class UserError(Exception):
 
     The command line prints the message without a traceback and exits with code 2.
     """
+
+
+class RunStopped(Exception):
+    """A run that ended before its last step, all ranks alike: says at which, why, and how to go on.
+
+    The command line prints the message without a traceback and exits with `exit_code`.
+    """
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def closest(name: str, names: Iterable[str]) -> str:

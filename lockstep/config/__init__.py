@@ -8,6 +8,8 @@ from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
+from lockstep.config.faults import FaultConfig
+from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import from_toml, to_toml
@@ -19,6 +21,8 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "EngineConfig",
+    "FaultConfig",
+    "ObserveConfig",
     "ParallelConfig",
     "PretrainConfig",
     "RLConfig",

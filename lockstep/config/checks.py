@@ -22,8 +22,17 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     positive = ["steps", "train.learning_rate", "train.tokens_per_microbatch"]
     not_negative = ["train.warmup_steps", "train.weight_decay", "train.max_grad_norm"]
     not_negative += ["checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"]
+    positive += ["faults.stop_seconds"]
+    not_negative += ["faults.max_skipped_steps", "faults.spike_deviations", "faults.watchdog_seconds"]
+    not_negative += ["observe.timeline_steps", "observe.gc_every"]
     if isinstance(config, PretrainConfig):
-        positive += ["tokens_per_step", "sequence_length", "loader.shuffle_window"]
+        positive += [
+            "tokens_per_step",
+            "sequence_length",
+            "loader.shuffle_window",
+            "validation_every",
+            "validation_tokens",
+        ]
         not_negative += ["loader.workers"]
     else:
         positive += ["prompts_per_step", "samples_per_prompt", "max_new_tokens", "inner_steps", "temperature"]
@@ -49,6 +58,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if isinstance(config, SFTConfig) and not config.data:
         yield "data is empty; give conversations with --data FILE"
     if isinstance(config, RLConfig):
+        if config.faults.spike_deviations:
+            yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
         if not 0 < config.top_p <= 1:
             yield f"top_p is {config.top_p}; it must be in (0, 1]"
         if not 0 <= config.min_p < 1:

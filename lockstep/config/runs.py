@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
+from lockstep.config.faults import FaultConfig
+from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.train import Dtype, TrainConfig
 
@@ -46,8 +48,14 @@ class PretrainConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tensorboard: bool = False
-    """Also write TensorBoard event files (needs the tensorboard package)."""
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
+    validation_data: str = ""
+    """Text or JSONL that the loss is also measured on, without training on it; empty: none."""
+    validation_every: int = 100
+    """Steps between validations; there is always one after the last step."""
+    validation_tokens: int = 65536
+    """Tokens of a validation, from the beginning of its data."""
     resume: bool = False
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
@@ -128,8 +136,9 @@ class RLConfig:
     validation_examples: int = 256
     """Held-out examples of a validation, one completion each, sampled as in training."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    tensorboard: bool = False
-    """Also write TensorBoard event files (needs the tensorboard package)."""
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    # Sampling takes as long as it takes, and tells nothing meanwhile.
+    faults: FaultConfig = field(default_factory=lambda: FaultConfig(watchdog_seconds=0.0))
     resume: bool = False
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False

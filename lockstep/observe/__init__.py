@@ -1,9 +1,32 @@
-"""What a run leaves behind: its folder, metrics, progress and report."""
+"""What a run leaves behind and tells of itself: its folder, metrics, log, timeline, progress and report."""
 
+from lockstep.observe.compare import Comparison, compare_runs
 from lockstep.observe.curves import curves_png
+from lockstep.observe.logs import log
 from lockstep.observe.metrics import MetricsWriter, read_metrics
+from lockstep.observe.observer import Observer, require_observers
 from lockstep.observe.progress import Progress
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run
+from lockstep.observe.speed import memory_gib, peak_flops, training_flops
+from lockstep.observe.timeline import Timeline, merge_timelines
 
-__all__ = ["MetricsWriter", "Progress", "RunFolder", "curves_png", "open_run", "read_metrics", "write_report"]
+__all__ = [
+    "Comparison",
+    "MetricsWriter",
+    "Observer",
+    "Progress",
+    "RunFolder",
+    "Timeline",
+    "compare_runs",
+    "curves_png",
+    "log",
+    "memory_gib",
+    "merge_timelines",
+    "open_run",
+    "peak_flops",
+    "read_metrics",
+    "require_observers",
+    "training_flops",
+    "write_report",
+]

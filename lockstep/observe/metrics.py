@@ -10,16 +10,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.config import ObserveConfig
 from lockstep.errors import UserError
-from lockstep.observe.run_folder import METRICS
+from lockstep.observe.run_folder import RunFolder
+from lockstep.observe.sinks import open_sinks
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and, where asked, to TensorBoard. A context manager."""
+    """Appends to `metrics.jsonl` and to the sinks that `config` asks for. A context manager."""
 
-    def __init__(self, folder: Path, tensorboard: bool = False):
-        self._board = _tensorboard(folder) if tensorboard else None
-        self._file = (folder / METRICS).open("a")
+    def __init__(self, folder: Path, config: ObserveConfig | None = None):
+        self._run = RunFolder(folder)
+        self._sinks = open_sinks(config, folder) if config is not None else []
+        self._file = self._run.metrics.open("a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds `step` and `time` (Unix seconds). What is not finite is written as null, for JSON has no NaN."""
@@ -27,17 +30,22 @@ class MetricsWriter:
         self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
         # Flushed each step: whoever watches the run, or finds it killed, has all of it.
         self._file.flush()
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        """Forgets the lines after `step`, which the run writes anew; other sinks keep both."""
+        self._file.close()
+        self._run.truncate(step)
+        self._file = self._run.metrics.open("a")
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -53,11 +61,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if index < len(lines) - 1:
                 raise UserError(f"{path}:{index + 1}: not a JSON object ({error})") from error
     return metrics
-
-
-def _tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError("tensorboard is not installed; pip install tensorboard, or leave --tensorboard out") from error
-    return SummaryWriter(str(folder / "tensorboard"))

@@ -54,6 +54,10 @@ class Progress:
             left = (now - self._began) * (1 - share) / share if share > 0 else 0.0
             print(f"{title or self.title}: {share:4.0%}, {left:.0f} s left  {text}", flush=True)
 
+    def reach(self, done: float, title: str = "", **figures: float) -> None:
+        """`done` is done in all, which may be less than before."""
+        self.advance(done - self.done, title, **figures)
+
     def stage(self, title: str, steps: int, share: float) -> Stage:
         """A part of this bar, as a bar of its own: its `steps` make up `share` of the total."""
         return Stage(self, title, share / steps)
@@ -70,4 +74,5 @@ class Stage(Progress):
         return self
 
     def advance(self, amount: float = 1.0, title: str = "", **figures: float) -> None:
+        self.done += amount
         self._whole.advance(amount * self._amount, title or self.title, **figures)

@@ -38,6 +38,7 @@ class Timeline:
         """Grows with every phase begun or ended: a rank whose progress stands still has stopped."""
         self._held: deque[list[Span]] = deque(maxlen=steps)
         self._current: list[Span] = []
+        self._began = time.perf_counter()
         # Wall-clock time, so that ranks share an axis; steps of perf_counter, which never jumps.
         self._offset = time.time() - time.perf_counter()
 
@@ -46,6 +47,7 @@ class Timeline:
         self.step = step
         self.progress += 1
         self._current = []
+        self._began = time.perf_counter()
         self._held.append(self._current)
 
     @contextmanager
@@ -61,8 +63,15 @@ class Timeline:
             self.phase = outer
         finally:
             self.progress += 1
-            seconds = time.perf_counter() - began
-            self._current.append(Span(name, self.step, (self._offset + began) * 1e6, seconds * 1e6))
+            self.add(name, began, time.perf_counter())
+
+    def add(self, name: str, began: float, ended: float) -> None:
+        """A phase of the current step that lies behind; times of time.perf_counter."""
+        self._current.append(Span(name, self.step, (self._offset + began) * 1e6, (ended - began) * 1e6))
+
+    def elapsed(self) -> float:
+        """Seconds since the current step began."""
+        return time.perf_counter() - self._began
 
     def seconds(self, name: str) -> float:
         """Of the current step, in all its phases of this name."""
@@ -89,9 +98,17 @@ class Timeline:
         path.write_text(json.dumps({"traceEvents": [names, *spans], "displayTimeUnit": "ms"}))
 
 
-def merge_timelines(paths: list[Path], path: Path) -> None:
-    """Every rank's trace in one file, and theirs deleted."""
-    events = [event for each in paths for event in json.loads(each.read_text())["traceEvents"]]
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    for each in paths:
-        each.unlink()
+def timeline_path(run: Path, rank: int = 0, ranks: int = 1) -> Path:
+    """Where a rank writes its trace: one file of all ranks is made by `merge_timelines`."""
+    return run / "timeline.json" if ranks == 1 else run / "timeline" / f"rank_{rank}.json"
+
+
+def merge_timelines(run: Path) -> None:
+    """`timeline.json` with every rank's trace, once all have written theirs."""
+    paths = sorted((run / "timeline").glob("rank_*.json"))
+    if paths:
+        events = [event for path in paths for event in json.loads(path.read_text())["traceEvents"]]
+        timeline_path(run).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        for path in paths:
+            path.unlink()
+        paths[0].parent.rmdir()

@@ -96,6 +96,8 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():
+        # torch's Flight Recorder keeps the last collectives: the watchdog writes them down where one hangs.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
     return World(chosen, degrees, _mesh(chosen, degrees))

@@ -10,20 +10,23 @@ from typing import Any
 import torch
 
 from lockstep.config import RLConfig
+from lockstep.observe import Timeline
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.rollouts import Rollout
 
 
 class Stopwatch:
-    """Seconds between laps, and in all."""
+    """Seconds between laps, and in all; each lap is also a phase of `timeline`."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._began = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self._laps[name] = now - self._last
+        self._timeline.add(name.removeprefix("time/"), self._last, now)
         self._last = now
 
     def metrics(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ from lockstep.config import RLConfig, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
 from lockstep.model import load_model
-from lockstep.observe import MetricsWriter, Progress, open_run, read_metrics, write_report
+from lockstep.observe import Observer, Progress, open_run, read_metrics, require_observers, write_report
 from lockstep.parallel import apply_compile
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize
@@ -20,12 +20,15 @@ from lockstep.rl.environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer
+from lockstep.train.bad_steps import BadSteps
+from lockstep.train.stop_signal import StopSignal
 
 
 def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
     """Trains `config.model` on `config.environment` with GRPO; returns the run's folder.
 
-    Raises UserError for bad input, and ParityError where trainer and generator disagree (unless set to warn).
+    Raises UserError for bad input, and ParityError where trainer and generator disagree (unless set to warn), and
+    RunStopped where the run ends early.
     """
     validate(config)
     environment = load_environment(config.environment, config.data, config.skip_bad_lines)
@@ -39,6 +42,7 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
     engine = Engine(model, config.engine, tokenizer)
     trainer = Trainer(model, config.train, config.steps * config.inner_steps)
 
+    require_observers(config.observe, model.device)
     run = open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
@@ -49,42 +53,52 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
         run.truncate(start or -1)
 
     clock = time.perf_counter()
+    bad_steps = BadSteps(config.faults, run.path, tokenizer)
     with (
+        StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
-        MetricsWriter(run.path, config.tensorboard) as metrics_file,
+        Observer(config.observe, config.faults, run.path) as observer,
         progress or Progress("rl", config.steps) as bar,
     ):
+        trainer.timeline = observer.timeline
         bar.advance(start)
         if start == 0:
-            metrics_file.write(0, evaluate(held_out, environment, engine, tokenizer, config))
+            observer.write(0, evaluate(held_out, environment, engine, tokenizer, config))
         for step in range(start + 1, config.steps + 1):
-            stopwatch = Stopwatch()
-            rollouts = collect(prompts.next(config.prompts_per_step), environment, engine, tokenizer, config, step)
-            stopwatch.lap("time/generate")
-            assign_rewards(rollouts, environment)
-            assign_advantages(rollouts, config.normalize_advantages)
-            stopwatch.lap("time/reward")
-            batches = policy_batches(rollouts, config, reference)
-            metrics: dict[str, float] = {}
-            for inner in range(config.inner_steps):
-                loss = PolicyLoss(config, compare=inner == 0)
-                metrics |= trainer.step(batches, loss) | loss.metrics()
-                if inner == 0:
-                    metrics |= accepted(loss.parity, config, step).metrics()
-                    metrics["policy/ratio_first_max"] = loss.ratio_max
-            stopwatch.lap("time/train")
-            engine.weights_changed(step)
-            stopwatch.lap("time/weight_sync")
+            with observer.step(step):
+                stopwatch = Stopwatch(observer.timeline)
+                rollouts = collect(prompts.next(config.prompts_per_step), environment, engine, tokenizer, config, step)
+                stopwatch.lap("time/generate")
+                assign_rewards(rollouts, environment)
+                assign_advantages(rollouts, config.normalize_advantages)
+                stopwatch.lap("time/reward")
+                batches = policy_batches(rollouts, config, reference)
+                metrics: dict[str, float] = {}
+                for inner in range(config.inner_steps):
+                    loss = PolicyLoss(config, compare=inner == 0)
+                    metrics |= trainer.step(batches, loss) | loss.metrics()
+                    bad_steps.check(step, trainer)
+                    if inner == 0:
+                        metrics |= accepted(loss.parity, config, step).metrics()
+                        metrics["policy/ratio_first_max"] = loss.ratio_max
+                stopwatch.lap("time/train")
+                engine.weights_changed(step)
+                stopwatch.lap("time/weight_sync")
 
-            metrics |= rollout_metrics(rollouts) | stopwatch.metrics()
-            metrics["rollout/tokens_per_second"] = sum(len(r.token_ids) for r in rollouts) / metrics["time/generate"]
-            if due(step, config.validation_every, config.steps):
-                metrics |= evaluate(held_out, environment, engine, tokenizer, config)
-            metrics_file.write(step, metrics)
-            write_rollouts(run.rollouts_path(step), rollouts)
-            if checkpoints.due(step):
-                checkpoints.save(step, {"prompts": prompts.position}, last=step == config.steps)
+                metrics |= rollout_metrics(rollouts) | stopwatch.metrics()
+                metrics["rollout/tokens_per_second"] = (
+                    sum(len(r.token_ids) for r in rollouts) / metrics["time/generate"]
+                )
+                if due(step, config.validation_every, config.steps):
+                    metrics |= evaluate(held_out, environment, engine, tokenizer, config)
+                observer.write(step, metrics)
+                stopped_by = stop.agreed(trainer.world)
+                write_rollouts(run.rollouts_path(step), rollouts)
+                if stopped_by or checkpoints.due(step):
+                    checkpoints.save(step, {"prompts": prompts.position}, last=step == config.steps)
             bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
+            if stopped_by and step < config.steps:
+                raise stop.error(stopped_by, step, config.output)
 
     summary = summarize(read_metrics(run.metrics)) | {"seconds": {"rl": time.perf_counter() - clock}}
     (run.path / "summary.json").write_text(json.dumps(summary, indent=1))

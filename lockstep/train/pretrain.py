@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import resource
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from lockstep.data import (
     DataSource,
     Encoder,
     RowLoader,
+    StepRows,
     TextEncoder,
     TextSource,
     Tokenizer,
@@ -32,11 +32,24 @@ from lockstep.data import (
 )
 from lockstep.errors import UserError
 from lockstep.model import Decoder, initialize, load_weights, preset, read_config, resolve_dtype
-from lockstep.observe import MetricsWriter, Progress, RunFolder, open_run, write_report
+from lockstep.observe import (
+    Observer,
+    Progress,
+    RunFolder,
+    merge_timelines,
+    open_run,
+    require_observers,
+    write_report,
+)
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.train.bad_steps import BadSteps
 from lockstep.train.context import shard_row
+from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
+from lockstep.train.stop_signal import StopSignal
+from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
+from lockstep.train.validation import validation_rows
 
 
 def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, progress: Progress | None = None) -> Path:
@@ -54,14 +67,17 @@ def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, pro
 
 def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | None, progress: Progress | None) -> Path:
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
-    sources: list[tuple[DataSource, float]] = [] if documents is not None else text_sources(config)
+    sources: list[tuple[DataSource, float]] = [] if documents is not None else text_sources(config, config.data)
     texts = [source for source, _ in sources if isinstance(source, TextSource)] if documents is None else [documents]
     tokenizer = make_tokenizer(config, texts, [source for source, _ in sources if isinstance(source, Path)])
     model = make_model(config, tokenizer, world)
     if documents is not None:
         sources = [(tokenize_documents(documents, tokenizer, config.skip_bad_lines), 1.0)]
-    loader = make_loader(config, sources, TextEncoder(tokenizer), world)
-    return run_training(config, world, tokenizer, model, loader, progress)
+    encoder = TextEncoder(tokenizer)
+    loader = make_loader(config, sources, encoder, world)
+    held_out_sources = text_sources(config, config.validation_data) if config.validation_data else []
+    held_out = validation_rows(config, held_out_sources, encoder, world)
+    return run_training(config, world, tokenizer, model, loader, progress, held_out=held_out)
 
 
 def run_training(
@@ -72,8 +88,13 @@ def run_training(
     loader: RowLoader,
     progress: Progress | None = None,
     command: str = "pretrain",
+    held_out: StepRows | None = None,
 ) -> Path:
-    """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder."""
+    """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder.
+
+    `held_out` is what validations measure. Raises RunStopped where the run ends early: by a signal, or by bad steps.
+    """
+    require_observers(config.observe, world.device)
     trainer = Trainer(model, config.train, config.steps, world)
 
     run = RunFolder(Path(config.output))
@@ -89,46 +110,68 @@ def run_training(
         run.truncate(start)
 
     began = time.perf_counter()
-    loss = float("nan")
+    speed = Throughput(model.config, world, resolve_dtype(config.dtype))
+    bad_steps = BadSteps(config.faults, run.path, tokenizer)
+    spikes = LossSpikes(config.faults)
+    metrics: dict[str, float] = {}
+    stopped_by = 0
     with (
+        StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
-        MetricsWriter(run.path, config.tensorboard) if world.is_main else nullcontext() as metrics_file,
+        Observer(config.observe, config.faults, run.path, world.rank, world.size) as observer,
         (progress or Progress(command, config.steps)) if world.is_main else nullcontext() as bar,
     ):
+        timeline = trainer.timeline = observer.timeline
         if bar is not None:
             bar.advance(start)
-        for step in range(start + 1, config.steps + 1):
-            if loader.ended:
-                break
-            step_began = time.perf_counter()
-            batch = loader.next()
-            microbatches = [shard_row(pack_rows(rows, world.device), world) for rows in batch.microbatches]
-            metrics = trainer.step(microbatches, NextTokenLoss(batch.targets))
-            seconds = time.perf_counter() - step_began
-            loss = metrics["loss"]
-            metrics |= {
-                "tokens": batch.tokens,
-                "tokens_per_second": batch.tokens / seconds,
-                # 2 multiply-adds a weight forward, 4 backward; attention's own products are left out.
-                "tflops": 6 * model.config.num_parameters * batch.tokens / seconds / 1e12,
-                "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-                "epoch": loader.epoch,
-                "data/padding": 1 - batch.tokens / batch.capacity,
-                **loader.counts,
-                "time/step": seconds,
-            }
-            if metrics_file is not None:
-                metrics_file.write(step, metrics)
-            if checkpoints.due(step) or loader.ended:
-                checkpoints.save(step, {"loader": loader.state()}, last=step == config.steps or loader.ended)
+        step = start
+        while step < config.steps and not loader.ended and not stopped_by:
+            step += 1
+            with observer.step(step):
+                with timeline.span("data"):
+                    batch = loader.next()
+                    microbatches = packed(batch, world)
+                metrics = trainer.step(microbatches, NextTokenLoss(batch.targets))
+                bad_steps.check(step, trainer, batch)
+                metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
+                stopped_by = stop.agreed(world)
+                last = step == config.steps or loader.ended
+                if held_out is not None and (last or step % config.validation_every == 0):
+                    metrics["validation/loss"] = validation_loss(trainer, held_out)
+                observer.write(step, metrics)
+                if spikes.found(step, metrics["loss"]) and (state := spikes.roll_back(checkpoints)):
+                    # The loader stays where it is: what comes next is the data after the spike.
+                    step = state["step"]
+                    observer.rewind(step)
+                elif last or stopped_by or checkpoints.due(step):
+                    with timeline.span("checkpoint"):
+                        checkpoints.save(step, {"loader": loader.state()}, last)
             if bar is not None:
-                bar.advance(loss=loss, tokens_per_s=metrics["tokens_per_second"])
+                bar.reach(step, loss=metrics["loss"], tokens_per_s=metrics["tokens_per_second"])
 
+    world.barrier()
     if world.is_main:
-        summary = {"loss": loss, "seconds": {command: time.perf_counter() - began}}
+        merge_timelines(run.path)
+        summary = {
+            "loss": metrics.get("loss"),
+            "validation_loss": metrics.get("validation/loss"),
+            "seconds": {command: time.perf_counter() - began},
+        }
         (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
         write_report(run.path, f"{command} {config.model}")
+    if stopped_by and step < config.steps:
+        raise stop.error(stopped_by, step, config.output)
     return run.path
+
+
+def validation_loss(trainer: Trainer, held_out: StepRows) -> float:
+    """Cross-entropy a target, in nats."""
+    return trainer.evaluate(packed(held_out, trainer.world), NextTokenLoss(held_out.targets))
+
+
+def packed(batch: StepRows, world: World) -> list[PackedRow]:
+    """This rank's micro-batches as the model takes them, of each sequence the part that is this rank's."""
+    return [shard_row(pack_rows(rows, world.device), world) for rows in batch.microbatches]
 
 
 class NextTokenLoss:
@@ -141,11 +184,11 @@ class NextTokenLoss:
         return target_log_prob_sum(model, row, -1.0 / self.targets)
 
 
-def text_sources(config: PretrainConfig) -> list[tuple[DataSource, float]]:
-    """What `config.data` names, each with its weight; a folder of tokens as its path."""
+def text_sources(config: PretrainConfig, data: str) -> list[tuple[DataSource, float]]:
+    """What `data` names, each with its weight; a folder of tokens as its path."""
     return [
-        (Path(data) if is_token_folder(data) else TextSource(data, config.template, config.skip_bad_lines), weight)
-        for data, weight in parse_data(config.data)
+        (Path(name) if is_token_folder(name) else TextSource(name, config.template, config.skip_bad_lines), weight)
+        for name, weight in parse_data(data)
     ]
 
 

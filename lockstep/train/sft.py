@@ -21,6 +21,7 @@ from lockstep.errors import UserError
 from lockstep.observe import Progress
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.pretrain import make_loader, make_model, run_training
+from lockstep.train.validation import validation_rows
 
 
 def sft(config: SFTConfig, progress: Progress | None = None) -> Path:
@@ -39,24 +40,26 @@ def sft(config: SFTConfig, progress: Progress | None = None) -> Path:
 
 def _sft(config: SFTConfig, world: World, progress: Progress | None) -> Path:
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
-    sources = conversation_sources(config)
+    sources = conversation_sources(config, config.data)
     tokenizer = load_tokenizer(config.tokenizer or config.model)
     encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer))
     model = make_model(config, tokenizer, world)
     loader = make_loader(config, sources, encoder, world)
-    return run_training(config, world, tokenizer, model, loader, progress, "sft")
+    held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
+    held_out = validation_rows(config, held_out_sources, encoder, world)
+    return run_training(config, world, tokenizer, model, loader, progress, "sft", held_out)
 
 
-def conversation_sources(config: SFTConfig) -> list[tuple[DataSource, float]]:
-    """What `config.data` names, each with its weight. Raises UserError for tokens that are no conversations'."""
+def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource, float]]:
+    """What `data` holds, each with its weight. Raises UserError for tokens that are no conversations'."""
     sources: list[tuple[DataSource, float]] = []
-    for data, weight in parse_data(config.data):
-        if not is_token_folder(data):
-            sources.append((ConversationSource(data, config.skip_bad_lines), weight))
-        elif open_token_folder(Path(data)).scored is None:
-            raise UserError(f"{data}: was tokenised as text; use lockstep data tokenize --chat for conversations")
+    for name, weight in parse_data(data):
+        if not is_token_folder(name):
+            sources.append((ConversationSource(name, config.skip_bad_lines), weight))
+        elif open_token_folder(Path(name)).scored is None:
+            raise UserError(f"{name}: was tokenised as text; use lockstep data tokenize --chat for conversations")
         else:
-            sources.append((Path(data), weight))
+            sources.append((Path(name), weight))
     return sources
 
 

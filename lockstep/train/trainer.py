@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -75,6 +76,20 @@ class Trainer:
             "learning_rate": learning_rate,
             "skipped_steps": float(self.skipped_steps),
         }
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterable[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]) -> float:
+        """The summed losses without a gradient; as for `step`, over all ranks, and equally many on each."""
+        loss = 0.0
+        with self.timeline.span("validation"):
+            for microbatch in microbatches:
+                with self.timeline.span("forward"):
+                    loss += loss_of(self.model, microbatch).item()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                # No backward follows, which would let gathered weights go.
+                module.reshard()
+        return self.world.sum([loss])[0]
 
     def counts(self) -> dict[str, int]:
         """What a checkpoint keeps beside the tensors; JSON-able."""

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lockstep.checkpoint.manifest import write_manifest
+from lockstep.config import ObserveConfig
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, curves_png, open_run, read_metrics, write_report
 
@@ -41,7 +42,7 @@ def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):
 
 def test_tensorboard_files_are_written_where_asked(tmp_path):
     run = open_run(str(tmp_path / "run"), "")
-    with MetricsWriter(run.path, tensorboard=True) as writer:
+    with MetricsWriter(run.path, ObserveConfig(tensorboard=True)) as writer:
         writer.write(1, {"loss": 2.5})
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,0 +1,80 @@
+"""All that watches a run's steps, opened and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from lockstep.config import FaultConfig, ObserveConfig
+from lockstep.observe.determinism import determinism
+from lockstep.observe.garbage import GarbageCollection
+from lockstep.observe.logs import open_logs
+from lockstep.observe.metrics import MetricsWriter
+from lockstep.observe.profiling import Profiling, require_profiling
+from lockstep.observe.sinks import require_sinks
+from lockstep.observe.timeline import Timeline, timeline_path
+from lockstep.observe.watchdog import Watchdog
+
+
+def require_observers(config: ObserveConfig, device: torch.device) -> None:
+    """Raises UserError for what this machine cannot show, before the run has a folder."""
+    require_sinks(config)
+    require_profiling(config, device)
+
+
+class Observer:
+    """Metrics, log, timeline, profiles, garbage collection and watchdog of one rank. A context manager."""
+
+    def __init__(self, config: ObserveConfig, faults: FaultConfig, run: Path, rank: int = 0, ranks: int = 1):
+        self.config, self.run = config, run
+        self.timeline = Timeline(rank, config.timeline_steps)
+        self._rank, self._ranks = rank, ranks
+        self._profiling = Profiling(config, run, rank)
+        self._garbage = GarbageCollection(config.gc_every)
+        self._watchdog = Watchdog(self.timeline, run, rank, ranks, faults.watchdog_seconds)
+        self._metrics: MetricsWriter | None = None
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Observer:
+        with ExitStack() as opening:
+            opening.enter_context(open_logs(self.run, self._rank, self._ranks))
+            opening.enter_context(determinism(self.config.deterministic))
+            if self._rank == 0:
+                self._metrics = opening.enter_context(MetricsWriter(self.run, self.config))
+            opening.enter_context(self._profiling)
+            opening.enter_context(self._garbage)
+            opening.callback(self._write_timeline)
+            opening.enter_context(self._watchdog)
+            self._opened = opening.pop_all()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._opened.__exit__(kind, error, trace)  # type: ignore[arg-type]
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Everything within belongs to `step`."""
+        self.timeline.begin(step)
+        with self._profiling.step(step):
+            yield
+        if self._garbage.due(step):
+            with self.timeline.span("garbage"):
+                self._garbage.collect()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Rank 0 writes a step's metrics; the others' are not asked for."""
+        if self._metrics is not None:
+            self._metrics.write(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        """Forgets the metrics after `step`, which the run writes anew."""
+        if self._metrics is not None:
+            self._metrics.rewind(step)
+
+    def _write_timeline(self) -> None:
+        if self.config.timeline_steps:
+            self.timeline.write(timeline_path(self.run, self._rank, self._ranks))

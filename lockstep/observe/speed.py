@@ -1,0 +1,90 @@
+"""How fast a run trains, against what its device could do, and what memory it takes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterable
+
+import torch
+
+from lockstep.model import ModelConfig
+from lockstep.ops.cache import cache_folder, fingerprint
+
+NVIDIA_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "GH200": 990e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+}
+"""bfloat16 products a second with dense matrices, by a part of the device's name; the first that fits counts.
+From NVIDIA's data sheets, which print twice as much where they mean sparse matrices."""
+
+PRODUCT = 2048
+"""Rows and columns of the product that a peak is measured with."""
+MEASURED_SECONDS = 0.5
+
+
+def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
+    """Multiplications and additions to train on sequences of these lengths, recomputation left out.
+
+    Each weight of a product costs a token 2 forward and 4 backward. Causal attention adds its two products over the
+    pairs that are not masked (arXiv 2204.02311, appendix B, which counts all pairs).
+    """
+    lengths = list(lengths)
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    attention = 12 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return 6 * (config.num_parameters - looked_up) * sum(lengths) + attention
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Of one rank: from the table for a known NVIDIA device and bfloat16, else as measured with a matrix product.
+
+    A measurement is kept in the cache folder, for this machine and this number of threads.
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for part, peak in NVIDIA_PEAKS.items():
+            if part in name:
+                return peak
+    path = cache_folder() / f"peak-{fingerprint(device.type, str(dtype), str(torch.get_num_threads()))}.json"
+    if path.is_file():
+        return float(json.loads(path.read_text())["flops"])
+    measured = _measure(device, dtype)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"flops": measured, "dtype": str(dtype), "threads": torch.get_num_threads()}))
+    partial.replace(path)
+    return measured
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most that this process has held so far: of the device's memory, or of the machine's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@torch.inference_mode()
+def _measure(device: torch.device, dtype: torch.dtype) -> float:
+    draw = torch.Generator().manual_seed(0)
+    square = torch.randn(PRODUCT, PRODUCT, generator=draw).to(device, dtype)
+    best, until = float("inf"), time.perf_counter() + MEASURED_SECONDS
+    # At least twice, on however slow a machine: the first one also warms up.
+    rounds = 0
+    while rounds < 2 or time.perf_counter() < until:
+        began = time.perf_counter()
+        square @ square
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+        rounds += 1
+    return 2 * PRODUCT**3 / best

@@ -1,0 +1,42 @@
+"""How fast a run goes, as metrics."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.data import Row, StepRows
+from lockstep.model import ModelConfig
+from lockstep.observe import Timeline, memory_gib, peak_flops, training_flops
+from lockstep.parallel import World
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+class Throughput:
+    """Turns a step's rows and times into tokens a second, TFLOP/s and the share of what the devices could do."""
+
+    def __init__(self, config: ModelConfig, world: World, dtype: torch.dtype):
+        self.config, self.world = config, world
+        # Measured by one rank, while the others wait for it.
+        self.peak = peak_flops(world.device, dtype) * world.size if world.is_main else 1.0
+
+    def metrics(self, batch: StepRows, timeline: Timeline) -> dict[str, float]:
+        """Of the current step, over all ranks; memory and times are this rank's. Called by every rank."""
+        seconds = timeline.elapsed()
+        own = [n for rows in batch.microbatches for row in rows for n in document_lengths(row)]
+        (flops,) = self.world.sum([training_flops(self.config, own)], ("data_replicate", "data_shard"))
+        return {
+            "tokens": batch.tokens,
+            "tokens_per_second": batch.tokens / seconds,
+            "tflops": flops / seconds / 1e12,
+            "mfu": flops / seconds / self.peak,
+            "memory_gib": memory_gib(self.world.device),
+            "data/padding": 1 - batch.tokens / batch.capacity,
+            **{f"time/{phase}": timeline.seconds(phase) for phase in PHASES},
+            "time/step": seconds,
+        }
+
+
+def document_lengths(row: Row) -> list[int]:
+    """Of the row's sequences, but not of the padding that may be its last."""
+    return row.lengths if row.scored[-row.lengths[-1] :].any() else row.lengths[:-1]

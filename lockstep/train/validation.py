@@ -1,0 +1,43 @@
+"""Rows of data that is not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.config import PretrainConfig
+from lockstep.data import DataSource, Encoder, StepRows, open_rows
+from lockstep.data.rows import Piece
+from lockstep.errors import UserError
+from lockstep.parallel import World
+
+
+def validation_rows(
+    config: PretrainConfig, sources: Sequence[tuple[DataSource, float]], encoder: Encoder, world: World
+) -> StepRows | None:
+    """This rank's share of the rows that every validation measures; None where there are no `sources`.
+
+    The same `validation_tokens` tokens each time, or all there are, for any number of ranks: rows without documents
+    fill the micro-batches up, for every rank must have equally many. Raises UserError for data without a target.
+    """
+    if not sources:
+        return None
+    length = config.sequence_length
+    rows = open_rows(sources, encoder, replace(config.loader, repeat=False), length, seed=0)
+    plans: list[list[Piece]] = []
+    while not rows.ended and len(plans) < max(1, config.validation_tokens // length):
+        plans.append(rows.plan())
+    targets = sum(rows.targets(plan) for plan in plans)
+    if not targets:
+        raise UserError(f"validation_data {config.validation_data}: holds nothing to predict; give other data")
+    own = -(-len(plans) // world.data_size)
+    size = min(max(1, config.train.tokens_per_microbatch // length), own)
+    own = -(-own // size) * size
+    padded = plans + [[]] * (own * world.data_size - len(plans))
+    mine = [rows.read(plan) for plan in padded[own * world.data_rank : own * (world.data_rank + 1)]]
+    return StepRows(
+        microbatches=[mine[i : i + size] for i in range(0, own, size)],
+        tokens=sum(piece.stop - piece.start for plan in plans for piece in plan),
+        targets=targets,
+        capacity=len(padded) * length,
+    )
