@@ -9,6 +9,7 @@ from lockstep.config import TrainConfig
 from lockstep.model import ModelConfig
 from lockstep.ops import cuda
 from lockstep.train import Trainer, pack, target_log_probs
+from tests.ops.pieces import assert_pieces_add_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,6 +146,11 @@ def test_the_gradient_of_attention(dtype):
     )
     for mine, theirs in zip(ours, torch.autograd.grad(expected, exact, grad.double())):
         _close(mine, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_its(dtype):
+    assert_pieces_add_up(dtype, 8, 4, 128, TOLERANCE[dtype], "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

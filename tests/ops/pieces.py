@@ -12,19 +12,23 @@ SHARES = [
 ]
 
 
-def assert_pieces_add_up(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, tolerance: float) -> None:
+def assert_pieces_add_up(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, tolerance: float, device: str = "cpu"
+) -> None:
     draw, tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
-    q, grad = (torch.randn(tokens, heads, head_dim, generator=draw).to(dtype) for _ in range(2))
-    k, v = (torch.randn(tokens, kv_heads, head_dim, generator=draw).to(dtype).requires_grad_() for _ in range(2))
+    q, grad = (torch.randn(tokens, heads, head_dim, generator=draw).to(device, dtype) for _ in range(2))
+    k, v = (
+        torch.randn(tokens, kv_heads, head_dim, generator=draw).to(device, dtype).requires_grad_() for _ in range(2)
+    )
     q.requires_grad_()
-    out = ops.PackedAttention(LENGTHS)(0, q, k, v)
+    out = ops.PackedAttention(LENGTHS, device)(0, q, k, v)
     expected = torch.autograd.grad(out, (q, k, v), grad)
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
-    sums = [torch.zeros(x.shape) for x in (q, k, v)]
+    sums = [torch.zeros(x.shape, device=device) for x in (q, k, v)]
     for pieces in SHARES:
-        rows = torch.tensor([starts[s] + t for s, first, stop in pieces for t in range(first, stop)])
+        rows = torch.tensor([starts[s] + t for s, first, stop in pieces for t in range(first, stop)]).to(device)
         padded = torch.cat((rows, rows.new_zeros(3)))
-        attention = ops.PieceAttention(LENGTHS, pieces)
+        attention = ops.PieceAttention(LENGTHS, pieces, device)
         with torch.no_grad():
             own, log_sums = attention.forward(q[padded], k, v)
             assert torch.equal(own[:-3], out[rows]) and not own[-3:].any()

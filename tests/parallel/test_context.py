@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.context import measure
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, validate
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
@@ -65,11 +66,12 @@ def first_step(parallel: ParallelConfig, dtype: str, model: str) -> tuple[list[T
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("qwen3:micro", "float32"), ("qwen3:micro", "bfloat16"), ("llama3:tiny", "float32")]
+    ("model", "dtype", "layouts"),
+    [("qwen3:micro", "float32", [2, 4]), ("qwen3:micro", "bfloat16", [4]), ("llama3:tiny", "float32", [2])],
 )
-def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dtype):
+def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dtype, layouts):
     ((expected, gradients),) = launch(1, first_step, ParallelConfig(), dtype, model)
-    for ranks in (2, 4):
+    for ranks in layouts:
         returned = launch(ranks, first_step, ParallelConfig(context=2), dtype, model)
         for index, theirs in enumerate(expected):
             ours = torch.stack([log_probs[index] for log_probs, _ in returned])
@@ -89,9 +91,10 @@ def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dty
         (2, ParallelConfig(context=2), 20),
         (4, ParallelConfig(context=2), 20),
         (4, ParallelConfig(context=2, data_replicate=2), 3),
+        (4, ParallelConfig(context=2, tensor=2), 3),
         (4, ParallelConfig(context=4), 3),
     ],
-    ids=["context 2", "context 2 x shard 2", "context 2 x replicate 2", "context 4"],
+    ids=["context 2", "context 2 x shard 2", "context 2 x replicate 2", "context 2 x tensor 2", "context 4"],
 )
 def test_training_follows_one_process(alone, ranks, layout, steps):
     for trace in launch(ranks, train, layout, "float32", steps):
@@ -123,3 +126,14 @@ def test_pretrain_shares_each_sequence_when_the_command_line_says_so(tmp_path):
 def test_a_sequence_that_is_shorter_than_its_cut_is_refused_with_the_numbers():
     with pytest.raises(UserError, match=r"sequence_length 12 cannot .* parallel.context 8: .* 16 tokens"):
         validate(PretrainConfig(sequence_length=12, parallel=ParallelConfig(context=8)))
+
+
+@pytest.mark.slow
+def test_64k_tokens_take_half_the_memory_and_half_the_attention_on_each_of_2_ranks():
+    (alone,), shared = (measure(65536, ranks, "float32") for ranks in (1, 2))
+    for rank in shared:
+        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        # Beside its half of all that is kept for the gradient, a rank holds one layer's gathered keys and values.
+        assert rank["peak_mib"] - rank["before_mib"] < 0.55 * (alone["peak_mib"] - alone["before_mib"])
+        # Equal work up to some rows of a tile; the rest is the clock's noise.
+        assert rank["attention_seconds"] < 0.6 * alone["attention_seconds"]
