@@ -22,5 +22,8 @@ class ParallelConfig:
     """Stages that the layers are cut into."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When sharded weights are let go after a layer's forward; default: always, but never within a pipeline."""
+    full_dtensor: bool = False
+    """Every parameter and activation a DTensor on one mesh of all axes, without FSDP's hooks; for study and debugging:
+    weights are gathered anew for every product and kept until its backward."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in the CPU's memory (CUDA only)."""

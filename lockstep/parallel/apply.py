@@ -10,6 +10,7 @@ from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import Decoder, ModelConfig
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
+from lockstep.parallel.full_dtensor import distribute_everything
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.tensor import shard_tensor_parallel
 from lockstep.parallel.world import World
@@ -29,9 +30,13 @@ def parallel_model(
     over several ranks they are float32 shards, gathered in `dtype` where they are used. Raises UserError for a layout
     that the model's shape does not allow.
     """
-    refuse_impossible(config, world.degrees)
+    refuse_impossible(config, world.degrees, parallel)
     if world.mesh is None:
         model = Decoder(config, dtype, "meta").to_empty(device=world.device)
+    elif parallel.full_dtensor:
+        model = Decoder(config, dtype, "meta")
+        distribute_everything(model, world)
+        model.to_empty(device=world.device)
     else:
         model = Decoder(config, torch.float32, "meta")
         shard_tensor_parallel(model, world)

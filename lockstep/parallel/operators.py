@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from lockstep import ops
 from lockstep.errors import UserError
-from lockstep.parallel.placements import COLUMNS, GIVEN, OPERATORS
+from lockstep.parallel.placements import COLUMNS, GIVEN, OPERATORS, SUM
 from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
@@ -65,6 +65,9 @@ def local(argument: Tensor, mesh: DeviceMesh, place: tuple[Placement, ...], grad
             return argument
         argument = DTensor.from_local(argument, mesh, given, run_check=False)
     if argument.placements != place:
+        argument = argument.redistribute(placements=place)
+    elif argument.is_leaf and SUM in gradient:
+        # Parameters that are read where they lie: the copies' gradients are summed, so that they stay copies.
         argument = argument.redistribute(placements=place)
     return argument.to_local(grad_placements=gradient)
 

@@ -37,6 +37,11 @@ QWEN3: dict[str, Placement] = LLAMA3 | {"self_attn.q_norm.weight": COPY, "self_a
 PARAMETERS = {"llama3": LLAMA3, "qwen3": QWEN3}
 
 
+# Where weights also lie when no FSDP holds them (`full_dtensor`): cut over the ranks that see different tokens, along
+# the dimension that the tensor axis leaves whole, and gathered by the operators, whose rules ask for copies.
+STORED: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COPY: ROWS}
+
+
 @dataclass(frozen=True)
 class Rule:
     """An operator on one axis of the mesh, in the manner of DTensor's `local_map`."""

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 
 
-def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int]) -> None:
+def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> None:
     """Raises UserError where a degree does not divide what it cuts, with the numbers and the degrees that do."""
     problems = list(_tensor_problems(shape, degrees["tensor"]))
+    if parallel.full_dtensor and degrees["pipeline"] > 1:
+        problems.append(
+            f"parallel.full_dtensor has no stages, but parallel.pipeline is {degrees['pipeline']}; set it to 1"
+        )
+    if parallel.full_dtensor and parallel.cpu_offload:
+        problems.append("parallel.cpu_offload is FSDP's, which parallel.full_dtensor does without; drop one of them")
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lockstep.model import Decoder
 from lockstep.ops import FORMS
@@ -18,23 +19,25 @@ FORMS[DTensor] = operators
 
 
 def shard_tensor_parallel(model: Decoder, world: World) -> None:
-    """Makes every parameter a DTensor on the tensor axis; on the meta device, before data parallelism shards it again.
-
-    What comes out of `model` is a plain tensor of all the row's tokens, equal on all ranks of the axis.
-    """
+    """Makes every parameter a DTensor on the tensor axis; on the meta device, before data parallelism shards it."""
     if world.mesh is None or world.degrees["tensor"] == 1:
         return
-    distribute_parameters(model, world.mesh["tensor"])
-    model.register_forward_hook(_leave)
+    distribute_parameters(model, world.mesh["tensor"], lambda on_tensor: [on_tensor])
 
 
-def distribute_parameters(model: Decoder, mesh: DeviceMesh) -> None:
-    """Replaces the model's parameters by this rank's parts of them."""
+def distribute_parameters(
+    model: Decoder, mesh: DeviceMesh, placements: Callable[[Placement], Sequence[Placement]]
+) -> None:
+    """Replaces the model's parameters by this rank's parts: `placements` on `mesh`, from that on the tensor axis.
+
+    What comes out of `model` is then a plain tensor of this rank's tokens, equal on all ranks of the tensor axis.
+    """
     for name, parameter in list(model.named_parameters()):
-        place = [parameter_placement(model.config.family, name)]
+        place = placements(parameter_placement(model.config.family, name))
         # Nothing is sent: the values come later, each rank's its own.
         part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
         model.get_submodule(name.rpartition(".")[0]).register_parameter("weight", nn.Parameter(part))
+    model.register_forward_hook(_leave)
 
 
 def _leave(model: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:

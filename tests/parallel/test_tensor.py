@@ -1,6 +1,6 @@
 """Matrices, heads and the vocabulary cut over ranks, against one process."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,44 +15,70 @@ from lockstep.model.layers import rotary_tables
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.train import pack, target_log_probs
+from lockstep.train.context import shard_row
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
 TENSOR = ParallelConfig(tensor=2)
 # Tied and untied heads, with and without query and key norm.
-MODELS = {"qwen3:micro": 258, "llama3:tiny": 320}
+MODELS = ["qwen3:micro", "llama3:micro"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEQUENCES = [list(range(40)), list(range(50, 73)), [7] * 17]
 
 
 def build(parallel, model, dtype="float32"):
     world = open_world(parallel, "cpu")
-    shape = preset(model, MODELS[model])
+    shape = preset(model, 258)
     fill = partial(initialize, seed=3)
     return world, parallel_model(shape, DTYPES[dtype], world, parallel, CompileConfig(), fill)
 
 
-@pytest.mark.parametrize("ranks, model", [(2, "llama3:tiny"), (4, "qwen3:micro")], ids=["tensor", "tensor-fsdp"])
-def test_tensor_parallel_training_follows_one_process(ranks, model):
-    (expected,) = launch(1, train, ParallelConfig(), "float32", 20, model, MODELS[model])
-    for trace in launch(ranks, train, TENSOR, "float32", 20, model, MODELS[model]):
-        assert trace.losses == pytest.approx(expected.losses, rel=1e-5)
+@pytest.mark.parametrize(
+    "ranks, model, layout, steps",
+    [
+        (2, "llama3:micro", TENSOR, 20),
+        (4, "qwen3:micro", TENSOR, 20),
+        (4, "qwen3:micro", ParallelConfig(context=2, tensor=2), 5),
+        (4, "llama3:micro", ParallelConfig(context=2, tensor=2, full_dtensor=True), 20),
+        (4, "llama3:micro", ParallelConfig(data_replicate=2, data_shard=2, full_dtensor=True), 5),
+    ],
+    ids=["tensor", "tensor-fsdp", "tensor-context", "full-dtensor-context-tensor", "full-dtensor-data"],
+)
+def test_training_follows_one_process(alone, ranks, model, layout, steps):
+    expected = alone(model)
+    for trace in launch(ranks, train, layout, "float32", steps, model):
+        assert trace.losses == pytest.approx(expected.losses[:steps], rel=1e-5)
         assert trace.norms[0] == pytest.approx(expected.norms[0], rel=1e-5)
         assert trace.weights.keys() == expected.weights.keys()
 
 
-def test_tensor_parallel_training_in_bfloat16_follows_one_process():
-    (expected,) = launch(1, train, ParallelConfig(), "bfloat16", 10)
-    for trace in launch(2, train, TENSOR, "bfloat16", 10):
+@pytest.fixture(scope="module")
+def alone():
+    return cache(lambda model: launch(1, train, ParallelConfig(), "float32", 20, model)[0])
+
+
+@pytest.mark.parametrize(
+    "layout", [TENSOR, ParallelConfig(tensor=2, full_dtensor=True)], ids=["tensor", "full-dtensor"]
+)
+def test_training_in_bfloat16_follows_one_process(layout):
+    (expected,) = launch(1, train, ParallelConfig(), "bfloat16", 5)
+    for trace in launch(2, train, layout, "bfloat16", 5):
         # A sum of two rounded halves differs from a whole one in the last of 8 bits.
         assert trace.losses == pytest.approx(expected.losses, rel=5e-3)
         assert trace.norms[0] == pytest.approx(expected.norms[0], rel=5e-3)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_every_gradient_is_that_of_one_process_and_copies_are_equal_on_all_ranks(model):
+@pytest.mark.parametrize(
+    "ranks, model, layout",
+    [
+        (2, "qwen3:micro", TENSOR),
+        (2, "llama3:micro", TENSOR),
+        (4, "llama3:micro", ParallelConfig(context=2, tensor=2, full_dtensor=True)),
+    ],
+)
+def test_every_gradient_is_that_of_one_process_and_copies_are_equal_on_all_ranks(ranks, model, layout):
     (expected,) = launch(1, gradients, ParallelConfig(), model)
-    for found in launch(2, gradients, TENSOR, model):
+    for found in launch(ranks, gradients, layout, model):
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             error = (gradient - expected[name]).norm() / expected[name].norm()
@@ -61,8 +87,9 @@ def test_every_gradient_is_that_of_one_process_and_copies_are_equal_on_all_ranks
 
 def gradients(parallel, model):
     world, decoder = build(parallel, model)
-    log_probs, _ = target_log_probs(decoder, pack(SEQUENCES))
-    (-log_probs.mean()).backward()
+    row = pack(SEQUENCES)
+    log_probs, _ = target_log_probs(decoder, shard_row(row, world))
+    (-log_probs.sum() / len(row.targets)).backward()
     found = {}
     for name, parameter in decoder.named_parameters():
         gradient = parameter.grad
@@ -90,11 +117,11 @@ def compare_pieces(model, dtype):
     from lockstep.model import Decoder
     from lockstep.parallel.tensor import distribute_parameters
 
-    shape = preset(model, MODELS[model])
+    shape = preset(model, 258)
     whole = Decoder(shape, DTYPES[dtype])
     initialize(whole, seed=3)
     cut = Decoder(shape, DTYPES[dtype], "meta")
-    distribute_parameters(cut, world.mesh["tensor"])
+    distribute_parameters(cut, world.mesh["tensor"], lambda place: [place])
     cut.to_empty(device="cpu")
     initialize(cut, seed=3)
     row = pack(SEQUENCES)
@@ -160,7 +187,7 @@ def compare_losses():
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
     shape = preset("qwen3:micro", 258)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 4 attention heads, 2 key-value .*set it to 1 or 2"):
-        refuse_impossible(shape, {"tensor": 3})
+        refuse_impossible(shape, {"tensor": 3}, TENSOR)
     with pytest.raises(UserError, match=r"tensor 2 does not divide 259 tokens of the vocabulary.*another vocabulary"):
-        refuse_impossible(preset("qwen3:micro", 259), {"tensor": 2})
-    refuse_impossible(shape, {"tensor": 2})
+        refuse_impossible(preset("qwen3:micro", 259), {"tensor": 2}, TENSOR)
+    refuse_impossible(shape, {"tensor": 2}, TENSOR)

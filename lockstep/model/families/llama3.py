@@ -24,6 +24,7 @@ def config(vocab_size: int, tie_embeddings: bool = False, rope_factor: float = 8
 
 
 PRESETS = {
+    "micro": dict(dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384),
     "tiny": dict(dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024),
     "1b": dict(
         dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
@@ -31,4 +32,4 @@ PRESETS = {
     ),
     "8b": dict(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336),
 }  # fmt: skip
-VOCAB_SIZES = {"tiny": 2048, "1b": 128256, "8b": 128256}
+VOCAB_SIZES = {"micro": 258, "tiny": 2048, "1b": 128256, "8b": 128256}

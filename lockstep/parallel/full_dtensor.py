@@ -1,0 +1,29 @@
+"""Every parameter and activation a DTensor on one mesh: data, context and tensor parallelism by placements alone.
+
+Weights are cut over all axes. An operator's rule asks for copies on the axes where ranks see different tokens, so the
+redistribution gathers them, and its backward sums the gradients and cuts them again: what FSDP does with hooks.
+Between operators an activation lies on the axes of data and context as `Shard(0)`: each rank holds its own tokens.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Placement
+
+from lockstep.model import Decoder
+from lockstep.parallel.placements import COPY, STORED
+from lockstep.parallel.tensor import distribute_parameters
+from lockstep.parallel.world import World
+
+AXES = ("data_replicate", "data_shard", "context", "tensor")
+
+
+def distribute_everything(model: Decoder, world: World) -> None:
+    """Makes every parameter of `model`, on the meta device, a DTensor on the mesh of all axes with several ranks."""
+    assert world.mesh is not None
+    axes = [axis for axis in AXES if world.degrees[axis] > 1]
+
+    def placements(on_tensor: Placement) -> list[Placement]:
+        everywhere = {"data_replicate": COPY, "tensor": on_tensor}
+        return [everywhere.get(axis, STORED[on_tensor]) for axis in axes]
+
+    distribute_parameters(model, world.mesh[tuple(axes)], placements)
