@@ -300,6 +300,28 @@ def parity(arguments: list[str]) -> int:
     return 0 if result.tokens_different == 0 else 1
 
 
+@dataclass
+class ConvertOptions:
+    """Write a model as a Hugging Face folder."""
+
+    source: str
+    """Hugging Face folder, a run's folder (its newest checkpoint), or Meta's params.json and consolidated.*.pth."""
+    target: str
+    """New folder to write."""
+    dtype: Annotated[str, "dtype"] = ""
+    """`bfloat16` or `float32`; empty: the source's own."""
+
+
+def convert(arguments: list[str]) -> int:
+    """write a model as a Hugging Face folder, from a run, from another folder or from Meta's files"""
+    options = _parse(ConvertOptions, arguments, "convert", positional=True)
+    from lockstep.checkpoint.convert import convert as run
+
+    run(model_folder(options.source), options.target, options.dtype)
+    print(f"model: {options.target}")
+    return 0
+
+
 def model_folder(path: str) -> Path:
     """`path` itself, or the newest checkpoint where it is a run's folder. Raises UserError if it does not exist."""
     folder = Path(path)
@@ -347,6 +369,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "parity": parity,
     "compare": compare,
+    "convert": convert,
 }
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], last: bool = False) -> None:
         """Saves the trainer and `state` (JSON, equal on all ranks) as of `step`, the run's `last` or not.
 
-        Waits for a save that is still running, then writes in the background, where set. A save that fails for its disk warns, and the run goes on.
+        Waits for a save that is still running, then writes in the background, where set. A save that fails for its
+        disk warns, and the run goes on.
         """
         self.wait()
         settings = self.config.checkpoint
@@ -95,6 +96,7 @@ class Checkpoints:
         None if there is no checkpoint. A damaged one is named in a warning, and the next older is tried. Raises
         UserError for a checkpoint of another model.
         """
+        self.wait()
         if self.world.is_main:
             for left_over in self.folder.glob("*.partial"):
                 _delete(left_over)

@@ -7,7 +7,6 @@ All ranks must see the folder.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections import defaultdict
@@ -38,13 +37,7 @@ from torch.futures import Future
 
 from lockstep.checkpoint.boxes import bytes_of, open_safetensors, slices, stretches
 from lockstep.checkpoint.manifest import CHUNK, Piece
-
-MAX_FILE_BYTES = 5 * 10**9
-DTYPES = {
-    torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
-    torch.float16: "F16", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""safetensors' names, the widest first: in this order every tensor is aligned to its own width."""
+from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
 
 
 @dataclass(frozen=True)
@@ -83,13 +76,13 @@ class SafetensorsWriter(StorageWriter):
         places: dict[str, Place] = {}
         for group, names in grouped.items():
             sizes = {n: data[n].size.numel() * data[n].properties.dtype.itemsize for n in names}
-            files = _files_of(sizes, self.max_file_bytes)
+            files = split_files(sizes, self.max_file_bytes)
             for index, held in enumerate(files):
-                number = f"-{index + 1:05}-of-{len(files):05}" if len(files) > 1 else ""
-                file = f"{self.stems[group]}{number}.safetensors"
-                header, begins = _header({n: (data[n].properties.dtype, data[n].size) for n in held})
-                _create(self.folder / file, header, len(header) + sum(sizes[n] for n in held))
-                places |= {n: Place(file, begins[n], data[n].size) for n in held}
+                file = file_name(self.stems[group], index, len(files))
+                short = {n: n.partition("/")[2] for n in held}
+                head, begins = header({short[n]: (data[n].properties.dtype, data[n].size) for n in held})
+                _create(self.folder / file, head, len(head) + sum(sizes[n] for n in held))
+                places |= {n: Place(file, begins[short[n]], data[n].size) for n in held}
         self._places = places
         return [replace(plan, storage_data={i.index.fqn: places[i.index.fqn] for i in plan.items}) for plan in plans]
 
@@ -183,34 +176,6 @@ class SafetensorsReader(StorageReader):
 def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None
     return item.tensor_data
-
-
-def _files_of(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    files: list[list[str]] = [[]]
-    held = 0
-    for name, size in sizes.items():
-        if files[-1] and held + size > max_bytes:
-            files.append([])
-            held = 0
-        files[-1].append(name)
-        held += size
-    return files
-
-
-def _header(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes, dict[str, int]]:
-    """A safetensors file's head, and the byte of the file at which each tensor begins."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begins, begin = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        end = begin + shape.numel() * dtype.itemsize
-        entries[name.partition("/")[2]] = {
-            "dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end],
-        }  # fmt: skip
-        begins[name], begin = begin, end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + begin for name, begin in begins.items()}
 
 
 def _create(path: Path, head: bytes, size: int) -> None:

@@ -19,7 +19,7 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
-    positive = ["steps", "train.learning_rate", "train.tokens_per_microbatch"]
+    positive = ["train.learning_rate", "train.tokens_per_microbatch"]
     not_negative = ["train.warmup_steps", "train.weight_decay", "train.max_grad_norm"]
     not_negative += ["checkpoint.every", "checkpoint.keep_last", "checkpoint.keep_every"]
     positive += ["faults.stop_seconds"]
@@ -33,9 +33,9 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             "validation_every",
             "validation_tokens",
         ]
-        not_negative += ["loader.workers"]
+        not_negative += ["steps", "loader.workers"]
     else:
-        positive += ["prompts_per_step", "samples_per_prompt", "max_new_tokens", "inner_steps", "temperature"]
+        positive += ["steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "inner_steps", "temperature"]
         positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
         not_negative += ["kl_coefficient", "clip_low", "clip_high", "top_k", "validation_every", "validation_examples"]
     for name in positive:

@@ -32,7 +32,7 @@ class PretrainConfig:
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
     steps: int = 200
-    """Optimizer steps."""
+    """Optimizer steps; 0: only write the initial weights, as a checkpoint that other runs can start from."""
     tokens_per_step: int = 8192
     """Tokens of one optimizer step, over all ranks and micro-batches: a multiple of sequence_length."""
     sequence_length: int = 256

@@ -2,10 +2,12 @@
 
 from lockstep.model.checkpoint import (
     hugging_face_name,
+    is_ignored,
     load_model,
     load_weights,
     read_config,
     save_model,
+    tensor_files,
     write_description,
 )
 from lockstep.model.config import ModelConfig, RopeScaling
@@ -22,11 +24,13 @@ __all__ = [
     "build_model",
     "hugging_face_name",
     "initialize",
+    "is_ignored",
     "load_model",
     "load_weights",
     "preset",
     "read_config",
     "resolve_dtype",
     "save_model",
+    "tensor_files",
     "write_description",
 ]

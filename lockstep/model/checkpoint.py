@@ -29,7 +29,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     """
     folder = Path(path)
     config = read_config(folder)
-    files = _tensor_files(folder)
+    files = tensor_files(folder)
     model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
     _copy_weights(model, folder, files)
     return model
@@ -50,13 +50,13 @@ def load_weights(model: Decoder, path: str | Path) -> None:
             raise UserError(
                 f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
             )
-    _copy_weights(model, folder, _tensor_files(folder))
+    _copy_weights(model, folder, tensor_files(folder))
 
 
 def _copy_weights(model: Decoder, folder: Path, files: dict[str, Path]) -> None:
     """Reads the model's tensors from `files`, in place; of a sharded parameter only this rank's shard is read."""
     wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
-    unknown = [n for n in files if n not in wanted and not _ignored(n, model.config)]
+    unknown = [n for n in files if n not in wanted and not is_ignored(n, model.config)]
     if missing := [n for n in wanted if n not in files]:
         raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
     if unknown:
@@ -134,7 +134,7 @@ def hugging_face_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor name in the folder."""
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map", {})
@@ -169,7 +169,7 @@ def _dtype_of(files: dict[str, Path], dtype: str | torch.dtype | None) -> torch.
     return own
 
 
-def _ignored(name: str, config: ModelConfig) -> bool:
+def is_ignored(name: str, config: ModelConfig) -> bool:
     """Copies that other libraries write: rotary tables, and the head of a model whose head is the embedding."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 

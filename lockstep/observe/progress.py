@@ -50,7 +50,7 @@ class Progress:
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or self.done >= self.total:
             self._last_line = now
-            share = self.done / self.total
+            share = self.done / self.total if self.total else 1.0
             left = (now - self._began) * (1 - share) / share if share > 0 else 0.0
             print(f"{title or self.title}: {share:4.0%}, {left:.0f} s left  {text}", flush=True)
 

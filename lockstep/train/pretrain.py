@@ -124,6 +124,8 @@ def run_training(
         timeline = trainer.timeline = observer.timeline
         if bar is not None:
             bar.advance(start)
+        if config.steps == 0:
+            checkpoints.save(0, {"loader": loader.state()}, last=True)
         step = start
         while step < config.steps and not loader.ended and not stopped_by:
             step += 1

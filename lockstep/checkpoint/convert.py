@@ -1,0 +1,129 @@
+"""A model folder from another: Hugging Face's layout, a run's checkpoint or Meta's, tensor by tensor."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.boxes import bytes_of, open_safetensors
+from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
+from lockstep.errors import UserError
+from lockstep.model import (
+    Decoder,
+    ModelConfig,
+    hugging_face_name,
+    is_ignored,
+    read_config,
+    resolve_dtype,
+    tensor_files,
+    write_description,
+)
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json", "byte_tokenizer.json",
+)  # fmt: skip
+
+
+@dataclass
+class Weights:
+    """A model on disk: its shape, and for each tensor (by Hugging Face's name) its shape and how to read it."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]]
+
+
+def convert(source: str | Path, target: str | Path, dtype: str = "", max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Writes the model in `source` as a Hugging Face folder, in `dtype` (empty: its own), in files of limited size.
+
+    `source` is a Hugging Face folder, which a run's checkpoint is too, or one of Meta's with `params.json` and
+    `consolidated.*.pth`. Memory holds one tensor at a time. Raises UserError, naming file and tensor, for a source
+    that is incomplete or a target that is not empty; the target gets its name when it is whole.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_dir():
+        raise UserError(f"{source}: no such folder; give a model's folder or a run's")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target}: is not an empty folder; give another one to write")
+    weights = _open(source)
+    _check(source, weights)
+    kind = resolve_dtype(dtype) if dtype else weights.dtype
+    if kind not in (torch.bfloat16, torch.float32):
+        raise UserError(f"{source}: tensors are {DTYPES[kind]}; give --dtype bfloat16 or float32")
+    unfinished = target.with_name(target.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        files = _write(unfinished, weights, kind, max_file_bytes)
+        write_description(unfinished, weights.config, kind, files, weights.config.num_parameters * kind.itemsize)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, unfinished / name)
+        if target.exists():
+            target.rmdir()
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _open(source: Path) -> Weights:
+    if (source / "config.json").is_file():
+        return _hugging_face(source)
+    if (source / "params.json").is_file():
+        from lockstep.checkpoint.meta_llama import open_meta_llama
+
+        return Weights(*open_meta_llama(source))
+    raise UserError(f"{source}: neither config.json (Hugging Face) nor params.json (Meta); give a model's folder")
+
+
+def _hugging_face(source: Path) -> Weights:
+    config = read_config(source)
+    files = tensor_files(source)
+    opened = {path: open_safetensors(path) for path in set(files.values())}
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
+    kinds = []
+    for name, path in files.items():
+        if is_ignored(name, config):
+            continue
+        if name not in opened[path].keys():  # noqa: SIM118
+            raise UserError(f"{path}: tensor {name} is missing, though the index places it here")
+        entry = opened[path].get_slice(name)
+        kinds.append(dtypes.get(entry.get_dtype(), torch.float64))
+        tensors[name] = (torch.Size(entry.get_shape()), partial(opened[path].get_tensor, name))
+    return Weights(config, kinds[0] if kinds else torch.float32, tensors)
+
+
+def _check(source: Path, weights: Weights) -> None:
+    """Refuses a model whose tensors are not those of its shape."""
+    model = Decoder(weights.config, torch.float32, "meta")
+    wanted = {hugging_face_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    for name, shape in wanted.items():
+        if name not in weights.tensors:
+            raise UserError(f"{source}: tensor {name} is missing; the download may be incomplete")
+        if weights.tensors[name][0] != shape:
+            found = list(weights.tensors[name][0])
+            raise UserError(f"{source}: tensor {name} has shape {found}, but its configuration asks for {list(shape)}")
+    if unknown := [name for name in weights.tensors if name not in wanted]:
+        raise UserError(f"{source}: tensor {unknown[0]} has no place in this model; check its configuration")
+
+
+def _write(folder: Path, weights: Weights, dtype: torch.dtype, max_file_bytes: int) -> dict[str, str]:
+    shapes = {name: shape for name, (shape, _) in weights.tensors.items()}
+    files = split_files({n: shape.numel() * dtype.itemsize for n, shape in shapes.items()}, max_file_bytes)
+    placed = {}
+    for index, names in enumerate(files):
+        file = file_name("model", index, len(files))
+        with (folder / file).open("wb") as out:
+            out.write(header({n: (dtype, shapes[n]) for n in names})[0])
+            for name in names:
+                out.write(bytes_of(weights.tensors[name][1]().to(dtype)))
+                placed[name] = file
+    return placed

@@ -1,0 +1,138 @@
+"""Meta's original Llama 3 folders: `params.json` beside `consolidated.*.pth`, cut for tensor parallelism."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UserError
+from lockstep.model import ModelConfig, RopeScaling
+
+# Meta's name within a layer, ours, and the axis that its shards were cut along (None: each file has the whole).
+LAYER_NAMES = {
+    "attention.wq": ("self_attn.q_proj", 0),
+    "attention.wk": ("self_attn.k_proj", 0),
+    "attention.wv": ("self_attn.v_proj", 0),
+    "attention.wo": ("self_attn.o_proj", 1),
+    "feed_forward.w1": ("mlp.gate_proj", 0),
+    "feed_forward.w2": ("mlp.down_proj", 1),
+    "feed_forward.w3": ("mlp.up_proj", 0),
+    "attention_norm": ("input_layernorm", None),
+    "ffn_norm": ("post_attention_layernorm", None),
+}
+LLAMA_3_VOCABULARY = 128256
+
+
+def open_meta_llama(
+    folder: Path,
+) -> tuple[ModelConfig, torch.dtype, dict[str, tuple[torch.Size, Callable[[], Tensor]]]]:
+    """The model's shape, dtype, and each tensor under its Hugging Face name with a function that reads it.
+
+    The files are mapped, not read, and no code in them is run. Raises UserError, naming the file.
+    """
+    params = _params(folder / "params.json")
+    paths = sorted(folder.glob("consolidated.*.pth"))
+    if not paths:
+        raise UserError(f"{folder}: has params.json but no consolidated.*.pth; the download may be incomplete")
+    shards = [_load(path) for path in paths]
+    for path, shard in zip(paths, shards):
+        if shard.keys() != shards[0].keys():
+            raise UserError(f"{path}: holds other tensors than {paths[0].name}; the files do not belong together")
+    try:
+        return _model(params, shards)
+    except KeyError as error:
+        raise UserError(f"{folder}: {error} is missing; this is not a complete Llama 3 folder of Meta's") from error
+
+
+def _model(
+    params: dict[str, Any], shards: list[dict[str, Tensor]]
+) -> tuple[ModelConfig, torch.dtype, dict[str, tuple[torch.Size, Callable[[], Tensor]]]]:
+    first, count = shards[0], len(shards)
+    dim, heads = params["dim"], params["n_heads"]
+    kv_heads = params.get("n_kv_heads") or heads
+    embedding = first["tok_embeddings.weight"]
+    # Llama 3 cuts the embedding by tokens, Llama 2 by columns.
+    embedding_axis = 0 if embedding.shape[1] == dim else 1
+    head = [shard.get("output.weight") for shard in shards]
+    tied = head[0] is None or all(
+        torch.equal(part, shard["tok_embeddings.weight"]) for part, shard in zip(head, shards) if part is not None
+    )
+    vocabulary = embedding.shape[0] * (count if embedding_axis == 0 else 1)
+    config = ModelConfig(
+        family="llama3",
+        vocab_size=vocabulary,
+        dim=dim,
+        num_layers=params["n_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim // heads,
+        intermediate_size=first["layers.0.feed_forward.w1.weight"].shape[0] * count,
+        norm_eps=params.get("norm_eps", 1e-5),
+        rope_theta=params.get("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(params, tied),
+        max_positions=131072 if params.get("use_scaled_rope") else 8192,
+        tie_embeddings=tied,
+        bos_token_id=128000 if vocabulary == LLAMA_3_VOCABULARY else None,
+        eos_token_ids=(128001, 128008, 128009) if vocabulary == LLAMA_3_VOCABULARY else (),
+    )
+    places: dict[str, tuple[str, int | None, int]] = {
+        "model.embed_tokens.weight": ("tok_embeddings.weight", embedding_axis, 0),
+        "model.norm.weight": ("norm.weight", None, 0),
+    }
+    if not tied:
+        places["lm_head.weight"] = ("output.weight", 0, 0)
+    rotated = {"attention.wq": heads, "attention.wk": kv_heads}
+    for layer in range(config.num_layers):
+        for meta, (ours, axis) in LAYER_NAMES.items():
+            name = f"layers.{layer}.{meta}.weight"
+            places[f"model.layers.{layer}.{ours}.weight"] = (name, axis, rotated.get(meta, 0))
+    tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
+    for name, (meta, axis, rotated_heads) in places.items():
+        parts = [shard[meta] for shard in shards]
+        shape = list(parts[0].shape)
+        if axis is not None:
+            shape[axis] = sum(part.shape[axis] for part in parts)
+        tensors[name] = (torch.Size(shape), partial(_whole, parts, axis, rotated_heads))
+    return config, embedding.dtype, tensors
+
+
+def _rope_scaling(params: dict[str, Any], tied: bool) -> RopeScaling | None:
+    """params.json says that frequencies are scaled, but rarely by what: 8 in Llama 3.1, 32 in the small, tied 3.2."""
+    if not params.get("use_scaled_rope"):
+        return None
+    return RopeScaling(params.get("rope_scaling_factor") or (32.0 if tied else 8.0), 1.0, 4.0, 8192)
+
+
+def _whole(parts: list[Tensor], axis: int | None, rotated_heads: int) -> Tensor:
+    whole = parts[0] if axis is None else torch.cat(parts, dim=axis)
+    if rotated_heads == 0:
+        return whole
+    # Meta rotates neighbouring rows (2i, 2i + 1) of a head; Hugging Face rows (i, i + head_dim / 2).
+    pairs = whole.view(rotated_heads, -1, 2, whole.shape[1])
+    return pairs.transpose(1, 2).reshape(whole.shape)
+
+
+def _params(path: Path) -> dict[str, Any]:
+    try:
+        params = json.loads(path.read_text())
+        return {**params, "dim": int(params["dim"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read as Meta's parameters ({error!r}); download it again") from error
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: cannot be read as plain tensors ({reason}); download it again") from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise UserError(f"{path}: holds more than tensors; give Meta's own files")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("rope.")}

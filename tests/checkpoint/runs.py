@@ -1,0 +1,91 @@
+"""Small trainers under any layout, to be saved and resumed, and what they hold, whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lockstep.checkpoint import Checkpoints
+from lockstep.config import CheckpointConfig, CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.data import ByteTokenizer
+from lockstep.model import initialize, preset, resolve_dtype
+from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.train import Trainer, pack
+from lockstep.train.pretrain import NextTokenLoss
+
+MODEL = "qwen3:micro"
+SEQUENCE = list(range(20, 60))
+
+
+def trainer_of(world: World, parallel: ParallelConfig, dtype: str, seed: int) -> Trainer:
+    fill = partial(initialize, seed=seed)
+    model = parallel_model(preset(MODEL, 258), resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
+    return Trainer(model, TrainConfig(warmup_steps=0), 10, world)
+
+
+def update(trainer: Trainer) -> float:
+    """One step; the same on every rank, whose gradients are added up."""
+    loss = NextTokenLoss((len(SEQUENCE) - 1) * trainer.world.data_size)
+    return trainer.step([pack([SEQUENCE])], loss)["loss"]
+
+
+def checkpoints_of(run: Path, trainer: Trainer, dtype: str = "float32", **settings: object) -> Checkpoints:
+    config = PretrainConfig(dtype=dtype, steps=10, checkpoint=CheckpointConfig(**settings))  # type: ignore[arg-type]
+    return Checkpoints(run, trainer, ByteTokenizer(), config)
+
+
+def whole(trainer: Trainer) -> dict[str, Tensor]:
+    """Masters, moments and the model's own weights, as one process has them."""
+    tensors = trainer.optimizer.state_tensors() | {f"model.{n}": p for n, p in trainer.model.named_parameters()}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+
+
+def trained_and_saved(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], float]:
+    """Two steps, a checkpoint, and the loss of a third."""
+    world = open_world(parallel, "cpu")
+    trainer = trainer_of(world, parallel, dtype, seed=3)
+    with checkpoints_of(run, trainer, dtype) as checkpoints:
+        update(trainer), update(trainer)
+        held = whole(trainer)
+        checkpoints.save(2, {"loader": {"position": 7}})
+        loss = update(trainer)
+    close_world(world)
+    return held, loss
+
+
+def resumed(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], float]:
+    """What a trainer of other weights holds after resuming, and the loss of its next step."""
+    world = open_world(parallel, "cpu")
+    trainer = trainer_of(world, parallel, dtype, seed=4)
+    checkpoints = checkpoints_of(run, trainer, dtype)
+    state = checkpoints.resume()
+    assert state is not None and state["step"] == 2 and state["loader"] == {"position": 7} and trainer.updates == 2
+    held = whole(trainer)
+    loss = update(trainer)
+    close_world(world)
+    return held, loss
+
+
+def full_disk(run: Path) -> list[str]:
+    """Saves, saves with files limited as on a full disk, and saves again; returns what each save said."""
+    import resource
+
+    world = open_world(ParallelConfig(), "cpu")
+    trainer = trainer_of(world, ParallelConfig(), "float32", seed=3)
+    checkpoints = checkpoints_of(run, trainer)
+    said = []
+    for step, limit in ((1, resource.RLIM_INFINITY), (2, 100_000), (3, resource.RLIM_INFINITY)):
+        update(trainer)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        checkpoints.save(step, {})
+        said.append(checkpoints.wait())
+    close_world(world)
+    return said
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)

@@ -1,0 +1,147 @@
+"""A checkpoint is whole or it is not one: damage is named, an older one is used, a full disk stops nothing."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from lockstep.checkpoint import checkpoints_in, newest_checkpoint
+from lockstep.checkpoint.manifest import damage
+from lockstep.config import CheckpointConfig, ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.errors import UserError
+from lockstep.parallel import World
+from lockstep.train.pretrain import pretrain
+from tests.checkpoint.runs import checkpoints_of, equal, full_disk, trainer_of, update, whole
+from tests.parallel.launch import launch
+
+WORLD = World(torch.device("cpu"))
+
+
+@pytest.fixture
+def trainer():
+    return trainer_of(WORLD, ParallelConfig(), "float32", seed=3)
+
+
+def _flip(path, position):
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_SET if position >= 0 else os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    "harm, named",
+    [
+        (lambda f: os.truncate(f / "model.safetensors", 5000), r"model.safetensors has 5000 bytes instead of \d+"),
+        (lambda f: _flip(f / "model.safetensors", -1), "model.safetensors: tensor .* does not match its checksum"),
+        (
+            lambda f: _flip(f / "trainer/optimizer.safetensors", -9),
+            "trainer/optimizer.safetensors: tensor step.* checksum",
+        ),
+        (lambda f: _flip(f / "model.safetensors", 40), "model.safetensors does not match its checksum"),
+        (lambda f: _flip(f / "state.json", 3), "state.json does not match its checksum"),
+        (lambda f: (f / "trainer/random.safetensors").unlink(), "trainer/random.safetensors is missing"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda f: os.truncate(f / "manifest.json", 99), "manifest.json cannot be read .*"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(tmp_path, trainer, harm, named):
+    with checkpoints_of(tmp_path, trainer) as checkpoints:
+        for step in (1, 2):
+            update(trainer)
+            held = whole(trainer) if step == 1 else held
+            checkpoints.save(step, {"mark": step})
+    harm(checkpoints_in(tmp_path / "checkpoints")[0])
+    with pytest.warns(UserWarning, match=f"step_00000002: cannot be resumed from: {named}; trying an older one"):
+        state = checkpoints.resume()
+    assert state["mark"] == 1 and trainer.updates == 1 and equal(whole(trainer), held)
+
+
+def test_what_happens_after_a_save_was_called_is_not_in_it(tmp_path, trainer):
+    update(trainer)
+    held, drawn = whole(trainer), torch.random.get_rng_state()
+    with checkpoints_of(tmp_path, trainer) as checkpoints:
+        checkpoints.save(1, {})
+        update(trainer)
+        torch.rand(3)
+    assert not equal(whole(trainer), held)
+    checkpoints.resume()
+    assert equal(whole(trainer), held) and torch.equal(torch.random.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_leaves_the_run_going_and_the_earlier_checkpoint_whole(tmp_path, ranks):
+    for said in launch(ranks, full_disk, tmp_path):
+        assert said[0] == said[2] == "" and "step_00000002" in said[1] and "File too large" in said[1]
+    assert [p.name for p in checkpoints_in(tmp_path / "checkpoints")] == ["step_00000003", "step_00000001"]
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+    assert not any(damage(p) for p in checkpoints_in(tmp_path / "checkpoints"))
+
+
+def _config(tmp_path, **changes):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    defaults = dict(
+        output=str(tmp_path / "run"), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=128,
+        sequence_length=32, steps=3, train=TrainConfig(tokens_per_microbatch=64), dtype="float32",
+    )  # fmt: skip
+    return PretrainConfig(**(defaults | changes))
+
+
+def _limited(config, limit):
+    import resource
+    import warnings
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            pretrain(config)
+        except UserError as error:
+            return str(error), [str(w.message) for w in caught if "CHECKPOINT" in str(w.message)]
+
+
+def test_a_run_whose_last_checkpoint_failed_says_so_at_its_end(tmp_path):
+    config = _config(tmp_path, checkpoint=CheckpointConfig(every=1))
+    message, warned = launch(1, _limited, config, 10**6)[0]
+    assert "last checkpoint could not be written: step_00000003" in message and "--resume" in message
+    assert len(warned) == 3 and "CHECKPOINT NOT WRITTEN: step_00000001" in warned[0]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_last_and_every_nth_are_kept(tmp_path, trainer):
+    checkpoints = checkpoints_of(tmp_path, trainer, keep_last=2, keep_every=3)
+    for step in range(1, 9):
+        checkpoints.save(step, {})
+    checkpoints.wait()
+    assert [int(p.name[-2:]) for p in checkpoints_in(tmp_path / "checkpoints")] == [8, 7, 6, 3]
+
+
+def test_the_last_checkpoint_can_be_the_model_alone_in_another_dtype(tmp_path):
+    changes = dict(checkpoint=CheckpointConfig(every=2, last_model_only=True, last_dtype="bfloat16"))
+    run = pretrain(_config(tmp_path, **changes))
+    last = newest_checkpoint(run)
+    assert last.name == "step_00000003" and not (last / "trainer").exists()
+    assert json.loads((last / "config.json").read_text())["dtype"] == "bfloat16"
+    losses = (run / "metrics.jsonl").read_text().splitlines()
+    with pytest.warns(UserWarning, match="step_00000003: cannot be resumed from: it holds the model only"):
+        pretrain(_config(tmp_path, resume=True, **changes))
+    again = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in again] == [json.loads(line)["loss"] for line in losses]
+
+
+def test_a_run_of_no_steps_is_a_checkpoint_to_start_others_from(tmp_path):
+    seed = newest_checkpoint(pretrain(_config(tmp_path, steps=0, seed=5)))
+    assert seed.name == "step_00000000"
+    started = pretrain(_config(tmp_path, steps=1, seed=5, output=str(tmp_path / "a"), model=str(seed)))
+    fresh = pretrain(_config(tmp_path, steps=1, seed=5, output=str(tmp_path / "b")))
+    first, second = (json.loads((run / "metrics.jsonl").read_text()) for run in (started, fresh))
+    assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    run = pretrain(_config(tmp_path, steps=1))
+    with pytest.raises(UserError, match=r"step_00000001: is a checkpoint of another model \(embed_tokens.weight: sh"):
+        pretrain(_config(tmp_path, steps=2, resume=True, model="qwen3:tiny"))
+    assert run.is_dir()

@@ -1,0 +1,154 @@
+"""Folders from folders: every family, a run's checkpoint and Meta's own format, with the same logits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep import build_model, load_model, save_model
+from lockstep.checkpoint.convert import convert
+from lockstep.checkpoint.meta_llama import LAYER_NAMES
+from lockstep.cli import main
+from lockstep.errors import UserError
+from lockstep.model import preset
+
+TOKENS = [3, 1, 41, 59, 26, 53, 58, 97]
+
+
+def _tensors(folder):
+    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3:micro", "llama3:tiny"])
+def test_a_folder_is_written_in_another_dtype_and_in_several_files(tmp_path, family):
+    save_model(build_model(preset(family, 100), dtype="float32"), tmp_path / "one")
+    convert(tmp_path / "one", tmp_path / "two", "bfloat16", max_file_bytes=400_000)
+    convert(tmp_path / "two", tmp_path / "three", "float32")
+    one, two, three = (_tensors(tmp_path / name) for name in ("one", "two", "three"))
+    assert len(list((tmp_path / "two").glob("model-*.safetensors"))) > 2
+    assert one.keys() == two.keys() == three.keys()
+    assert all(torch.equal(one[n].bfloat16(), two[n]) and torch.equal(two[n].float(), three[n]) for n in one)
+    assert load_model(tmp_path / "two").dtype == torch.bfloat16
+
+
+def test_a_runs_checkpoint_becomes_a_model_folder_by_command(tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("some text to learn from. " * 50)
+    run = ["pretrain", "--model", "qwen3:micro", "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "run")]
+    assert main([*run, "--steps", "1", "--tokens-per-step", "128", "--sequence-length", "32", "--device", "cpu"]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "model"), "--dtype", "float32"]) == 0
+    names = {p.name for p in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "byte_tokenizer.json"}
+    assert main(["generate", "--model", str(tmp_path / "model"), "--prompt", "a", "--max-tokens", "1"]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "model")]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+def _write_as_meta(model, folder, ranks, **params):
+    """The inverse of the conversion: neighbouring rotary rows, Meta's names, cut for `ranks` tensor-parallel ranks."""
+    config = model.config
+    folder.mkdir()
+    values = {"dim": config.dim, "n_layers": config.num_layers, "n_heads": config.num_heads, "vocab_size": -1}
+    values |= {"n_kv_heads": config.num_kv_heads, "norm_eps": config.norm_eps, "rope_theta": config.rope_theta}
+    (folder / "params.json").write_text(json.dumps(values | params))
+    cut = {"tok_embeddings.weight": (model.embed_tokens.weight, 0), "norm.weight": (model.norm.weight, None)}
+    cut["output.weight"] = (model.head_weight, 0)
+    weights = dict(model.named_parameters())
+    for layer in range(config.num_layers):
+        for meta, (ours, axis) in LAYER_NAMES.items():
+            weight = weights[f"layers.{layer}.{ours}.weight"]
+            if ours.endswith(("q_proj", "k_proj")):
+                heads = weight.shape[0] // config.head_dim
+                halves = weight.view(heads, 2, config.head_dim // 2, config.dim)
+                weight = halves.transpose(1, 2).reshape(weight.shape)
+            cut[f"layers.{layer}.{meta}.weight"] = (weight, axis)
+    for rank in range(ranks):
+        part = {n: (w if a is None else w.chunk(ranks, a)[rank]).detach().clone() for n, (w, a) in cut.items()}
+        torch.save(part | {"rope.freqs": torch.zeros(4)}, folder / f"consolidated.{rank:02}.pth")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metas_format_gives_the_logits_that_transformers_gives(tmp_path, ranks):
+    from transformers import AutoModelForCausalLM
+
+    model = build_model(preset("llama3:tiny", 100), dtype="float32", seed=2)
+    save_model(model, tmp_path / "known")
+    _write_as_meta(model, tmp_path / "meta", ranks, use_scaled_rope=True)
+    assert main(["convert", str(tmp_path / "meta"), str(tmp_path / "converted")]) == 0
+    known, converted = _tensors(tmp_path / "known"), _tensors(tmp_path / "converted")
+    assert known.keys() == converted.keys() and all(torch.equal(known[n], converted[n]) for n in known)
+    logits = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(torch.tensor([TOKENS])).logits
+        for name in ("known", "converted")
+    ]
+    assert torch.equal(*logits)
+    assert load_model(tmp_path / "converted").config == load_model(tmp_path / "known").config
+
+
+def test_a_head_that_equals_the_embedding_is_tied_and_its_frequencies_are_those_of_the_small_models(tmp_path):
+    model = build_model(preset("llama3:tiny", 100), dtype="bfloat16", seed=2)
+    model.lm_head.weight.data.copy_(model.embed_tokens.weight)
+    _write_as_meta(model, tmp_path / "meta", 2, use_scaled_rope=True)
+    convert(tmp_path / "meta", tmp_path / "converted")
+    config = load_model(tmp_path / "converted").config
+    assert config.tie_embeddings and config.rope_scaling.factor == 32.0
+    assert "lm_head.weight" not in _tensors(tmp_path / "converted")
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    marker = tmp_path / "ran"
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "params.json").write_text('{"dim": 8, "n_layers": 1, "n_heads": 1}')
+
+    class Harm:
+        def __reduce__(self):
+            return (open, (str(marker), "w"))
+
+    torch.save({"tok_embeddings.weight": Harm()}, tmp_path / "meta" / "consolidated.00.pth")
+    with pytest.raises(UserError, match="consolidated.00.pth: cannot be read as plain tensors"):
+        convert(tmp_path / "meta", tmp_path / "out")
+    assert not marker.exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / "consolidated.01.pth").unlink(), r"tensor model.layers.0.self_attn.q_proj.weight has shape"),
+        (lambda f: (f / "params.json").write_text("{}"), "params.json: cannot be read as Meta's parameters"),
+        (lambda f: (f / "params.json").unlink(), r"neither config.json .Hugging Face. nor params.json"),
+        (lambda f: [p.unlink() for p in f.glob("*.pth")], "no consolidated"),
+    ],
+)
+def test_an_incomplete_folder_of_metas_is_named(tmp_path, harm, message):
+    model = build_model(preset("llama3:tiny", 100), dtype="bfloat16")
+    _write_as_meta(model, tmp_path / "meta", 2)
+    harm(tmp_path / "meta")
+    with pytest.raises(UserError, match=message):
+        convert(tmp_path / "meta", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_converting_needs_little_more_memory_than_a_tensor(tmp_path):
+    config = preset("qwen3:small", 8000)
+    model = build_model(config, dtype="float32")
+    size = sum(p.nbytes for p in model.parameters())
+    save_model(model, tmp_path / "one", max_shard_bytes=10**8)
+    del model
+    script = f"""
+from lockstep.checkpoint.convert import convert
+own = lambda: int([l for l in open("/proc/self/status") if l.startswith("RssAnon")][0].split()[1]) * 1024
+import threading, time
+peak, before = [0], own()
+def watch():
+    while True:
+        peak[0] = max(peak[0], own())
+        time.sleep(0.002)
+threading.Thread(target=watch, daemon=True).start()
+convert({str(tmp_path / "one")!r}, {str(tmp_path / "two")!r}, "bfloat16")
+print(peak[0] - before)
+"""
+    used = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
+    # The largest tensor in both dtypes is 37 MB; mapped files are the kernel's to drop.
+    assert size > 3.5e8 and used < 0.3 * size, used / size

@@ -1,0 +1,119 @@
+"""A checkpoint knows no layout: saved on N ranks, it is the same on M."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lockstep import load_model
+from lockstep.checkpoint.manifest import damage, write_manifest
+from lockstep.checkpoint.part import LoadPlanner, Part, SavePlanner
+from lockstep.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from lockstep.config import ParallelConfig
+from tests.checkpoint.runs import equal, resumed, trained_and_saved
+from tests.parallel.launch import launch
+
+ALONE = (1, ParallelConfig())
+FSDP = (2, ParallelConfig())
+HSDP = (4, ParallelConfig(data_replicate=2))
+TENSOR = (2, ParallelConfig(tensor=2))
+FSDP_AND_TENSOR = (4, ParallelConfig(tensor=2))
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, dtype",
+    [
+        (FSDP, ALONE, "float32"),
+        (FSDP, ALONE, "bfloat16"),
+        (ALONE, FSDP, "float32"),
+        (ALONE, FSDP, "bfloat16"),
+        (HSDP, FSDP, "bfloat16"),
+        (FSDP_AND_TENSOR, ALONE, "float32"),
+        (FSDP_AND_TENSOR, TENSOR, "bfloat16"),
+    ],
+    ids=[
+        "2-1-float32",
+        "2-1-bfloat16",
+        "1-2-float32",
+        "1-2-bfloat16",
+        "hsdp-2-bfloat16",
+        "tensor-1-float32",
+        "tensor-2-bfloat16",
+    ],
+)
+def test_a_run_saved_under_one_layout_has_the_same_bits_under_another(tmp_path, saved, loaded, dtype):
+    (before, loss), *_ = launch(saved[0], trained_and_saved, tmp_path, saved[1], dtype)
+    (after, next_loss), *_ = launch(loaded[0], resumed, tmp_path, loaded[1], dtype)
+    names = before.keys() & after.keys() - {n for n in after if n.startswith("model.")}
+    assert names == {n for n in after if not n.startswith("model.")}
+    assert equal({n: before[n] for n in names}, {n: after[n] for n in names})
+    # Sums over the ranks' data are in another order.
+    assert next_loss == pytest.approx(loss, rel=1e-5 if dtype == "float32" else 1e-3)
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    model = load_model(folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[f"master.{name}"].to(model.dtype)) and model.dtype == getattr(torch, dtype)
+
+
+def test_transformers_reads_a_checkpoint_that_two_ranks_wrote(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    before, _ = launch(2, trained_and_saved, tmp_path, ParallelConfig(), "float32")[0]
+    folder = tmp_path / "checkpoints" / "step_00000002"
+    theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    assert len(theirs) == len(list(load_model(folder).parameters()))
+    assert all(torch.equal(p, before["master." + n.removeprefix("model.")]) for n, p in theirs.items())
+
+
+SHAPES = {"cut evenly": (8, 12), "cut unevenly": (7, 5), "fewer rows than ranks": (3, 4), "a vector": (9,), "one": ()}
+
+
+def _manifest(folder):
+    return lambda files, pieces: write_manifest(folder, pieces)
+
+
+def _reshard(folder):
+    """Saves tensors under every placement on 4 ranks and reads each back under every other."""
+    dist.init_process_group("gloo")
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    line = init_device_mesh("cpu", (4,))
+    layouts = {
+        "rows": (line, [Shard(0)]),
+        "columns": (line, [Shard(1)]),
+        "rows and columns": (square, [Shard(0), Shard(1)]),
+        "rows twice": (square, [Shard(0), Shard(0)]),
+        "columns, copied": (square, [Replicate(), Shard(1)]),
+        "copied": (line, [Replicate()]),
+    }
+
+    def spread(tensor, layout):
+        mesh, placements = layouts[layout]
+        fitting = [p if p.is_replicate() or p.dim < tensor.ndim else Replicate() for p in placements]
+        return distribute_tensor(tensor, mesh, fitting)
+
+    tensors = {n: torch.arange(math.prod(s), dtype=torch.float32).reshape(s) for n, s in SHAPES.items()}
+    tensors |= {f"{n}, bfloat16": t.bfloat16() for n, t in tensors.items()}
+    wrong = []
+    for saved in layouts:
+        parts = {f"trainer/{n}": Part.of(spread(t, saved)) for n, t in tensors.items()}
+        path = folder / saved
+        writer = SafetensorsWriter(path, {"trainer": "t"}, _manifest(path), 400)
+        dcp.save(parts, storage_writer=writer, planner=SavePlanner())
+        wrong += [damage(path, rank=dist.get_rank(), ranks=4)]
+        for loaded in layouts:
+            held = {n: spread(torch.zeros_like(t), loaded) for n, t in tensors.items()}
+            reader = SafetensorsReader({file: "trainer" for file in path.glob("*.safetensors")})
+            parts = {f"trainer/{n}": Part.of(t) for n, t in held.items()}
+            dcp.load(parts, storage_reader=reader, planner=LoadPlanner())
+            wrong += [f"{saved} {loaded} {n}" for n, t in tensors.items() if not torch.equal(held[n].full_tensor(), t)]
+    dist.destroy_process_group()
+    return [w for w in wrong if w]
+
+
+def test_every_cut_of_a_tensor_is_read_under_every_other(tmp_path):
+    assert launch(4, _reshard, tmp_path) == [[]] * 4
+    assert len(list((tmp_path / "rows").glob("t-*-of-*.safetensors"))) > 2
