@@ -33,8 +33,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         # A JSON string is a TOML basic string.
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     return repr(value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ class Timeline:
         self.phase = "start"
         self.progress = 0
         """Grows with every phase begun or ended: a rank whose progress stands still has stopped."""
+        self.changed: Callable[[], None] = _nothing
+        """Called where a step or a phase begins."""
         self._held: deque[list[Span]] = deque(maxlen=steps)
         self._current: list[Span] = []
         self._began = time.perf_counter()
@@ -49,12 +51,14 @@ class Timeline:
         self._current = []
         self._began = time.perf_counter()
         self._held.append(self._current)
+        self.changed()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """A phase: `data`, `forward`, `backward`, `optimizer`, `checkpoint`, `validation` …"""
         outer, self.phase = self.phase, name
         self.progress += 1
+        self.changed()
         began = time.perf_counter()
         try:
             with record_function(name):
@@ -96,6 +100,10 @@ class Timeline:
         ]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": [names, *spans], "displayTimeUnit": "ms"}))
+
+
+def _nothing() -> None:
+    """Nobody is to be told."""
 
 
 def timeline_path(run: Path, rank: int = 0, ranks: int = 1) -> Path:

@@ -32,7 +32,7 @@ class Heartbeat:
 class Watchdog:
     """A thread beside the training loop. A context manager.
 
-    Every rank writes what it is doing into `logs/heartbeat_N.json`, and rank 0 reads them all. A rank whose progress
+    Every rank writes what it begins into `logs/heartbeat_N.json`, and rank 0 reads them all. A rank whose progress
     has stood still for `seconds` has stopped; as the others soon wait for it, the one that is furthest behind is the
     one that is named. The others only look whether rank 0's own thread still answers. Every rank then writes its
     threads' stacks and its last collectives into `logs/`, and ends with EXIT_CODE, whereupon torchrun starts them anew.
@@ -51,7 +51,9 @@ class Watchdog:
         if self.seconds:
             if self.ranks > 1:
                 self.logs.mkdir(parents=True, exist_ok=True)
-                self._heartbeat(self.rank).write_text(" " * HEARTBEAT_BYTES)
+                self._file = os.open(self._heartbeat(self.rank), os.O_WRONLY | os.O_CREAT)
+                self._beat()
+                self.timeline.changed = self._beat
             if self.rank == 0:
                 self._verdict.unlink(missing_ok=True)
             self._thread.start()
@@ -61,13 +63,18 @@ class Watchdog:
         if self.seconds:
             self._ended.set()
             self._thread.join()
-            # A rank that has ended has not stopped: what it would stand still at is gone.
-            self._heartbeat(self.rank).unlink(missing_ok=True)
+            if self.ranks > 1:
+                self.timeline.changed = lambda: None
+                os.close(self._file)
+                # A rank that has ended has not stopped: what it would stand still at is gone.
+                self._heartbeat(self.rank).unlink(missing_ok=True)
 
     def _watch(self) -> None:
         while not self._ended.wait(self.interval):
             if self.ranks > 1:
                 self._beat()
+                # A file system of several machines shows them what one has written only then.
+                os.fsync(self._file)
             self._look()
             stopped = self._stopped()
             if stopped or self._verdict.is_file():
@@ -78,9 +85,8 @@ class Watchdog:
         return {"step": line.step, "phase": line.phase, "progress": line.progress, "time": time.time()}
 
     def _beat(self) -> None:
-        # Over the old one, in place: a full disk must not make a rank look dead.
-        with self._heartbeat(self.rank).open("r+") as file:
-            file.write(json.dumps(self._state()).ljust(HEARTBEAT_BYTES))
+        # Over the old one, in place: it takes microseconds, and a full disk does not make a rank look dead.
+        os.pwrite(self._file, json.dumps(self._state()).ljust(HEARTBEAT_BYTES).encode(), 0)
 
     def _look(self) -> None:
         """Ages are taken by this process's clock: those of several machines disagree."""

@@ -1,0 +1,95 @@
+"""Everything that watches a run: switched on by setting, and put back when the run ends."""
+
+import gc
+import json
+import logging
+
+import pytest
+import torch
+
+from lockstep.config import FaultConfig, ObserveConfig, PretrainConfig, from_toml, to_toml
+from lockstep.errors import UserError
+from lockstep.observe import Observer, require_observers
+from lockstep.observe.logs import open_logs
+
+
+def test_garbage_is_collected_at_chosen_steps_only(tmp_path):
+    class Node:
+        pass
+
+    def cycle():
+        node = Node()
+        node.self = node
+
+    def alive():
+        return sum(isinstance(o, Node) for o in gc.get_objects())
+
+    with Observer(ObserveConfig(gc_every=3), FaultConfig(), tmp_path) as observer:
+        assert not gc.isenabled()
+        counts = []
+        for step in range(1, 7):
+            with observer.step(step):
+                cycle()
+            counts.append(alive())
+    assert counts == [1, 2, 0, 1, 2, 0]
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_determinism_lasts_as_long_as_the_run(tmp_path):
+    with Observer(ObserveConfig(deterministic=True), FaultConfig(), tmp_path):
+        assert torch.are_deterministic_algorithms_enabled()
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_chosen_step_is_profiled(tmp_path):
+    with Observer(ObserveConfig(profile_steps=(2,)), FaultConfig(), tmp_path) as observer:
+        for step in (1, 2, 3):
+            with observer.step(step), observer.timeline.span("forward"):
+                torch.ones(8, 8) @ torch.ones(8, 8)
+    (trace,) = (tmp_path / "profile").glob("*.json")
+    names = {e.get("name") for e in json.loads(trace.read_text())["traceEvents"]}
+    assert trace.name == "step_00000002_rank_0.json" and {"forward", "aten::mm"} <= names
+    assert "aten::mm" in trace.with_suffix(".txt").read_text()
+
+
+def test_what_a_machine_cannot_show_is_refused_with_what_to_do(monkeypatch):
+    with pytest.raises(UserError, match="memory_snapshot_steps needs a CUDA device"):
+        require_observers(ObserveConfig(memory_snapshot_steps=(1,)), torch.device("cpu"))
+    monkeypatch.setattr("lockstep.observe.sinks.find_spec", lambda name: None)
+    for name in ("tensorboard", "wandb", "trackio"):
+        with pytest.raises(UserError, match=f"pip install {name}"):
+            require_observers(ObserveConfig(**{name: True}), torch.device("cpu"))
+    require_observers(ObserveConfig(), torch.device("cpu"))
+
+
+def test_weights_and_biases_works_without_a_network(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "config.toml").write_text("steps = 1\n")
+    for _ in range(2):  # the second as if resumed
+        with Observer(ObserveConfig(wandb=True), FaultConfig(), tmp_path) as observer:
+            observer.write(1, {"loss": 2.5})
+    runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert runs and len({path.name for path in runs}) == 1
+
+
+def test_each_rank_has_a_log_of_its_own_and_its_error_in_it(tmp_path):
+    log = logging.getLogger("lockstep")
+    for rank in (0, 1):
+        with pytest.raises(ValueError), open_logs(tmp_path, rank, 2):
+            log.info("hello from %d", rank)
+            raise ValueError("something else")
+    text = (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "rank 1 INFO: hello from 1" in text and "hello from 0" not in text
+    assert "rank 1 ERROR: ended by ValueError('something else')" in text and "Traceback" in text
+    with open_logs(tmp_path / "alone"):
+        log.info("to the terminal only")
+    assert not (tmp_path / "alone").exists() and log.level == logging.NOTSET and not log.handlers
+
+
+def test_chosen_steps_survive_a_configuration_file(tmp_path):
+    config = PretrainConfig(observe=ObserveConfig(profile_steps=(3, 10), wandb=True))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert from_toml(tmp_path / "config.toml", PretrainConfig()) == config

@@ -1,0 +1,28 @@
+"""What is counted as work, and against which peak."""
+
+import torch
+
+from lockstep.model import build_model, preset
+from lockstep.observe import peak_flops, training_flops
+
+
+def test_every_product_is_counted_attention_included():
+    config = preset("qwen3:micro", 300)
+    model = build_model(config, device="meta")
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    lengths = [5, 2]
+    # Two products of head_dim multiply-adds for each head and each pair of a query and a key it may see.
+    pairs = (1 + 2 + 3 + 4 + 5) + (1 + 2)
+    attention = config.num_layers * config.num_heads * 2 * (2 * config.head_dim) * pairs
+    forward = 2 * matrices * 7 + attention
+    # Norms are no products, but by custom all parameters count.
+    assert training_flops(config, lengths) == 3 * forward + 6 * norms * 7
+
+
+def test_a_measured_peak_is_kept_for_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("lockstep.observe.speed.MEASURED_SECONDS", 0.0)
+    first = peak_flops(torch.device("cpu"), torch.float32)
+    assert first > 1e8 and len(list(tmp_path.glob("lockstep/peak-*.json"))) == 1
+    assert peak_flops(torch.device("cpu"), torch.float32) == first
