@@ -11,6 +11,7 @@ from lockstep.config.engine import CompileConfig, EngineConfig
 from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
+from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import from_toml, to_toml
 from lockstep.config.train import Dtype, TrainConfig
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelConfig",
     "PretrainConfig",
     "RLConfig",
+    "RecomputeConfig",
     "SFTConfig",
     "ServeConfig",
     "TrainConfig",

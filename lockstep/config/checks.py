@@ -6,6 +6,8 @@ import ipaddress
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.config.engine import CompileConfig
+from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import UserError
@@ -45,6 +47,10 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         if not _value(config, name) >= 0:
             yield f"{name} is {_value(config, name)}; it must be 0 or more"
     yield from _train_problems(config.train)
+    if isinstance(config, PretrainConfig):
+        yield from _recompute_problems(config.recompute, config.compile)
+        if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
+            yield 'train.rules that freeze do not go with compiled layers; set compile.backend = "none"'
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
     if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
@@ -66,6 +72,25 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             yield f"min_p is {config.min_p}; it must be in [0, 1)"
         if not config.clip_low < 1:
             yield f"clip_low is {config.clip_low}; it must be below 1, for ratios are positive"
+
+
+def _recompute_problems(recompute: RecomputeConfig, compiled: CompileConfig) -> Iterator[str]:
+    if recompute.every < 1:
+        yield f"recompute.every is {recompute.every}; it must be 1 or more"
+    if (recompute.mode == "budget") != (recompute.budget_gib > 0):
+        yield (
+            f'recompute.mode is "{recompute.mode}" and recompute.budget_gib is {recompute.budget_gib}; '
+            "budget needs a number above 0, and the other modes take none"
+        )
+    if recompute.mode == "selective":
+        for operator in recompute.keep:
+            if operator not in KEEPABLE:
+                yield f'recompute.keep: there is no operator "{operator}"; known are {", ".join(KEEPABLE)}'
+            elif operator != "attention" and compiled.backend != "none":
+                yield (
+                    f"recompute.keep: {operator} cannot be kept by itself in a compiled half of a layer; "
+                    'keep attention only, or set compile.backend = "none"'
+                )
 
 
 def _train_problems(train: TrainConfig) -> Iterator[str]:

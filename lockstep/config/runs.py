@@ -11,6 +11,7 @@ from lockstep.config.engine import CompileConfig, EngineConfig
 from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
+from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.train import Dtype, TrainConfig
 
 
@@ -47,6 +48,7 @@ class PretrainConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.forms import FORMS
+from lockstep.ops.kept import keep
 
 
 def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
@@ -44,7 +45,7 @@ class _SiluMul(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return _forward(gate, up)
+        return keep("activation", lambda: _forward(gate, up))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.ops import cuda, native
 from lockstep.ops.attention_reference import attend_backward_reference, attend_reference, write_pages_reference
 from lockstep.ops.forms import FORMS
+from lockstep.ops.kept import keep
 
 PAGE = 16
 """Tokens of a cache page."""
@@ -146,7 +147,7 @@ class PackedAttention:
 class _TrainedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention) -> Tensor:
-        out, log_sums = attention.forward(q, k, v)
+        out, log_sums = keep("attention", lambda: attention.forward(q, k, v))
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.attention = attention
         return out

@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.ops import cuda
 from lockstep.ops.few_rows import FEW_ROWS, few_rows_product
 from lockstep.ops.forms import FORMS
+from lockstep.ops.kept import keep
 from lockstep.ops.opaque import library
 
 ROW_MULTIPLE = 8
@@ -79,7 +80,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight)
+        return keep("linear", lambda: product(x, weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

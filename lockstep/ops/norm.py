@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.forms import FORMS
+from lockstep.ops.kept import keep
 from lockstep.ops.opaque import library
 
 
@@ -67,7 +68,8 @@ def _gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tu
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, x, scale = _forward(x, weight, eps)
+        x = x.contiguous()
+        out, scale = keep("norm", lambda: _forward(x, weight, eps)[::2])
         ctx.save_for_backward(x, weight, scale)
         return out
 

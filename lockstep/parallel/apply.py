@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
 from lockstep.model import Decoder, ModelConfig
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
 from lockstep.parallel.full_dtensor import distribute_everything
+from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.tensor import shard_tensor_parallel
 from lockstep.parallel.world import World
@@ -23,6 +24,7 @@ def parallel_model(
     parallel: ParallelConfig,
     compiled: CompileConfig,
     fill: Callable[[Decoder], None],
+    recompute: RecomputeConfig | None = None,
 ) -> Decoder:
     """This rank's part of the model, on the world's device; never more than that part is materialised.
 
@@ -43,5 +45,6 @@ def parallel_model(
         shard_data_parallel(model, world, parallel, dtype)
         model.to_empty(device="cpu" if parallel.cpu_offload else world.device)
     fill(model)
+    apply_recompute(model, recompute or RecomputeConfig())
     apply_compile(model, compiled)
     return model

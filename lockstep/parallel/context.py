@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.ops.kept import keep
 
 # What torch 2.13 calls them; before, they had the names that it warns of.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -101,7 +102,7 @@ class ContextAttention:
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention) -> Tensor:
-        out, log_sums = attention.pieces.forward(q, *attention.gather(k, v))
+        out, log_sums = keep("attention", lambda: attention.pieces.forward(q, *attention.gather(k, v)))
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.attention = attention
         return out

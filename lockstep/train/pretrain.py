@@ -227,4 +227,5 @@ def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> De
         eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         shape = preset(config.model, tokenizer.vocab_size, eos)
         fill = partial(initialize, seed=config.seed)
-    return parallel_model(shape, resolve_dtype(config.dtype), world, config.parallel, config.compile, fill)
+    kind = resolve_dtype(config.dtype)
+    return parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)

@@ -1,0 +1,23 @@
+"""Which activations the backward pass computes again instead of keeping them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+KEEPABLE = ("attention", "linear", "norm", "activation")
+"""Operators whose outputs can be kept while the rest of a layer is recomputed."""
+
+
+@dataclass
+class RecomputeConfig:
+    """Memory for time: a recomputed layer keeps its input only. Losses and gradients keep their bits."""
+
+    mode: Literal["none", "full", "every", "selective", "budget"] = "none"
+    """`full`: all layers; `every`: every k-th; `selective`: all but operators in `keep`; `budget`: as it needs."""
+    every: int = 2
+    """every: layers 0, k, 2k … are recomputed."""
+    keep: tuple[Literal["attention", "linear", "norm", "activation"], ...] = ("attention",)
+    """selective: operators whose outputs are kept; in compiled runs attention only."""
+    budget_gib: float = 0.0
+    """budget: GiB that a rank's layers may keep from forward to backward, measured in the first step."""

@@ -1,0 +1,104 @@
+"""Activation recomputation: a layer keeps its input, and backward runs its forward again (arXiv 1604.06174).
+
+What runs again is the same forward on the same input, so losses and gradients keep the bits of no recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.config import RecomputeConfig
+from lockstep.errors import UserError
+from lockstep.model import Decoder
+from lockstep.model.shard import local_part
+from lockstep.ops.kept import Tape
+
+Forward = Callable[..., Tensor]
+
+
+def apply_recompute(model: Decoder, config: RecomputeConfig) -> None:
+    """Makes the layers that `config` chooses recompute. Inside of FSDP, whose hooks gather a layer for both passes."""
+    layers = list(model.layers.named_children())
+    budget = Budget(int(config.budget_gib * 2**30), len(layers))
+    for place, (index, block) in enumerate(layers):
+        forward: Forward = block.forward
+        if config.mode == "full" or (config.mode == "every" and int(index) % config.every == 0):
+            block.forward = partial(_recomputed, forward)
+        elif config.mode == "selective":
+            block.forward = partial(_selectively_recomputed, forward, config.keep)
+        elif config.mode == "budget":
+            block.forward = partial(_within_budget, forward, budget, place, block)
+
+
+def _recomputed(forward: Forward, *arguments: Any, **context: Any) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(*arguments)
+    # No operator of a layer draws random numbers.
+    out: Tensor = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **context)
+    return out
+
+
+def _selectively_recomputed(forward: Forward, operators: tuple[str, ...], *arguments: Any) -> Tensor:
+    return _recomputed(forward, *arguments, context_fn=Tape(operators).contexts)
+
+
+def _within_budget(forward: Forward, budget: Budget, place: int, block: nn.Module, *arguments: Any) -> Tensor:
+    if torch.is_grad_enabled() and place < budget.recomputed_layers(forward, block, arguments):
+        return _recomputed(forward, *arguments)
+    return forward(*arguments)
+
+
+class Budget:
+    """How many layers must recompute so that what all keep stays within a number of bytes.
+
+    The first layers do: when backward reaches them, the others have let go of what they kept.
+    """
+
+    def __init__(self, nbytes: int, num_layers: int):
+        self.nbytes = nbytes
+        self.num_layers = num_layers
+        self.layer_bytes_per_row = 0.0
+        """Of what one layer keeps beside its input; measured once, on the first forward with a gradient."""
+
+    def recomputed_layers(self, forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
+        """For the rows of `arguments`. Raises UserError where not even the layers' inputs fit."""
+        hidden = local_part(arguments[0])[0]
+        rows = hidden.shape[0]
+        if not self.layer_bytes_per_row:
+            self.layer_bytes_per_row = saved_bytes(forward, block, arguments) / rows
+        free = self.nbytes - self.num_layers * hidden.nbytes
+        if free < 0:
+            raise UserError(
+                f"recompute.budget_gib {self.nbytes / 2**30:.3g} does not hold the inputs of {self.num_layers} layers, "
+                f"which are kept in any case: give at least {self.num_layers * hidden.nbytes / 2**30:.3g}, or lower "
+                "train.tokens_per_microbatch"
+            )
+        return self.num_layers - min(self.num_layers, int(free / (rows * self.layer_bytes_per_row)))
+
+
+def saved_bytes(forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
+    """Bytes that autograd keeps of one forward pass, beside the block's weights and the arguments."""
+    tensors = [*block.parameters(), *(a for a in arguments if isinstance(a, Tensor))]
+    known = {_storage(t).data_ptr() for t in tensors}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward(*arguments)
+    del out  # held until here: a freed tensor's address could be another's
+    return sum(kept.values())
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return local_part(tensor.detach())[0].untyped_storage()

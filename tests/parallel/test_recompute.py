@@ -1,0 +1,138 @@
+"""Recomputed layers: the very bits of kept ones, and only the layers and operators that were asked for."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep import ops
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
+from lockstep.errors import UserError
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.parallel.recompute import saved_bytes
+from lockstep.train import Trainer, pack
+from lockstep.train.pretrain import NextTokenLoss
+from tests.parallel.launch import launch
+from tests.parallel.training import whole
+
+ROW = pack([list(range(1, 41)), list(range(60, 90)), [7, 7]])
+NONE = RecomputeConfig()
+MODES = {
+    "full": RecomputeConfig("full"),
+    "every second": RecomputeConfig("every", every=2),
+    "all but attention": RecomputeConfig("selective"),
+    "all but every operator": RecomputeConfig("selective", keep=("attention", "linear", "norm", "activation")),
+    "within a budget": RecomputeConfig("budget", budget_gib=2 * 2**-10),
+}
+
+
+def _model(recompute, dtype, world, compiled=False):
+    compiling = CompileConfig(backend="inductor" if compiled else "none")
+    fill = partial(initialize, seed=1)
+    return parallel_model(preset("qwen3:micro", 258), dtype, world, ParallelConfig(), compiling, fill, recompute)
+
+
+def train(modes, dtype, compiled=False):
+    """Two steps in each mode on this rank: every mode's losses and last weights."""
+    world = open_world(ParallelConfig(), "cpu")
+    results = []
+    for mode in modes:
+        model = _model(mode, dtype, world, compiled)
+        trainer = Trainer(model, TrainConfig(warmup_steps=0), 2, world)
+        losses = [trainer.step([ROW], NextTokenLoss(2 * 69))["loss"] for _ in range(2)]
+        results.append((losses, {name: whole(p.detach()) for name, p in model.named_parameters()}))
+    close_world(world)
+    return results
+
+
+def _assert_equal_bits(results):
+    (losses, weights), *others = results
+    assert losses[0] != losses[1]
+    for other_losses, other_weights in others:
+        assert other_losses == losses
+        for name, weight in weights.items():
+            assert torch.equal(weight, other_weights[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_recomputed_layers_give_the_very_bits_of_kept_ones(dtype):
+    _assert_equal_bits(train([NONE, *MODES.values()], dtype))
+
+
+def test_recomputed_layers_give_the_very_bits_under_fsdp():
+    for results in launch(2, train, [NONE, *MODES.values()], torch.bfloat16):
+        _assert_equal_bits(results)
+
+
+def test_compiled_layers_train_under_fsdp_and_recomputed_as_in_one_process():
+    modes = [NONE, MODES["full"], MODES["all but attention"]]
+    ((expected, _),) = launch(1, train, [NONE], torch.float32, True, seconds=300)[0]
+    for results in launch(2, train, modes, torch.float32, True, seconds=300):
+        _assert_equal_bits(results)
+        # Both ranks have the same row, each with half of the loss: the sum is the loss of one, twice that of one rank.
+        assert results[0][0] == pytest.approx([2 * loss for loss in expected[:1]] + results[0][0][1:], rel=1e-6)
+
+
+class _CountedAttention(ops.PackedAttention):
+    forwards = 0
+
+    def forward(self, q, k, v):
+        self.forwards += 1
+        return super().forward(q, k, v)
+
+
+class _CountedProducts(TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += function is torch.ops.mkldnn._linear_pointwise.default
+        return function(*args, **(kwargs or {}))
+
+
+def _counts(recompute):
+    """Forward passes of attention and matrix products that a forward and a backward of four layers make."""
+    model = _model(recompute, torch.float32, open_world(ParallelConfig(), "cpu"))
+    attention = _CountedAttention(ROW.lengths)
+    with _CountedProducts() as counted:
+        model(ROW.tokens, ROW.positions, attention).sum().backward()
+    return attention.forwards, counted.products
+
+
+def test_only_what_was_asked_for_is_computed_again():
+    _counts(NONE)  # tries how products of these shapes behave, once a process
+    attentions, products = _counts(NONE)
+    assert attentions == 4 and products == 4 * 7 * 3
+    assert _counts(MODES["full"]) == (8, products + 4 * 7)
+    assert _counts(MODES["every second"]) == (6, products + 2 * 7)
+    assert _counts(MODES["all but attention"]) == (4, products + 4 * 7)
+    assert _counts(MODES["all but every operator"]) == (4, products)
+
+
+def test_a_budget_recomputes_as_many_layers_as_it_must():
+    world = open_world(ParallelConfig(), "cpu")
+    model = _model(NONE, torch.float32, world)
+    hidden = torch.randn(72, 128, requires_grad=True)
+    tables = torch.ones(72, 16), torch.zeros(72, 16)
+    attend = partial(ops.PackedAttention([72]), 0)
+    layer = saved_bytes(model.layers[0].forward, model.layers[0], (hidden, *tables, attend, model.halves))
+    # Ten tensors as wide as the hidden state or the heads, and three of the feed-forward, at the least.
+    assert layer >= 4 * 72 * (8 * 128 + 2 * 64 + 3 * 384)
+    for kept in (0, 1, 3, 4):
+        budget = 4 * hidden.nbytes + (kept + 0.5) * layer
+        assert _counts(RecomputeConfig("budget", budget_gib=budget / 2**30))[0] == 8 - kept
+    with pytest.raises(UserError, match="does not hold the inputs of 4 layers .* give at least"):
+        _counts(RecomputeConfig("budget", budget_gib=3 * hidden.nbytes / 2**30))
+
+
+def test_modes_that_cannot_be_followed_are_refused():
+    def refused(recompute, compiled="none"):
+        with pytest.raises(UserError) as error:
+            validate(PretrainConfig(recompute=recompute, compile=CompileConfig(backend=compiled)))
+        return str(error.value)
+
+    assert "every is 0" in refused(RecomputeConfig("every", every=0))
+    assert "budget needs a number above 0" in refused(RecomputeConfig("budget"))
+    assert 'no operator "sorting"' in refused(RecomputeConfig("selective", keep=("sorting",)))
+    assert "keep attention only" in refused(RecomputeConfig("selective", keep=("linear",)), "inductor")
