@@ -117,8 +117,9 @@ def test_a_budget_recomputes_as_many_layers_as_it_must():
     tables = torch.ones(72, 16), torch.zeros(72, 16)
     attend = partial(ops.PackedAttention([72]), 0)
     layer = saved_bytes(model.layers[0].forward, model.layers[0], (hidden, *tables, attend, model.halves))
-    # Ten tensors as wide as the hidden state or the heads, and three of the feed-forward, at the least.
-    assert layer >= 4 * 72 * (8 * 128 + 2 * 64 + 3 * 384)
+    # Both normed inputs, queries before and after the norm, attention's output and the residual; keys twice and values;
+    # gate, up and their product; log-sums of 4 heads; scales of 2 norms, 4 queries and 2 keys.
+    assert layer == 4 * 72 * (6 * 128 + 3 * 64 + 3 * 384 + 4 + 8)
     for kept in (0, 1, 3, 4):
         budget = 4 * hidden.nbytes + (kept + 0.5) * layer
         assert _counts(RecomputeConfig("budget", budget_gib=budget / 2**30))[0] == 8 - kept
