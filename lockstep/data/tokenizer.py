@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,9 @@ END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CARRIED_FILES = (CHAT_TEMPLATE_FILE, "special_tokens_map.json")
 """What others read beside the tokenizer, so that a checkpoint of a chat model still chats."""
+
+TRAINING_CHARACTERS = 2**30
+"""That a vocabulary is learnt from, at most."""
 
 # Tokens that a stream holds back at most.
 LONGEST_PIECE = 32
@@ -166,15 +169,27 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 
 def named_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """`byte`, `bpe:VOCABULARY` trained on the texts, or a folder's. Raises UserError where there is none."""
+    """`byte`, `bpe:VOCABULARY` trained on the first gigabyte of the texts, or a folder's.
+
+    Raises UserError where there is none.
+    """
     if name == "byte":
         return ByteTokenizer()
     kind, _, size = name.partition(":")
     if kind == "bpe":
         if not size.isdigit():
             raise UserError(f'tokenizer "{name}": give the vocabulary as bpe:2048')
-        return train_bpe(texts, int(size))
+        return train_bpe(_beginning(texts, TRAINING_CHARACTERS), int(size))
     return load_tokenizer(name)
+
+
+def _beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """A stream may never end, and a vocabulary is as good long before."""
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
 
 
 def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:

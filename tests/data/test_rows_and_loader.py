@@ -65,6 +65,7 @@ def test_a_whole_document_is_never_cut_unless_longer_than_a_row(lengths, length)
         for piece in rows.plan():
             document = int(np.searchsorted(ends, piece.start, side="right"))
             assert piece.stop - piece.start == lengths[document] or lengths[document] > length
+    assert rows.counts["cut_documents"] == sum(n > length for n in lengths)
 
 
 @settings(max_examples=60, deadline=None)
