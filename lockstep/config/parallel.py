@@ -18,6 +18,8 @@ class ParallelConfig:
     """Ranks that share each sequence."""
     tensor: int = 1
     """Ranks that share each layer's matrices, and the vocabulary of the head."""
+    asynchronous_tensor: bool = False
+    """Sums of tensor parallelism travel in chunks beside the products; the same bits, measured on no GPU so far."""
     pipeline: int = 1
     """Stages that the layers are cut into."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"

@@ -71,9 +71,17 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and of `weight`; their bits need not be row-invariant."""
-    if grad.dtype == torch.float32:
-        return product(grad, weight.T), product(grad.T, x.T)
-    return grad @ weight, grad.T @ x
+    return input_gradient(grad, weight), weight_gradient(grad, x)
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient of a product's input."""
+    return product(grad, weight.T) if grad.dtype == torch.float32 else grad @ weight
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of a product's weight: a sum over all rows."""
+    return product(grad.T, x.T) if grad.dtype == torch.float32 else grad.T @ x
 
 
 class _Linear(torch.autograd.Function):

@@ -13,7 +13,7 @@ from lockstep.parallel.data import shard_data_parallel
 from lockstep.parallel.full_dtensor import distribute_everything
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
-from lockstep.parallel.tensor import shard_tensor_parallel
+from lockstep.parallel.tensor import choose_operators, shard_tensor_parallel
 from lockstep.parallel.world import World
 
 
@@ -32,7 +32,8 @@ def parallel_model(
     over several ranks they are float32 shards, gathered in `dtype` where they are used. Raises UserError for a layout
     that the model's shape does not allow.
     """
-    refuse_impossible(config, world.degrees, parallel)
+    refuse_impossible(config, world.degrees, parallel, compiled)
+    choose_operators(parallel.asynchronous_tensor)
     if world.mesh is None:
         model = Decoder(config, dtype, "meta").to_empty(device=world.device)
     elif parallel.full_dtensor:

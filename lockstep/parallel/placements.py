@@ -67,6 +67,8 @@ TENSOR = {
     "norm of heads": Rule((COLUMNS, COPY), (COLUMNS, SUM), COLUMNS),
     "column product": Rule((COPY, ROWS), (SUM, ROWS), COLUMNS),
     "row product": Rule((COLUMNS, COLUMNS), (COLUMNS, COLUMNS), SUM, then=ROWS),
+    # Its sum is made within the operator, chunk by chunk (`overlap`).
+    "overlapped row product": Rule((COLUMNS, COLUMNS), (COLUMNS, COLUMNS), ROWS),
     "rotary": Rule((COLUMNS, COPY, COPY), (COLUMNS, COPY, COPY), COLUMNS),
     "silu_mul": Rule((COLUMNS, COLUMNS), (COLUMNS, COLUMNS), COLUMNS),
     "attend": Rule((COLUMNS, COLUMNS, COLUMNS), (COLUMNS, COLUMNS, COLUMNS), COLUMNS),
@@ -79,6 +81,7 @@ TOKENS = {
     "norm of heads": _WEIGHTED,
     "column product": _WEIGHTED,
     "row product": _WEIGHTED,
+    "overlapped row product": _WEIGHTED,
     "rotary": Rule((ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), ROWS),
     "silu_mul": Rule((ROWS, ROWS), (ROWS, ROWS), ROWS),
     # An attention over the context axis fetches the other ranks' keys and values by itself.

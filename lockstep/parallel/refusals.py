@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from lockstep.config import ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 
 
-def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> None:
+def refuse_impossible(
+    shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig, compiled: CompileConfig
+) -> None:
     """Raises UserError where a degree does not divide what it cuts, with the numbers and the degrees that do."""
     problems = list(_tensor_problems(shape, degrees["tensor"]))
     if parallel.full_dtensor and degrees["pipeline"] > 1:
@@ -19,6 +21,11 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
         )
     if parallel.full_dtensor and parallel.cpu_offload:
         problems.append("parallel.cpu_offload is FSDP's, which parallel.full_dtensor does without; drop one of them")
+    if compiled.backend != "none" and (degrees["tensor"] > 1 or parallel.full_dtensor):
+        problems.append(
+            f'compile.backend = "{compiled.backend}" does not go with tensor parallelism or full_dtensor, whose '
+            'operators are not traced; set compile.backend = "none"'
+        )
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
 

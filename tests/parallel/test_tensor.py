@@ -5,7 +5,7 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
@@ -107,6 +107,33 @@ def gradients(parallel, model):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_overlapped_sums_keep_the_bits(dtype):
+    launch(2, compare_overlapped, dtype)
+
+
+def compare_overlapped(dtype):
+    from lockstep.parallel import operators, overlap
+
+    world = open_world(TENSOR, "cpu")
+    mesh, kind = world.mesh["tensor"], DTYPES[dtype]
+    draw = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 64, generator=draw).to(kind)
+    x, weights = torch.randn(144, 64, generator=draw).to(kind), torch.randn(144, 48, generator=draw).to(kind)
+    results = []
+    for form in (operators, overlap):
+        own_x, own_weight = (distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, weight))
+        product = form.linear(own_x, own_weight)
+        (product * distribute_tensor(weights, mesh, [Shard(0)])).sum().backward()
+        assert product.placements == (Shard(0),)
+        results.append([product.to_local(), own_x.grad.to_local(), own_weight.grad.to_local()])
+    # 72 tokens a rank are three chunks of 24: more than one, so there is something to overlap.
+    assert len(list(overlap._chunks(72))) == 3
+    for at_once, overlapped in zip(*results):
+        assert torch.equal(at_once, overlapped)
+    close_world(world)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
 def test_what_cuts_no_sum_has_the_bits_of_one_process(model, dtype):
     launch(2, compare_pieces, model, dtype)
@@ -147,8 +174,6 @@ def compare_pieces(model, dtype):
         # A row product sums two halves: the last bits may differ.
         weights = [decoder.layers[0].self_attn.o_proj.weight for decoder in (cut, whole)]
         x = torch.randn(16, weights[1].shape[1], generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         product = ops.linear(distribute_tensor(x, world.mesh["tensor"], [Shard(1)]), weights[0]).full_tensor()
         scale = ops.linear(x, weights[1]).abs().max()
         assert (product - ops.linear(x, weights[1])).abs().max() / scale < (1e-6 if dtype == "float32" else 1e-2)
@@ -187,7 +212,9 @@ def compare_losses():
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
     shape = preset("qwen3:micro", 258)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 4 attention heads, 2 key-value .*set it to 1 or 2"):
-        refuse_impossible(shape, {"tensor": 3}, TENSOR)
+        refuse_impossible(shape, {"tensor": 3}, TENSOR, CompileConfig())
     with pytest.raises(UserError, match=r"tensor 2 does not divide 259 tokens of the vocabulary.*another vocabulary"):
-        refuse_impossible(preset("qwen3:micro", 259), {"tensor": 2}, TENSOR)
-    refuse_impossible(shape, {"tensor": 2}, TENSOR)
+        refuse_impossible(preset("qwen3:micro", 259), {"tensor": 2}, TENSOR, CompileConfig())
+    with pytest.raises(UserError, match=r'"inductor" does not go with tensor parallelism.*compile.backend = "none"'):
+        refuse_impossible(shape, {"tensor": 2}, TENSOR, CompileConfig(backend="inductor"))
+    refuse_impossible(shape, {"tensor": 2}, TENSOR, CompileConfig())
