@@ -21,7 +21,17 @@ class ParallelConfig:
     asynchronous_tensor: bool = False
     """Sums of tensor parallelism travel in chunks beside the products; the same bits, measured on no GPU so far."""
     pipeline: int = 1
-    """Stages that the layers are cut into."""
+    """Ranks that the layers are spread over, in stages."""
+    pipeline_schedule: str = "1f1b"
+    """Order of the stages' work: `gpipe`, `1f1b`, `interleaved`, `zbv`, `dualpipev`, or a FILE.csv: a line a rank."""
+    pipeline_stages_per_rank: int = 2
+    """Stages of each rank in an interleaved schedule; the others fix theirs."""
+    pipeline_split: str = ""
+    """Layers that begin a new stage, as `layers.2,layers.5`; empty: stages of about equal work."""
+    pipeline_embedding_layers: float = 0.0
+    """How many layers' work the embedding stands for where stages are made equal."""
+    pipeline_head_layers: float = 1.0
+    """How many layers' work the head and its loss stand for where stages are made equal."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When sharded weights are let go after a layer's forward; default: always, but never within a pipeline."""
     full_dtensor: bool = False

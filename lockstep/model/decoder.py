@@ -75,10 +75,23 @@ class Decoder(nn.Module):
         `attention` knows which rows belong to one sequence: whole packed sequences where the trainer calls, this
         step's tokens and a paged cache where the generator does.
         """
+        return self.final_norm(self.run_blocks(self.embed(tokens), positions, attention))
+
+    def embed(self, tokens: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens dim"]:
+        """The residual stream's first value."""
+        return ops.embedding(tokens, self.embed_tokens.weight)
+
+    def run_blocks(
+        self, hidden: Float[Tensor, "tokens dim"], positions: Int[Tensor, "tokens"], attention: ops.Attention
+    ) -> Float[Tensor, "tokens dim"]:
+        """The residual stream after this module's blocks."""
         cos, sin = layers.rotary_tables(self.frequencies, positions)
-        hidden = ops.embedding(tokens, self.embed_tokens.weight)
         for index, block in enumerate(self.layers):
             hidden = block(hidden, cos, sin, partial(ops.attend, attention, index), self.halves)
+        return hidden
+
+    def final_norm(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """What the head reads."""
         return ops.rms_norm(hidden, self.norm.weight, self.config.norm_eps)
 
     def logits(self, hidden: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows vocab"]:

@@ -11,6 +11,7 @@ from lockstep.model import Decoder, ModelConfig
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
 from lockstep.parallel.full_dtensor import distribute_everything
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.tensor import choose_operators, shard_tensor_parallel
@@ -41,11 +42,21 @@ def parallel_model(
         distribute_everything(model, world)
         model.to_empty(device=world.device)
     else:
-        model = Decoder(config, torch.float32, "meta")
-        shard_tensor_parallel(model, world)
-        shard_data_parallel(model, world, parallel, dtype)
-        model.to_empty(device="cpu" if parallel.cpu_offload else world.device)
+        pipelined = world.degrees["pipeline"] > 1
+        model = (
+            Pipeline(config, dtype, world, parallel, compiled) if pipelined else Decoder(config, torch.float32, "meta")
+        )
+        for part in _parts(model):
+            shard_tensor_parallel(part, world)
+            shard_data_parallel(part, world, parallel, dtype)
+            part.to_empty(device="cpu" if parallel.cpu_offload else world.device)
     fill(model)
-    apply_recompute(model, recompute or RecomputeConfig())
-    apply_compile(model, compiled)
+    for part in _parts(model):
+        apply_recompute(part, recompute or RecomputeConfig())
+        apply_compile(part, compiled)
     return model
+
+
+def _parts(model: Decoder) -> tuple[Decoder, ...]:
+    """What a forward runs through: the model, or this rank's stages of it."""
+    return model.stages if isinstance(model, Pipeline) else (model,)

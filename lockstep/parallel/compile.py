@@ -109,7 +109,7 @@ def _refuse_unsafe(model: Decoder) -> None:
 
 
 def _compare(model: Decoder, halves: CompiledHalves) -> None:
-    block = model.layers[0]
+    block = next(iter(model.layers))
     assert isinstance(block, Block)
     generator = torch.Generator().manual_seed(0)
     config = model.config

@@ -68,6 +68,11 @@ class World:
         assert self.mesh is not None and shard.mesh_dim_names is not None
         return self.mesh["data_replicate", shard.mesh_dim_names[0]]
 
+    @property
+    def stage_groups(self) -> list[dist.ProcessGroup]:
+        """Groups whose ranks hold different parameters, as the stages of a pipeline do."""
+        return [self.mesh.get_group("pipeline")] if self.mesh is not None and self.degrees["pipeline"] > 1 else []
+
     def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:
         """Each value summed over the ranks of `axes`, by default all that hold different parts of a step's loss."""
         total = torch.tensor(list(values), dtype=torch.float64)

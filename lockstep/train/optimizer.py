@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
@@ -62,11 +63,14 @@ class MasterOptimizer:
             )
         self._learning_rate = learning_rate
 
-    def gradient_norms(self) -> dict[str, float]:
-        """`grad_norm`, and `grad_norm/<part>` of each part of the model, before clipping; the same on every rank."""
+    def gradient_norms(self, stage_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
+        """`grad_norm`, and `grad_norm/<part>` of each part of the model, before clipping; the same on every rank.
+
+        stage_groups: process groups whose ranks hold different parameters, as the stages of a pipeline do.
+        """
         if self.config.optimizer_in_backward:
-            return norms_of_squares(self._squares, self.masters)
-        return gradient_norms(self._grads())
+            return norms_of_squares(self._squares, self.masters, stage_groups)
+        return gradient_norms(self._grads(), stage_groups)
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""

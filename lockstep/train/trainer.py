@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.config import TrainConfig
 from lockstep.model import Decoder
 from lockstep.observe.timeline import Timeline
-from lockstep.parallel.world import World
+from lockstep.parallel import Pipeline, World
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
@@ -46,21 +46,12 @@ class Trainer:
         number of micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer as they are,
         on all ranks alike, and counts as skipped.
         """
-        loss, learning_rate = 0.0, self.schedule(self.updates)
+        learning_rate = self.schedule(self.updates)
         held = list(microbatches)
         self.optimizer.begin(learning_rate, len(held))
-        for index, microbatch in enumerate(held):
-            if isinstance(self.model, FSDPModule):
-                # Ranks exchange gradients once a step.
-                self.model.set_requires_gradient_sync(index == len(held) - 1)
-            with self.timeline.span("forward"):
-                share = loss_of(self.model, microbatch)
-            with self.timeline.span("backward"):
-                share.backward()
-            loss += share.item()
-        (loss,) = self.world.sum([loss])
+        (loss,) = self.world.sum([self.accumulate(held, loss_of)])
         with self.timeline.span("optimizer"):
-            norms = self.optimizer.gradient_norms()
+            norms = self.optimizer.gradient_norms(self.world.stage_groups)
             # Both are sums over all ranks, so that every rank decides the same.
             if math.isfinite(loss) and math.isfinite(norms["grad_norm"]):
                 self.optimizer.update(learning_rate, norms["grad_norm"])
@@ -75,13 +66,33 @@ class Trainer:
             **norms,
             "learning_rate": learning_rate,
             "skipped_steps": float(self.skipped_steps),
+            **({"pipeline/bubble": self.model.bubble} if isinstance(self.model, Pipeline) else {}),
         }
+
+    def accumulate(self, microbatches: Sequence[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]) -> float:
+        """Adds the gradients of all micro-batches; returns the sum of the losses that this rank has computed."""
+        if isinstance(self.model, Pipeline):
+            with self.timeline.span("forward and backward"):
+                return self.model.accumulate(microbatches, loss_of)
+        loss = 0.0
+        for index, microbatch in enumerate(microbatches):
+            if isinstance(self.model, FSDPModule):
+                # Ranks exchange gradients once a step.
+                self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
+            with self.timeline.span("forward"):
+                share = loss_of(self.model, microbatch)
+            with self.timeline.span("backward"):
+                share.backward()
+            loss += share.item()
+        return loss
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]) -> float:
         """The summed losses without a gradient; as for `step`, over all ranks, and equally many on each."""
         loss = 0.0
         with self.timeline.span("validation"):
+            if isinstance(self.model, Pipeline):
+                return self.world.sum([self.model.evaluate(microbatches, loss_of)])[0]
             for microbatch in microbatches:
                 with self.timeline.span("forward"):
                     loss += loss_of(self.model, microbatch).item()

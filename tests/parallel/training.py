@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
-from lockstep.model import initialize, preset
-from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.train import Trainer, pack, target_log_probs
+from lockstep.model import Decoder, initialize, preset
+from lockstep.parallel import Pipeline, close_world, open_world, parallel_model
+from lockstep.train import PackedRow, Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.packing import split_for_ranks
 from lockstep.train.pretrain import NextTokenLoss
@@ -39,11 +40,12 @@ def train(
     steps: int = 20,
     model: str = "qwen3:micro",
     vocab: int = 258,
+    tied: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> Trace:
     """Trains a fresh model on random sequences; the same ones in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
-    shape = preset(model, vocab)
+    shape = dataclasses.replace(preset(model, vocab), tie_embeddings=tied)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     decoder = parallel_model(shape, kind, world, parallel, CompileConfig(), partial(initialize, seed=3))
     fixed: dict[str, Any] = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
@@ -57,14 +59,27 @@ def train(
         parts = split_for_ranks(LENGTHS, tokens, world.data_size)[world.data_rank]
         rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
-            with torch.no_grad():
-                trace.log_probs = torch.cat([target_log_probs(decoder, row)[0] for row in rows])
+            trace.log_probs = _log_probs(decoder, rows)
         metrics = trainer.step(rows, NextTokenLoss(sum(LENGTHS) - len(LENGTHS)))
         trace.losses.append(metrics["loss"])
         trace.norms.append(metrics["grad_norm"])
     trace.weights = {name: whole(p.detach()) for name, p in decoder.named_parameters()}
     close_world(world)
     return trace
+
+
+@torch.no_grad()
+def _log_probs(model: Decoder, rows: list[PackedRow]) -> Tensor:
+    if not isinstance(model, Pipeline):
+        return torch.cat([target_log_probs(model, row)[0] for row in rows])
+    found: list[Tensor] = [torch.empty(0)]
+
+    def keep(part: Decoder, row: PackedRow) -> Tensor:
+        found.append(target_log_probs(part, row)[0])
+        return found[-1].sum()
+
+    model.evaluate(rows, keep)
+    return torch.cat(found)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -1,0 +1,170 @@
+"""Pipeline parallelism: a rank has some of the layers, and micro-batches pass through all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from lockstep import ops
+from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.model import Decoder, ModelConfig
+from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction
+from lockstep.parallel.pipeline_split import split_layers, stage_work
+from lockstep.parallel.pipeline_stage import Computed, Stage
+from lockstep.parallel.tied_embedding import TiedEmbedding
+from lockstep.parallel.world import World
+
+
+class Pipeline(Decoder):
+    """A Decoder of which this rank has some stages, under the names of the whole; they begin on the meta device.
+
+    It runs whole steps, on all ranks of the pipeline together, so it has no forward of its own.
+
+    dtype: of the hidden states that pass from rank to rank. Raises UserError for settings that cannot run.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        world: World,
+        parallel: ParallelConfig,
+        compiled: CompileConfig,
+    ):
+        nn.Module.__init__(self)  # not Decoder's: the layers of all stages are not built here
+        self.config = config
+        self.compute_dtype = dtype
+        self.plan = PipelinePlan(parallel)
+        self.plan.check_compile(compiled)
+        layers = split_layers(config.num_layers, self.plan.stages, parallel)
+        self.work = stage_work(layers, parallel)
+        assert world.mesh is not None
+        self.group = world.mesh.get_group("pipeline")
+        self.world = world
+        self.rank = world.coordinate("pipeline")
+        own = [index for index in range(self.plan.stages) if self.plan.rank_of(index) == self.rank]
+        # In a tuple, so that they are no submodules: their parts are, by the whole model's names.
+        self.stages = tuple(Stage(config, torch.float32, index, layers) for index in own)
+        self.layers = nn.ModuleList()
+        for stage in self.stages:
+            for name, child in stage.named_children():
+                if name != "layers" and not (name == "embed_tokens" and stage.borrows_embedding):
+                    self.add_module(name, child)
+            for name, block in stage.layers.named_children():
+                self.layers.add_module(name, block)
+        self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group)
+        self.bubble = float("nan")
+        """The part of all ranks' time that they wait in the last step's schedule, as computed from its table."""
+        self._schedules: dict[tuple[int, int], tuple[Any, list[PipelineStage], float]] = {}
+        self._loss_of: Callable[..., Tensor] = _no_loss
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: ops.Attention) -> Tensor:
+        raise RuntimeError("a rank of a pipeline cannot run the model alone; call accumulate or evaluate on all ranks")
+
+    def accumulate(self, rows: Sequence[Any], loss_of: Callable[[Decoder, Any], Tensor]) -> float:
+        """Adds the gradients of all micro-batches; returns the sum of their losses on the last stage's rank, else 0.
+
+        rows: a PackedRow each, the same ones on all ranks of the pipeline.
+        `loss_of` runs on the last stage; it may call the model once.
+        """
+        self.tied.lend_weight()
+        rows = _equally_long(rows)
+        schedule, stages, self.bubble = self._schedule(len(rows), rows[0].tokens.shape[0])
+        self._loss_of = loss_of
+        losses: list[Tensor] = []
+        for stage in stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        # Not `step`, which cuts one batch evenly: the micro-batches are there, each with its own documents.
+        schedule._step_microbatches(
+            [(row.tokens,) for row in rows],
+            [{"positions": row.positions, "attention": _attention(row)} for row in rows],
+            rows,
+            losses,
+            return_outputs=False,
+        )
+        self.tied.collect_gradient()
+        return sum(loss.item() for loss in losses)
+
+    @torch.no_grad()
+    def evaluate(self, rows: Iterable[Any], loss_of: Callable[[Decoder, Any], Tensor]) -> float:
+        """As `accumulate`, without gradients: each micro-batch passes through all stages, in order."""
+        self.tied.lend_weight()
+        loss = 0.0
+        for row in rows:
+            hidden = row.tokens
+            for stage in self.stages:
+                if not stage.is_first and self.plan.rank_of(stage.index - 1) != self.rank:
+                    hidden = torch.empty(
+                        row.tokens.shape[0], self.config.dim, dtype=self.compute_dtype, device=self.device
+                    )
+                    dist.recv(hidden, group=self.group, group_src=self.plan.rank_of(stage.index - 1))
+                hidden = stage(hidden, row.positions, _attention(row))
+                if stage.is_last:
+                    loss += loss_of(cast(Decoder, Computed(stage, hidden)), row).item()
+                elif self.plan.rank_of(stage.index + 1) != self.rank:
+                    dist.send(hidden, group=self.group, group_dst=self.plan.rank_of(stage.index + 1))
+        for stage in self.stages:
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    # No backward follows, which would let gathered weights go.
+                    module.reshard()
+        return loss
+
+    def _schedule(self, count: int, tokens: int) -> tuple[Any, list[PipelineStage], float]:
+        if (count, tokens) not in self._schedules:
+            stages = [self._torch_stage(stage, tokens) for stage in self.stages]
+            schedule, table = self.plan.make(stages, count, self._loss)
+            self._schedules = {(count, tokens): (schedule, stages, bubble_fraction(table, self.work))}
+        return self._schedules[count, tokens]
+
+    def _torch_stage(self, stage: Stage, tokens: int) -> PipelineStage:
+        hidden = torch.empty(tokens, self.config.dim, dtype=self.compute_dtype, device="meta", requires_grad=True)
+        first = torch.empty(tokens, dtype=torch.int64, device="meta")
+        return PipelineStage(
+            stage,
+            stage.index,
+            self.plan.stages,
+            self.device,
+            input_args=first if stage.is_first else hidden,
+            output_args=hidden,
+            group=self.group,
+        )
+
+    def _loss(self, hidden: Tensor, row: Any) -> Tensor:
+        return self._loss_of(cast(Decoder, Computed(self.stages[-1], hidden)), row)
+
+
+def _equally_long(rows: Sequence[Any]) -> list[Any]:
+    """Hidden states travel in buffers of one size; further rows are padding."""
+    total = max(row.tokens.shape[0] for row in rows)
+    padded = []
+    for row in rows:
+        missing = (0, total - row.tokens.shape[0])
+        tokens, positions = F.pad(row.tokens, missing), F.pad(row.positions, missing)
+        padded.append(dataclasses.replace(row, tokens=tokens, positions=positions))
+    return padded
+
+
+def _attention(row: Any) -> ops.Attention:
+    return row.attention or ops.PackedAttention(row.lengths, row.tokens.device)
+
+
+def _no_loss(*inputs: Any) -> Tensor:
+    raise RuntimeError("a pipeline's loss is given with each step")

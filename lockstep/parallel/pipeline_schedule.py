@@ -1,0 +1,261 @@
+"""Which rank of a pipeline does what, in which order: torch's schedules by name, or one read from a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.errors import UserError, closest
+
+
+class Action(NamedTuple):
+    """One piece of a rank's work: `kind` F is a forward, B a backward, I and W its halves for inputs and weights."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+
+Table = list[list[Action]]
+"""The work of every rank, in its order."""
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    make: Callable[..., Any]
+    stages_per_rank: int
+    """0: as configured."""
+    v_shaped: bool = False
+    """Rank 0 has the first stage and the last; else stages go round the ranks."""
+    splits_backward: bool = False
+    """Backward for inputs and for weights are separate pieces of work."""
+
+
+SCHEDULES = {
+    "gpipe": _Schedule(pipelining.ScheduleGPipe, 1),
+    "1f1b": _Schedule(pipelining.Schedule1F1B, 1),
+    "interleaved": _Schedule(pipelining.ScheduleInterleaved1F1B, 0),
+    "zbv": _Schedule(pipelining.ScheduleZBVZeroBubble, 2, v_shaped=True, splits_backward=True),
+    "dualpipev": _Schedule(pipelining.ScheduleDualPipeV, 2, v_shaped=True, splits_backward=True),
+}
+
+
+class PipelinePlan:
+    """The schedule that a config names: which stages each rank has, and the order of its work.
+
+    Raises UserError for an unknown name, for settings that do not go with the schedule, and for a CSV file that
+    cannot be run.
+    """
+
+    def __init__(self, config: ParallelConfig):
+        self.config = config
+        self.name = config.pipeline_schedule
+        self.table = read_table(Path(self.name), config.pipeline) if self.name.endswith(".csv") else None
+        if self.table is None and self.name not in SCHEDULES:
+            raise UserError(
+                f'parallel.pipeline_schedule "{self.name}" is unknown.{closest(self.name, SCHEDULES)} There are '
+                f"{', '.join(SCHEDULES)}, and FILE.csv"
+            )
+        if self.name == "interleaved" and config.pipeline_stages_per_rank < 2:
+            raise UserError(
+                f"parallel.pipeline_stages_per_rank is {config.pipeline_stages_per_rank}; an interleaved schedule "
+                'needs 2 or more, and with 1 it is pipeline_schedule "1f1b"'
+            )
+        if self.splits_backward and config.reshard_after_forward == "always":
+            raise UserError(
+                f'parallel.reshard_after_forward "always" does not go with pipeline_schedule "{self.name}", whose two '
+                'halves of backward need the same gathered weights; leave it at "default"'
+            )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients for inputs and for weights are computed apart."""
+        if self.table is not None:
+            return any(action.kind == "I" for work in self.table for action in work)
+        return SCHEDULES[self.name].splits_backward
+
+    @property
+    def stages(self) -> int:
+        """Over all ranks."""
+        if self.table is not None:
+            return 1 + max(action.stage for work in self.table for action in work)
+        return self.config.pipeline * (SCHEDULES[self.name].stages_per_rank or self.config.pipeline_stages_per_rank)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank, within the pipeline, that has `stage`."""
+        ranks = self.config.pipeline
+        if self.table is not None:
+            return next(rank for rank, work in enumerate(self.table) if any(a.stage == stage for a in work))
+        turn, place = divmod(stage, ranks)
+        return ranks - 1 - place if SCHEDULES[self.name].v_shaped and turn % 2 else place
+
+    def check_compile(self, compiled: CompileConfig) -> None:
+        """Raises UserError where compiled blocks do not go with the schedule."""
+        if self.splits_backward and compiled.backend != "none":
+            raise UserError(
+                f'compile.backend "{compiled.backend}" does not go with pipeline_schedule "{self.name}": a compiled '
+                'block has one backward, not one for inputs and one for weights; set compile.backend = "none", or take '
+                'the schedule "interleaved"'
+            )
+
+    def check_microbatches(self, count: int) -> None:
+        """Raises UserError where the schedule cannot run with `count` micro-batches a step."""
+        ranks, remedy = self.config.pipeline, ""
+        if self.table is not None:
+            own = 1 + max(action.microbatch for work in self.table for action in work)
+            remedy = f"exactly {own}" if count != own else ""
+        elif self.name == "1f1b" and count < ranks:
+            remedy = f"{ranks} or more"
+        elif self.name == "dualpipev" and count < self.stages:
+            remedy = f"{self.stages} or more"
+        elif self.name == "interleaved" and (count < ranks or count % (count // ranks)):
+            remedy = f"a multiple of {ranks}"
+        if remedy:
+            raise UserError(
+                f'a step has {count} micro-batches a rank, but pipeline_schedule "{self.name}" on {ranks} ranks needs '
+                f"{remedy}; change train.tokens_per_microbatch or tokens_per_step"
+            )
+
+    def make(self, stages: list[Any], microbatches: int, loss_of: Callable[..., Any]) -> tuple[Any, Table]:
+        """torch's schedule over this rank's stages, and the table of all ranks. Losses are sums: none is scaled."""
+        self.check_microbatches(microbatches)
+        if self.table is not None:
+            schedule = _PipelineScheduleRuntime(stages, microbatches, loss_of, scale_grads=False)
+            schedule._load_csv(self.name)
+            return schedule, self.table
+        kind = SCHEDULES[self.name]
+        ranks = self.config.pipeline
+        if kind.stages_per_rank == 1:
+            ahead = [microbatches if self.name == "gpipe" else ranks - rank for rank in range(ranks)]
+            table = [_alternating(rank, microbatches, ahead[rank]) for rank in range(ranks)]
+            return kind.make(stages[0], microbatches, loss_of, scale_grads=False), table
+        schedule = kind.make(stages, microbatches, loss_of, scale_grads=False)
+        return schedule, [_actions(schedule.pipeline_order[rank]) for rank in range(ranks)]
+
+
+def _alternating(stage: int, microbatches: int, ahead: int) -> list[Action]:
+    """One forward, one backward, with `ahead` forwards before the first backward."""
+    order: list[Action] = []
+    for step in range(microbatches + ahead):
+        if step < microbatches:
+            order.append(Action(stage, "F", step))
+        if step >= ahead - 1 and step - ahead + 1 < microbatches:
+            order.append(Action(stage, "B", step - ahead + 1))
+    return order
+
+
+def _actions(order: Sequence[Any]) -> list[Action]:
+    """Compute actions only, a pair that overlaps as one after the other."""
+    found: list[Action] = []
+    for action in order:
+        for part in (action.sub_actions or (action,)) if action is not None else ():
+            if part.computation_type.value in ("F", "B", "I", "W"):
+                found.append(Action(part.stage_index, part.computation_type.value, part.microbatch_index))
+    return found
+
+
+def read_table(path: Path, ranks: int) -> Table:
+    """A schedule from CSV: a line a rank, in each field `<stage><F|B|I|W><microbatch>`, or nothing for idle time.
+
+    Raises UserError, naming line and field, for what is no action, and for a table that leaves work out, does it
+    twice or out of order, or waits for itself.
+    """
+    try:
+        with path.open(newline="") as file:
+            lines = [line for line in csv.reader(file) if line]
+    except OSError as error:
+        raise UserError(f"parallel.pipeline_schedule: {path} cannot be read ({error.strerror})") from error
+    if len(lines) != ranks:
+        raise UserError(f"{path} has {len(lines)} lines, but the pipeline {ranks} ranks; write one line for each rank")
+    table: Table = [[] for _ in lines]
+    for rank, line in enumerate(lines):
+        for column, text in enumerate(line):
+            match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
+            if match:
+                table[rank].append(Action(int(match[1]), match[2], int(match[3])))
+            elif text.strip():
+                raise UserError(
+                    f'{path}, line {rank + 1}, field {column + 1}: "{text}" is no action; write the stage, F, B, I or '
+                    "W, and the micro-batch, as in 0F3"
+                )
+    _check(table, path)
+    return table
+
+
+def _check(table: Table, path: Path) -> None:
+    work = [action for own in table for action in own]
+    if not work:
+        raise UserError(f"{path} holds no action")
+    stages = 1 + max(action.stage for action in work)
+    microbatches = 1 + max(action.microbatch for action in work)
+    for stage in range(stages):
+        if len(ranks := [r + 1 for r, own in enumerate(table) if any(a.stage == stage for a in own)]) > 1:
+            raise UserError(f"{path}: stage {stage} is on lines {ranks}; a stage's weights are on one rank only")
+    done = Counter(work)
+    for stage in range(stages):
+        for microbatch in range(microbatches):
+            count = {kind: done[Action(stage, kind, microbatch)] for kind in "FBIW"}
+            if count not in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1}):
+                raise UserError(
+                    f"{path}: stage {stage} must run micro-batch {microbatch} forward once (F) and backward once (B, "
+                    f"or I and W), but does {count}"
+                )
+    last = [action.microbatch for action in work if action.stage == stages - 1 and action.kind == "F"]
+    if last != sorted(last):
+        # torch's runtime finds a micro-batch's loss by the order in which losses were computed.
+        raise UserError(f"{path}: the last stage must run its forwards in the order of the micro-batches, not {last}")
+    try:
+        bubble_fraction(table, [1.0] * stages)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def bubble_fraction(table: Table, work: Sequence[float]) -> float:
+    """The part of all ranks' time that they wait, if a backward takes twice a forward and sending nothing.
+
+    `work` is the time of each stage's forward. Raises ValueError if the ranks wait for each other for ever.
+    """
+    finished: dict[Action, float] = {}
+    clocks = [0.0] * len(table)
+    waiting = [list(reversed(own)) for own in table]
+    while any(waiting):
+        before = len(finished)
+        for rank, own in enumerate(waiting):
+            while own and (ready := _ready(own[-1], finished, len(work))) is not None:
+                action = own.pop()
+                time = work[action.stage] * (2 if action.kind == "B" else 1)
+                clocks[rank] = finished[action] = max(clocks[rank], ready) + time
+        if len(finished) == before:
+            heads = ", ".join(
+                f"rank {rank} for {a.stage}{a.kind}{a.microbatch}'s inputs"
+                for rank, own in enumerate(waiting)
+                for a in own[-1:]
+            )
+            raise ValueError(f"the ranks wait for each other: {heads}; change the order of their work")
+    busy = sum(work[a.stage] * (2 if a.kind == "B" else 1) for a in finished)
+    return 1 - busy / (len(table) * max(clocks))
+
+
+def _ready(action: Action, finished: dict[Action, float], stages: int) -> float | None:
+    """When what `action` needs is there; None if that is not known yet."""
+    stage, kind, microbatch = action
+    needs: list[tuple[Action, ...]] = []
+    if kind == "F" and stage > 0:
+        needs = [(Action(stage - 1, "F", microbatch),)]
+    elif kind in "BI":
+        needs = [(Action(stage, "F", microbatch),)]
+        if stage < stages - 1:
+            needs.append((Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)))
+    elif kind == "W":
+        needs = [(Action(stage, "I", microbatch),)]
+    times = [next((finished[a] for a in either if a in finished), None) for either in needs]
+    return None if None in times else max((t for t in times if t is not None), default=0.0)

@@ -1,0 +1,72 @@
+"""A stage of a pipeline: consecutive layers of the one model, under the names that they have in the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.model import Decoder, ModelConfig
+
+
+class Stage(Decoder):
+    """Part of a Decoder, on the meta device. Only the first stage embeds; only the last norms, and has the head.
+
+    Where embedding and head are tied, the last stage has a copy of the embedding's weight.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, index: int, layers: list[range]):
+        super().__init__(config, dtype, "meta")
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == len(layers) - 1
+        for other in range(config.num_layers):
+            if other not in layers[index]:
+                # Not `del self.layers[other]`, which would give the others new names.
+                delattr(self.layers, str(other))
+        if not self.is_first and not self.borrows_embedding:
+            del self.embed_tokens
+        if not self.is_last:
+            del self.norm
+            if not config.tie_embeddings:
+                del self.lm_head
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "tokens"] | Float[Tensor, "tokens dim"],
+        positions: Int[Tensor, "tokens"],
+        attention: ops.Attention,
+    ) -> Float[Tensor, "tokens dim"]:
+        """The hidden states that the next stage takes as `tokens`; after the last stage, normed."""
+        hidden = self.embed(tokens) if self.is_first else tokens
+        hidden = self.run_blocks(hidden, positions, attention)
+        return self.final_norm(hidden) if self.is_last else hidden
+
+    @property
+    def borrows_embedding(self) -> bool:
+        """Whether the head is a copy of the first stage's embedding."""
+        return self.is_last and self.config.tie_embeddings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+
+class Computed:
+    """A model whose forward has run: a loss that calls it gets the hidden states and goes on with the head."""
+
+    def __init__(self, model: Decoder, hidden: Shaped[Tensor, "tokens dim"]):
+        self.model = model
+        self.hidden = hidden
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return self.hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
