@@ -38,9 +38,10 @@ def _balanced(num_layers: int, stages: int, embedding: float, head: float) -> li
     work = [1.0] * stages
     work[0] += embedding
     work[-1] += head
-    # One layer after the other to the stage with the least work: no other split has a lighter heaviest stage.
+    # One layer after the other to the stage with the least work: no other split has a lighter heaviest stage. Of equal
+    # ones to the last, which waits with the activations of fewer micro-batches.
     for _ in range(num_layers - stages):
-        least = work.index(min(work))
+        least = max(stage for stage in range(stages) if work[stage] == min(work))
         sizes[least] += 1
         work[least] += 1
     return sizes
