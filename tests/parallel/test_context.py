@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.context import measure
-from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, validate
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, validate
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
@@ -41,12 +41,16 @@ def test_ranks_share_all_tokens_once_equally_many_and_with_equal_causal_work(len
     assert max(keys) - min(keys) <= 4 * sum(lengths)
 
 
-def first_step(parallel: ParallelConfig, dtype: str, model: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+def first_step(
+    parallel: ParallelConfig, dtype: str, model: str, recompute: str
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Log-probabilities of this rank's targets, in their rows' places and 0 elsewhere, and all gradients, whole."""
     world = open_world(parallel, "cpu")
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
-    decoder = parallel_model(preset(model, VOCAB), kind, world, parallel, CompileConfig(), fill)
+    decoder = parallel_model(
+        preset(model, VOCAB), kind, world, parallel, CompileConfig(), fill, RecomputeConfig(mode=recompute)
+    )
     draw = torch.Generator().manual_seed(0)
     log_probs = [torch.zeros(sum(lengths)) for lengths in LENGTHS]
     targets = sum(LENGTHS[0]) - len(LENGTHS[0]) + 1
@@ -66,12 +70,16 @@ def first_step(parallel: ParallelConfig, dtype: str, model: str) -> tuple[list[T
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype", "ranks"),
-    [("qwen3:micro", "float32", 4), ("qwen3:micro", "bfloat16", 4), ("llama3:micro", "float32", 2)],
+    ("model", "dtype", "ranks", "recompute"),
+    [
+        ("qwen3:micro", "float32", 4, "none"),
+        ("qwen3:micro", "bfloat16", 4, "full"),
+        ("llama3:micro", "float32", 2, "selective"),
+    ],
 )
-def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dtype, ranks):
-    ((expected, gradients),) = launch(1, first_step, ParallelConfig(), dtype, model)
-    returned = launch(ranks, first_step, ParallelConfig(context=2), dtype, model)
+def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dtype, ranks, recompute):
+    ((expected, gradients),) = launch(1, first_step, ParallelConfig(), dtype, model, "none")
+    returned = launch(ranks, first_step, ParallelConfig(context=2), dtype, model, recompute)
     for index, theirs in enumerate(expected):
         ours = torch.stack([log_probs[index] for log_probs, _ in returned])
         # Every target is one rank's alone: in all other places there is a zero.
