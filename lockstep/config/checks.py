@@ -49,6 +49,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     yield from _train_problems(config.train)
     if isinstance(config, PretrainConfig):
         yield from _recompute_problems(config.recompute, config.compile)
+        if config.loader.packing not in ("cut", "whole"):
+            yield f'loader.packing is "{config.loader.packing}"; give cut or whole'
         if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
             yield 'train.rules that freeze do not go with compiled layers; set compile.backend = "none"'
     if config.resume and config.overwrite:

@@ -102,6 +102,17 @@ def write_token_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def tokenize_with_progress(folder: Path, source: Source, encoder: Encoder, workers: int) -> None:
+    """`write_token_folder` with a bar over the files' bytes; that of a stream, whose length is not known, ends full."""
+    from lockstep.observe import Progress
+
+    total = sum(path.stat().st_size for path in source.files)
+    with Progress("tokenise", total or 1) as bar:
+        write_token_folder(folder, source, encoder, workers, lambda read: bar.advance(read - bar.done))
+        if bar.done < bar.total:
+            bar.advance(bar.total - bar.done)
+
+
 def _write(
     folder: Path, source: Source, encoder: Encoder, workers: int, on_bytes: Callable[[int], None] | None
 ) -> dict[str, Any]:
@@ -153,7 +164,7 @@ def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> Token
     folder = cache / hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
     with _lock(cache / f"{folder.name}.lock"):
         if not is_token_folder(folder):
-            write_token_folder(folder, source, encoder, workers)
+            tokenize_with_progress(folder, source, encoder, workers)
     return open_token_folder(folder)
 
 

@@ -8,10 +8,9 @@ from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.encode import Encoder, TextEncoder
 from lockstep.data.text import TextSource
-from lockstep.data.token_folder import Source, open_token_folder, write_token_folder
+from lockstep.data.token_folder import Source, open_token_folder, tokenize_with_progress
 from lockstep.data.tokenizer import named_tokenizer
 from lockstep.errors import UserError
-from lockstep.observe import Progress
 
 
 def tokenize_once(
@@ -35,12 +34,7 @@ def tokenize_once(
     else:
         source = texts = TextSource(data, template, skip_bad_lines)
         encoder = TextEncoder(named_tokenizer(tokenizer, texts))
-    total = sum(path.stat().st_size for path in source.files)
-    # The length of a stream is not known: its bar fills at the end.
-    with Progress("tokenise", total or 1) as bar:
-        write_token_folder(folder, source, encoder, workers, lambda read: bar.advance(read - bar.done))
-        if bar.done < bar.total:
-            bar.advance(bar.total - bar.done)
+    tokenize_with_progress(folder, source, encoder, workers)
     corpus = open_token_folder(folder)
     met = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in corpus.counts.items() if count)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20

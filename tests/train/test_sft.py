@@ -220,3 +220,7 @@ def test_the_command_line_starts_a_run_from_a_recipe(tmp_path, chat_folder):
     assert main(["sft", *arguments]) == 0
     assert 'packing = "whole"' in (tmp_path / "run" / "config.toml").read_text()
     assert main(["sft", "--model", str(chat_folder)]) == 2
+    config = _config(tmp_path, chat_folder, "other")
+    config.loader.packing = "wole"  # as from a TOML file
+    with pytest.raises(UserError, match='loader.packing is "wole"; give cut or whole'):
+        sft(config)
