@@ -98,9 +98,10 @@ def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dty
         (2, ParallelConfig(context=2), 20),
         (4, ParallelConfig(context=2), 20),
         (4, ParallelConfig(context=2, data_replicate=2), 3),
+        (4, ParallelConfig(context=2, pipeline=2), 3),
         (4, ParallelConfig(context=4), 3),
     ],
-    ids=["context 2", "context 2 x shard 2", "context 2 x replicate 2", "context 4"],
+    ids=["context 2", "context 2 x shard 2", "context 2 x replicate 2", "context 2 x pipeline 2", "context 4"],
 )
 def test_training_follows_one_process(alone, ranks, layout, steps):
     for trace in launch(ranks, train, layout, "float32", steps):
