@@ -56,17 +56,23 @@ def _child(
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= ranks_environment(rank, ranks, port)
     try:
         value, error = function(*arguments), ""
     except BaseException:
         value, error = None, traceback.format_exc()
     # As bytes: a queue would share a tensor's memory, which ends with this process.
     results.put((rank, pickle.dumps(value), error))
+
+
+def ranks_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }

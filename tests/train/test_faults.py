@@ -1,16 +1,34 @@
 """What a run does when something goes wrong: bad numbers, spikes, signals, ranks that stop."""
 
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from functools import partial
 
 import pytest
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
+from lockstep.checkpoint import newest_checkpoint
+from lockstep.config import (
+    CheckpointConfig,
+    CompileConfig,
+    FaultConfig,
+    ParallelConfig,
+    PretrainConfig,
+    TrainConfig,
+    to_toml,
+)
+from lockstep.errors import RunStopped
 from lockstep.model import initialize, preset
+from lockstep.observe import read_metrics
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
-from tests.parallel.launch import launch
+from lockstep.train.pretrain import NextTokenLoss, pretrain
+from tests.parallel.launch import launch, ranks_environment
 
 
 def _skip(dtype, poison, poisoned_rank):
@@ -55,3 +73,100 @@ def test_a_step_that_is_not_finite_changes_no_bit_on_any_rank(ranks, dtype, pois
         assert skipped["skipped_steps"] == 1 and never["skipped_steps"] == 0
         assert skipped["loss"] == never["loss"] and skipped["grad_norm"] == never["grad_norm"]
         assert all(torch.equal(a, b) for a, b in zip(after, expected, strict=True))
+
+
+TEXT = "the quick brown fox jumps over the lazy dog. "
+
+
+def _config(tmp_path, **changes):
+    data = tmp_path / "text.txt"
+    data.write_text(TEXT * 300)
+    defaults = dict(
+        output=str(tmp_path / "run"), model="qwen3:micro", data=str(data), tokens_per_step=256, sequence_length=64,
+        steps=6, dtype="float32", train=TrainConfig(learning_rate=3e-3, warmup_steps=0, schedule="constant"),
+    )  # fmt: skip
+    return PretrainConfig(**(defaults | changes))
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_data(tmp_path):
+    # Weights of 1e30 make every loss from the second step on infinite or NaN.
+    config = _config(tmp_path, steps=50, faults=FaultConfig(max_skipped_steps=2))
+    config.train.learning_rate = 1e30
+    with pytest.raises(RunStopped, match="step 4: .* 3th in a row") as stopped:
+        pretrain(config)
+    assert stopped.value.exit_code == 1
+    run = tmp_path / "run"
+    assert [m["skipped_steps"] for m in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    kept = sorted((run / "bad_batches").glob("*.jsonl"))
+    assert [path.name for path in kept] == [f"step_{s:08}_rank_0.jsonl" for s in (2, 3, 4)]
+    rows = [json.loads(line) for line in kept[0].read_text().splitlines()]
+    assert [len(row["tokens"]) for row in rows] == [64] * 4 and all("quick brown" in row["text"] for row in rows)
+
+
+def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, caplog):
+    documents = [TEXT[: 40 + i % 5] * 6 for i in range(400)]
+    documents[250:262] = ["".join(chr(33 + (7 * i * j * j + i) % 90) for i in range(260)) for j in range(1, 13)]
+    config = _config(
+        tmp_path,
+        steps=60,
+        checkpoint=CheckpointConfig(every=10),
+        faults=FaultConfig(spike_deviations=4.0, on_spike="rollback"),
+    )
+    run = pretrain(config, documents)
+    messages = [r.getMessage() for r in caplog.records]
+    spikes = [m for m in messages if "the loss spikes" in m]
+    assert spikes and any("and on with the data after the spike" in m for m in messages)
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, 61))
+    # Whole steps of data were passed over: those from the checkpoint to the spike.
+    assert metrics[-1]["epoch"] > 61 * metrics[0]["epoch"]
+
+
+@pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, ranks, number):
+    config = _config(tmp_path, steps=100_000)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lockstep", "pretrain", "--config", str(tmp_path / "config.toml")],
+            env=os.environ | ranks_environment(rank, ranks, port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        run = tmp_path / "run"
+        deadline = time.monotonic() + 90
+        while len(read_metrics(run / "metrics.jsonl")) < 3:
+            assert time.monotonic() < deadline and all(p.poll() is None for p in processes), "no step was made"
+            time.sleep(0.05)
+        processes[-1].send_signal(number)
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [128 + number] * ranks
+    last = read_metrics(run / "metrics.jsonl")[-1]["step"]
+    assert f"{signal.Signals(number).name} ended the run after step {last}, which is saved" in errors[0]
+    assert newest_checkpoint(run).name == f"step_{last:08}"
+    assert (run / "report.html").is_file() and (run / "timeline.json").is_file()
+    # One process goes on from there, whatever the number of ranks was.
+    config.steps, config.resume = last + 1, True
+    pretrain(config)
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == last + 1
+
+
+def test_what_does_not_end_within_its_deadline_is_ended():
+    code = """
+import os, signal, time
+from lockstep.train.stop_signal import StopSignal
+with StopSignal(0.2):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+    result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert result.returncode == 124 and "SIGTERM came 0 s ago" in result.stderr
