@@ -10,17 +10,22 @@ from typing import Any
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.run_folder import METRICS
 
-# Title, unit, and the metrics drawn in it; panels without data are left out.
+# Title, unit, and the metrics drawn in it; panels without data, or with nothing but zeros, are left out.
 PANELS: list[tuple[str, str, tuple[str, ...]]] = [
     ("Reward", "mean a completion", ("reward/mean",)),
     ("Held-out accuracy", "share correct", ("validation/accuracy",)),
     ("Rewards by name", "mean a completion", ("reward/correct/mean", "reward/format/mean")),
     ("Completion length", "tokens", ("rollout/tokens_mean",)),
-    ("Loss", "", ("loss",)),
+    ("Loss", "nats a target", ("loss", "validation/loss")),
     ("Policy entropy", "nats a token", ("policy/entropy",)),
     ("Gradient norm", "before clipping", ("grad_norm",)),
+    ("Learning rate", "", ("learning_rate",)),
     ("Throughput", "tokens a second", ("tokens_per_second", "rollout/tokens_per_second")),
+    ("Share of the device's peak (MFU)", "", ("mfu",)),
+    ("Memory", "GiB, the most so far", ("memory_gib",)),
+    ("Steps skipped", "not finite, so far", ("skipped_steps",)),
 ]
+SMOOTH = ("learning_rate", "memory_gib", "skipped_steps")
 COLORS = ("#2563eb", "#ea580c")
 
 
@@ -45,7 +50,7 @@ def _draw(run: Path, columns: int) -> Any:
     from matplotlib.figure import Figure
 
     metrics = read_metrics(run / METRICS)
-    panels = [p for p in PANELS if any(_series(metrics, name)[0] for name in p[2])]
+    panels = [p for p in PANELS if any(any(_series(metrics, name)[1]) for name in p[2])]
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(3.9 * columns, 2.6 * rows), layout="constrained")
     for index, (title, unit, names) in enumerate(panels):
@@ -55,8 +60,17 @@ def _draw(run: Path, columns: int) -> Any:
             if not steps:
                 continue
             few = len(values) < 20
-            axis.plot(steps, values, color=color, alpha=1.0 if few else 0.25, linewidth=1.2, marker="o" if few else "")
-            if not few:
+            # What is smooth by nature is drawn as it is.
+            smooth = few or name in SMOOTH
+            label = _label(name) if smooth else None
+            style: dict[str, Any] = {
+                "alpha": 1.0 if smooth else 0.25,
+                "linewidth": 1.2,
+                "marker": "o" if few else "",
+                "label": label,
+            }
+            axis.plot(steps, values, color=color, **style)
+            if not smooth:
                 axis.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=_label(name))
         if len(names) > 1 and axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7)
@@ -84,6 +98,8 @@ def _smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
 
 
 def _label(name: str) -> str:
-    """`reward/format/mean` -> format; `rollout/tokens_per_second` -> rollout."""
+    """`reward/format/mean` -> format; `rollout/tokens_per_second` -> rollout; `tokens_per_second` -> training."""
     parts = name.split("/")
+    if len(parts) == 1:
+        return "training"
     return parts[1] if len(parts) == 3 else parts[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lockstep.observe.curves import curves_svg
@@ -23,11 +24,13 @@ def write_report(run: Path, title: str = "Lockstep run") -> Path:
 
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE.read_text())
     rollouts = sorted(run.glob("rollouts/step_*.jsonl"))
+    metrics = read_metrics(run / METRICS)
     page = template.render(
         title=title,
         summary=_json(run / "summary.json"),
+        figures=_figures(metrics),
         curves=curves_svg(run),
-        parity=_parity(read_metrics(run / METRICS)),
+        parity=_parity(metrics),
         samples=[(name, _samples(path)) for name, path in zip(("before", "after"), _ends(rollouts))],
         config=(run / CONFIG).read_text() if (run / CONFIG).is_file() else "",
     )
@@ -47,6 +50,27 @@ def _samples(path: Path) -> list[dict[str, Any]]:
         rollout = json.loads(line)
         chosen.setdefault(rollout["group"], rollout)
     return list(chosen.values())[:SAMPLES]
+
+
+def _figures(metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """A pretraining run in figures: where it ended, and how fast it went in the middle of its steps."""
+    steps = [m for m in metrics if m.get("mfu") is not None]
+    if not steps:
+        return []
+    validations = [m["validation/loss"] for m in steps if m.get("validation/loss") is not None]
+    figures = [(f"{steps[-1]['step']:,}", "steps")]
+    if steps[-1]["loss"] is not None:
+        figures.append((f"{steps[-1]['loss']:.4f}", "loss"))
+    if validations:
+        figures.append((f"{validations[-1]:.4f}", "validation loss"))
+    figures += [
+        (f"{median(m['tokens_per_second'] for m in steps):,.0f}", "tokens a second"),
+        (f"{100 * median(m['mfu'] for m in steps):.0f} %", "of the device's peak (MFU)"),
+        (f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0"),
+    ]
+    if steps[-1]["skipped_steps"]:
+        figures.append((f"{steps[-1]['skipped_steps']:.0f}", "steps skipped, not finite"))
+    return figures
 
 
 def _parity(metrics: list[dict[str, Any]]) -> dict[str, float] | None:
