@@ -63,13 +63,8 @@ def _draw(run: Path, columns: int) -> Any:
             # What is smooth by nature is drawn as it is.
             smooth = few or name in SMOOTH
             label = _label(name) if smooth else None
-            style: dict[str, Any] = {
-                "alpha": 1.0 if smooth else 0.25,
-                "linewidth": 1.2,
-                "marker": "o" if few else "",
-                "label": label,
-            }
-            axis.plot(steps, values, color=color, **style)
+            marker, alpha = "o" if few else "", 1.0 if smooth else 0.25
+            axis.plot(steps, values, color=color, alpha=alpha, linewidth=1.2, marker=marker, label=label)
             if not smooth:
                 axis.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=_label(name))
         if len(names) > 1 and axis.get_legend_handles_labels()[0]:

@@ -35,7 +35,8 @@ def test_validation_leaves_training_alone_and_is_shared_by_ranks(tmp_path):
     for one, both in zip(alone, two, strict=True):
         # Gradients of two ranks are added in another order.
         assert both["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert both.get("validation/loss") == pytest.approx(one.get("validation/loss"), rel=1e-5)
+        if "validation/loss" in one:
+            assert both["validation/loss"] == pytest.approx(one["validation/loss"], rel=1e-5)
         # A step's work is the same, whoever did it.
         assert both["tflops"] * both["time/step"] == pytest.approx(one["tflops"] * one["time/step"])
     for name in ("mfu", "memory_gib", "learning_rate", "grad_norm", "time/data", "time/forward", "time/backward"):
@@ -46,7 +47,7 @@ def test_validation_leaves_training_alone_and_is_shared_by_ranks(tmp_path):
     phases = {(e["pid"], e["name"]) for e in events if e["ph"] == "X"}
     expected = {"data", "forward", "backward", "optimizer", "validation", "checkpoint"}
     assert phases == {(rank, name) for rank in (0, 1) for name in expected}
-    assert "Validation" in (run / "report.html").read_text()
+    assert "validation loss" in (run / "report.html").read_text()
 
 
 def test_validation_data_without_a_target_is_refused_before_the_run_begins(tmp_path):
