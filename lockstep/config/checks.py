@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep import ops
 from lockstep.config.engine import CompileConfig
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
@@ -55,6 +57,14 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             yield 'train.rules that freeze do not go with compiled layers; set compile.backend = "none"'
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
+    if isinstance(config, PretrainConfig) and config.parallel.tensor > 1:
+        # Rows are padded to ROW_MULTIPLE, so of degrees that divide it any length will do.
+        multiple = math.lcm(config.parallel.tensor, ops.ROW_MULTIPLE)
+        if ops.ROW_MULTIPLE % config.parallel.tensor and config.sequence_length % multiple:
+            yield (
+                f"parallel.tensor {config.parallel.tensor} does not divide the tokens of a micro-batch, which its "
+                f"ranks share, where sequence_length is {config.sequence_length}; make that a multiple of {multiple}"
+            )
     if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
         yield (
             f"sequence_length {config.sequence_length} cannot be cut for parallel.context {config.parallel.context}: "

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from lockstep import ops
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, validate
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
 from lockstep.model.layers import rotary_tables
@@ -218,3 +218,10 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do()
     with pytest.raises(UserError, match=r'"inductor" does not go with tensor parallelism.*compile.backend = "none"'):
         refuse_impossible(shape, {"tensor": 2}, TENSOR, CompileConfig(backend="inductor"))
     refuse_impossible(shape, {"tensor": 2}, TENSOR, CompileConfig())
+
+
+def test_a_degree_that_cannot_share_a_rows_tokens_is_refused_with_the_lengths_that_fit():
+    with pytest.raises(UserError, match=r"tensor 6 does not divide the tokens .* 256; make that a multiple of 24"):
+        validate(PretrainConfig(parallel=ParallelConfig(tensor=6), sequence_length=256))
+    validate(PretrainConfig(parallel=ParallelConfig(tensor=4), sequence_length=25))
+    validate(PretrainConfig(parallel=ParallelConfig(tensor=16), sequence_length=256))
