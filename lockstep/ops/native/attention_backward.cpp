@@ -1,31 +1,5 @@
-// The gradient of attention over packed sequences, in float32.
-#include "attention.h"
-
-// Consecutive runs of query rows. Those of one piece are the last rows of its context: that many keys, from its first.
-struct Pieces {
-    const int32_t *starts, *contexts, *first_keys;
-    int64_t count;
-    int64_t position(const Tile& tile) const {
-        return tile.token + contexts[tile.sequence] - starts[tile.sequence + 1];
-    }
-};
-
-// A sequence's keys, as many as are seen, and all query rows that see them.
-struct Sequence {
-    int64_t first, length;
-    std::vector<Tile> tiles;
-};
-
-static std::vector<Sequence> sequences_of(const Pieces& pieces, int64_t group) {
-    std::vector<Sequence> all;
-    for (const Tile& tile : tiles_of(pieces.starts, pieces.count, group)) {
-        const int64_t first = pieces.first_keys[tile.sequence], length = pieces.contexts[tile.sequence];
-        if (all.empty() || all.back().first != first) all.push_back({first, 0, {}});
-        all.back().length = std::max(all.back().length, length);
-        all.back().tiles.push_back(tile);
-    }
-    return all;
-}
+// The gradient of attention over packed sequences, in float32; in bfloat16 on pairs where the processor has them.
+#include "attention_backward_pairs.h"
 
 // The gradient for one sequence's keys and one key-value head. The weights are recomputed block by block from the
 // saved log-sums (arXiv 2205.14135). grad_q is float32; all gradients are zero on entry.
@@ -76,7 +50,7 @@ static void backward_head(const T* grad_out, const T* q, const T* k, const T* v,
                 const int64_t seen = std::min(count, position + r / group + 1 - start);
                 for (int64_t j = 0; j < columns; j += LANES) {
                     float *weight = weights + r * BLOCK + j, *grad = grad_scores + r * BLOCK + j;
-                    f32x16 p = exp(keep_first(load(weight) * scale - log_sums[row], seen - j, LOWEST));
+                    f32x16 p = exp(keep_first(multiply_subtract(load(weight), scale, log_sums[row]), seen - j, LOWEST));
                     store(weight, p);
                     store(grad, p * (load(grad) - deltas[row]) * scale);
                 }

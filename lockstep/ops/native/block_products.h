@@ -2,6 +2,7 @@
 // where the processor multiplies those (vdpbf16ps), the weights rounded to bfloat16 as flash attention does.
 #pragma once
 #include "attention.h"
+#include "pairs.h"
 
 // The pages of a block's keys and values, `count` keys in all. Past the sequence's end the first page stands in: its
 // scores are masked.
@@ -49,25 +50,7 @@ struct BlockProducts {
     }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-// Pairs along the inner index: element i of two rows side by side in 32 bits.
-static inline __m512bh interleaved(__m512i rows) {  // 16 elements of one row, then of the next
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (__m512bh)_mm512_permutexvar_epi16(order, rows);
-}
-
-static inline __m512bh interleaved(const bf16* first, const bf16* second) {
-    const __m256i a = _mm256_loadu_si256((const __m256i*)first), b = _mm256_loadu_si256((const __m256i*)second);
-    return interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
-}
-
-struct PackedPairs {  // [pair][stride] as converted
-    const __m512i* at;
-    int64_t stride;
-    __m512bh operator()(int64_t pair, int v) const { return (__m512bh)at[pair * stride + v]; }
-};
-
+#ifdef LOCKSTEP_PAIRS
 struct KeyPairs {  // of the block's pages: vector v is page v
     const bf16* const* pages;
     __m512bh operator()(int64_t pair, int v) const {
@@ -83,41 +66,6 @@ struct ValuePairs {  // of one page, from column `first` on
         return interleaved(row, row + dim);
     }
 };
-
-// c [ROWS][VECTORS x 16] += a [ROWS][pairs] · b, as `product_tile`.
-template <int ROWS, int VECTORS, class Pairs>
-static inline void pair_tile(const bf16* a, int64_t lda, const Pairs& b, float* c, int64_t ldc, int64_t pairs) {
-    __m512 sums[ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_loadu_ps(c + r * ldc + v * LANES);
-    for (int64_t k = 0; k < pairs; k++) {
-        __m512bh columns[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) columns[v] = b(k, v);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            int32_t pair;
-            std::memcpy(&pair, a + r * lda + 2 * k, sizeof pair);
-            const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], factor, columns[v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) _mm512_storeu_ps(c + r * ldc + v * LANES, sums[r][v]);
-}
-
-template <int VECTORS, class Pairs>
-static void pair_rows(const bf16* a, int64_t lda, const Pairs& b, float* c, int64_t ldc, int64_t rows, int64_t pairs) {
-    int64_t r = 0;
-    for (; r + 6 <= rows; r += 6) pair_tile<6, VECTORS>(a + r * lda, lda, b, c + r * ldc, ldc, pairs);
-    for (; r + 2 <= rows; r += 2) pair_tile<2, VECTORS>(a + r * lda, lda, b, c + r * ldc, ldc, pairs);
-    if (r < rows) pair_tile<1, VECTORS>(a + r * lda, lda, b, c + r * ldc, ldc, pairs);
-}
 
 template <>
 struct BlockProducts<bf16> {
@@ -142,17 +90,16 @@ struct BlockProducts<bf16> {
     }
 
     void scores(const BlockPages<bf16>& pages, int64_t from, int64_t rows, float* scores) {
-        std::fill(scores, scores + rows * BLOCK, 0.f);
         const KeyPairs key_pairs{pages.keys};
-        if (direct) return pair_rows<BLOCK / PAGE>(queries + from * dim, dim, key_pairs, scores, BLOCK, rows, dim / 2);
+        const LeftPairs left = left_rows(queries + from * dim, dim);
+        if (direct) return pair_rows<false, BLOCK / PAGE>(left, key_pairs, scores, BLOCK, rows, dim / 2);
         for (int64_t k = 0; k < dim / 2; k++)
             for (int v = 0; v < BLOCK / PAGE; v++) keys[k * (BLOCK / PAGE) + v] = (__m512i)key_pairs(k, v);
         for (int64_t p = 0; p < BLOCK / PAGE; p++)
             for (int64_t k = 0; k < PAGE / 2; k++)
                 for (int64_t v = 0; v < dim / LANES; v++)
                     values[(p * PAGE / 2 + k) * (dim / LANES) + v] = (__m512i)ValuePairs{pages.values[p], dim}(k, v);
-        pair_rows<BLOCK / PAGE>(queries + from * dim, dim, PackedPairs{keys, BLOCK / PAGE}, scores, BLOCK, rows,
-                                dim / 2);
+        pair_product<false>(left, keys, BLOCK / PAGE, scores, BLOCK, rows, dim / 2, BLOCK);
     }
 
     void add_values(const BlockPages<bf16>& pages, int64_t rows, const float* exact, float* attended) {
@@ -166,10 +113,10 @@ struct BlockProducts<bf16> {
 
     template <int VECTORS>
     void add_columns(const bf16* page, int64_t p, int64_t n, int64_t rows, float* attended) {
-        const bf16* weight = weights + p * PAGE;
-        if (direct) return pair_rows<VECTORS>(weight, BLOCK, ValuePairs{page + n, dim}, attended + n, dim, rows, PAGE / 2);
+        const LeftPairs left = left_rows(weights + p * PAGE, BLOCK);
+        if (direct) return pair_rows<true, VECTORS>(left, ValuePairs{page + n, dim}, attended + n, dim, rows, PAGE / 2);
         const PackedPairs pairs{values + p * PAGE / 2 * (dim / LANES) + n / LANES, dim / LANES};
-        pair_rows<VECTORS>(weight, BLOCK, pairs, attended + n, dim, rows, PAGE / 2);
+        pair_rows<true, VECTORS>(left, pairs, attended + n, dim, rows, PAGE / 2);
     }
 };
 #endif

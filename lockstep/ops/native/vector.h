@@ -41,6 +41,15 @@ static inline f32x16 load(const bf16* p) {
     return (f32x16)(widened(half) << 16);
 }
 
+// a · b - c with one rounding, where the compiler might otherwise choose one or two, here this and there that.
+#ifdef __AVX512F__
+static inline f32x16 multiply_subtract(f32x16 a, float b, float c) {
+    return (f32x16)_mm512_fmsub_ps((__m512)a, _mm512_set1_ps(b), _mm512_set1_ps(c));
+}
+#else
+static inline f32x16 multiply_subtract(f32x16 a, float b, float c) { return a * b - c; }
+#endif
+
 static inline void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
 
 // Rounds to nearest even, as torch does; a NaN stays one.

@@ -1,0 +1,150 @@
+// The gradient of attention in bfloat16 on pairs. The weights and the gradients of the scores are rounded to bfloat16
+// before they are multiplied, as flash attention does; every sum is float32.
+#pragma once
+#include "attention_pieces.h"
+#include "pairs.h"
+
+#ifdef LOCKSTEP_PAIRS
+// One block of keys, and one tile at a time of the query rows that see it.
+class BlockGradient {
+    const int64_t dim, group, kv_head;
+    const Shape& shape;
+    const float scale;
+    __m512i *keys_across, *values_across, *key_pairs;      // pairs along [dim / 2][BLOCK]; [BLOCK / 2][dim]
+    __m512i *query_pairs, *grad_pairs;                     // [rows / 2][dim]
+    __m512i *weight_pairs, *grad_score_pairs;              // [rows / 2][BLOCK]
+    bf16 *keys, *values, *queries, *grads, *grad_scores;   // [BLOCK][dim], [rows][dim], [rows][BLOCK]
+    float *key_sums, *value_sums, *query_sums;             // [BLOCK][dim], [rows][dim]
+    float *scores, *grad_weights;                          // [rows][BLOCK]
+
+   public:
+    BlockGradient(const Shape& shape, int64_t kv_head, float scale)
+        : dim(shape.head_dim), group(shape.group()), kv_head(kv_head), shape(shape), scale(scale) {
+        const int64_t rows = (std::max<int64_t>(1, TILE / group) * group + 1) / 2 * 2;
+        static thread_local std::vector<float> scratch;
+        scratch.resize(9 * BLOCK * dim / 2 + 3 * rows * dim + 7 * rows * BLOCK / 2 + LANES);
+        float* next = (float*)(((uintptr_t)scratch.data() + 63) / 64 * 64);
+        const auto take = [&](auto*& array, int64_t floats) {
+            array = (std::remove_reference_t<decltype(array)>)next;
+            next += floats;
+        };
+        for (auto** pairs : {&keys_across, &values_across, &key_pairs}) take(*pairs, BLOCK * dim / 2);
+        for (auto** pairs : {&query_pairs, &grad_pairs}) take(*pairs, rows * dim / 2);
+        for (auto** pairs : {&weight_pairs, &grad_score_pairs}) take(*pairs, rows * BLOCK / 2);
+        for (auto** block : {&keys, &values}) take(*block, BLOCK * dim / 2);
+        for (auto** tile : {&queries, &grads}) take(*tile, rows * dim / 2);
+        take(grad_scores, rows * BLOCK / 2);
+        for (auto** sums : {&key_sums, &value_sums}) take(*sums, BLOCK * dim);
+        take(query_sums, rows * dim);
+        for (auto** products : {&scores, &grad_weights}) take(*products, rows * BLOCK);
+    }
+
+    // Keys from row `first` of k on, `count` of them.
+    void begin(const bf16* k, const bf16* v, int64_t first, int64_t count) {
+        std::fill(key_sums, key_sums + 2 * BLOCK * dim, 0.f);
+        load_block(k, first, count, keys, (int32_t*)keys_across);
+        load_block(v, first, count, values, (int32_t*)values_across);
+        pair_up(keys, BLOCK, key_pairs);
+    }
+
+    // What the rows of `tile` add; `seen` of the block's keys are seen by its first token, up to `most` by its last.
+    void add(const bf16* grad_out, const bf16* q, const float* log_sums, const float* deltas, float* grad_q,
+             const Tile& tile, int64_t seen, int64_t most) {
+        const int64_t rows = tile.tokens * group, columns = (most + LANES - 1) / LANES * LANES;
+        const int64_t row_pairs = (rows + 1) / 2, wide = BLOCK / LANES, line = dim / LANES;
+        load_tile(q, tile, queries, query_pairs);
+        load_tile(grad_out, tile, grads, grad_pairs);
+        pair_product<false>(left_rows(queries, dim), keys_across, wide, scores, BLOCK, rows, dim / 2, columns);
+        pair_product<false>(left_rows(grads, dim), values_across, wide, grad_weights, BLOCK, rows, dim / 2, columns);
+        for (int64_t r = 0; r < rows; r += 2) {
+            f32x16 weight[2] = {}, grad[2] = {};
+            for (int64_t j = 0; j < columns; j += LANES) {
+                for (int64_t i = 0; i < 2 && r + i < rows; i++) {
+                    const int64_t token = (r + i) / group, place = (r + i) * BLOCK + j;
+                    const int64_t row = (tile.token + token) * shape.heads + kv_head * group + (r + i) % group;
+                    const f32x16 score = multiply_subtract(load(scores + place), scale, log_sums[row]);
+                    weight[i] = exp(keep_first(score, std::min(seen + token, most) - j, LOWEST));
+                    grad[i] = weight[i] * (load(grad_weights + place) - deltas[row]) * scale;
+                }
+                store_pairs(weight, weight_pairs + r / 2 * wide + j / LANES);
+                const __m512i both = store_pairs(grad, grad_score_pairs + r / 2 * wide + j / LANES);
+                _mm256_storeu_si256((__m256i*)(grad_scores + r * BLOCK + j), _mm512_castsi512_si256(both));
+                _mm256_storeu_si256((__m256i*)(grad_scores + (r + 1) * BLOCK + j), _mm512_extracti64x4_epi64(both, 1));
+            }
+        }
+        pair_product<true>({(int32_t*)weight_pairs, 1, BLOCK}, grad_pairs, line, value_sums, dim, most, row_pairs, dim);
+        pair_product<true>({(int32_t*)grad_score_pairs, 1, BLOCK}, query_pairs, line, key_sums, dim, most, row_pairs,
+                           dim);
+        pair_product<false>(left_rows(grad_scores, BLOCK), key_pairs, line, query_sums, dim, rows, columns / 2, dim);
+        for (int64_t t = 0; t < tile.tokens; t++) {
+            float* target = grad_q + ((tile.token + t) * shape.heads + kv_head * group) * dim;
+            const float* sums = query_sums + t * group * dim;
+            for (int64_t d = 0; d < group * dim; d += LANES) store(target + d, load(target + d) + load(sums + d));
+        }
+    }
+
+    template <class G>
+    void end(G* grad_k, G* grad_v, int64_t first, int64_t count) const {
+        for (int64_t j = 0; j < count; j++) {
+            const int64_t row = ((first + j) * shape.kv_heads + kv_head) * dim;
+            for (int64_t d = 0; d < dim; d += LANES) {
+                store(grad_k + row + d, load(key_sums + j * dim + d));
+                store(grad_v + row + d, load(value_sums + j * dim + d));
+            }
+        }
+    }
+
+   private:
+    void load_block(const bf16* x, int64_t first, int64_t count, bf16* rows, int32_t* across) const {
+        for (int64_t j = 0; j < count; j++)
+            std::memcpy(rows + j * dim, x + ((first + j) * shape.kv_heads + kv_head) * dim, dim * sizeof(bf16));
+        std::memset((void*)(rows + count * dim), 0, (BLOCK - count) * dim * sizeof(bf16));
+        for (int64_t j = 0; j < BLOCK; j++)
+            for (int64_t d = 0; d < dim / 2; d++) std::memcpy(across + d * BLOCK + j, rows + j * dim + 2 * d, 4);
+    }
+
+    void load_tile(const bf16* x, const Tile& tile, bf16* rows, __m512i* pairs) const {
+        for (int64_t t = 0; t < tile.tokens; t++)
+            std::memcpy(rows + t * group * dim, x + ((tile.token + t) * shape.heads + kv_head * group) * dim,
+                        group * dim * sizeof(bf16));
+        const int64_t count = tile.tokens * group;
+        if (count % 2) std::memset((void*)(rows + count * dim), 0, dim * sizeof(bf16));
+        pair_up(rows, count, pairs);
+    }
+
+    void pair_up(const bf16* rows, int64_t count, __m512i* pairs) const {
+        for (int64_t r = 0; r < count; r += 2)
+            for (int64_t d = 0; d < dim; d += LANES)
+                *pairs++ = (__m512i)interleaved(rows + r * dim + d, rows + (r + 1) * dim + d);
+    }
+
+    // Two rows side by side, rounded; returns one after the other.
+    static __m512i store_pairs(const f32x16 (&rows)[2], __m512i* pairs) {
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]);
+        *pairs = (__m512i)interleaved(both);
+        return both;
+    }
+};
+
+// As the form of any type below it.
+template <class G>
+static void backward_head(const bf16* grad_out, const bf16* q, const bf16* k, const bf16* v, const float* log_sums,
+                          const float* deltas, float* grad_q, G* grad_k, G* grad_v, const Sequence& sequence,
+                          const Pieces& pieces, int64_t kv_head, const Shape& shape, float scale) {
+    BlockGradient block(shape, kv_head, scale);
+    for (int64_t start = 0; start < sequence.length; start += BLOCK) {
+        const int64_t count = std::min(BLOCK, sequence.length - start);
+        block.begin(k, v, sequence.first + start, count);
+        for (Tile tile : sequence.tiles) {
+            const int64_t position = pieces.position(tile);
+            const int64_t unseeing = std::max<int64_t>(0, start - position);  // tokens before the block
+            if (unseeing >= tile.tokens) continue;
+            tile.token += unseeing;
+            tile.tokens -= unseeing;
+            const int64_t seen = position + unseeing - start + 1;
+            block.add(grad_out, q, log_sums, deltas, grad_q, tile, seen, std::min(count, seen + tile.tokens - 1));
+        }
+        block.end(grad_k, grad_v, sequence.first + start, count);
+    }
+}
+#endif
