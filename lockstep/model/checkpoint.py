@@ -56,7 +56,9 @@ def load_weights(model: Decoder, path: str | Path) -> None:
 def _copy_weights(model: Decoder, folder: Path, files: dict[str, Path]) -> None:
     """Reads the model's tensors from `files`, in place; of a sharded parameter only this rank's shard is read."""
     wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
-    unknown = [n for n in files if n not in wanted and not is_ignored(n, model.config)]
+    # A model may hold some of the layers only.
+    whole = {hugging_face_name(name) for name, _ in Decoder(model.config, torch.float32, "meta").named_parameters()}
+    unknown = [n for n in files if n not in whole and not is_ignored(n, model.config)]
     if missing := [n for n in wanted if n not in files]:
         raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
     if unknown:

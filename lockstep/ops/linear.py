@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda
+from lockstep.ops.asked import asked_for
 from lockstep.ops.few_rows import FEW_ROWS, few_rows_product
 from lockstep.ops.forms import FORMS
 from lockstep.ops.kept import keep
@@ -91,8 +92,10 @@ class _Linear(torch.autograd.Function):
         return keep("linear", lambda: product(x, weight))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_gradients(grads[0].contiguous(), *ctx.saved_tensors)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), grad = ctx.saved_tensors, grads[0].contiguous()
+        grad_x = input_gradient(grad, weight) if asked_for(ctx, 0) else None
+        return grad_x, weight_gradient(grad, x) if asked_for(ctx, 1) else None
 
 
 # Compiled code calls the product as a whole: no compiler has a say in its order of summation.

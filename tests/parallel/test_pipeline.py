@@ -1,5 +1,7 @@
 """Pipelines against one process: every schedule, tied and untied, and what cannot run is refused by name."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -149,3 +151,22 @@ def test_settings_that_do_not_go_together_are_refused(settings, count, complaint
 def test_a_split_backward_is_refused_for_compiled_blocks():
     with pytest.raises(UserError, match=r'set compile.backend = "none"'):
         PipelinePlan(ParallelConfig(pipeline=2, pipeline_schedule="zbv")).check_compile(CompileConfig("inductor"))
+
+
+def test_halves_of_a_backward_compute_each_product_once(monkeypatch):
+    from lockstep import ops
+
+    linear = importlib.import_module("lockstep.ops.linear")
+    computed = []
+    for name in ("input_gradient", "weight_gradient"):
+        exact = getattr(linear, name)
+        monkeypatch.setattr(linear, name, lambda *a, n=name, f=exact: (computed.append(n), f(*a))[1])
+    weight = torch.randn(24, 8, requires_grad=True)
+    x = torch.randn(16, 8, requires_grad=True)
+    out = ops.linear(x * 2, weight).sum()
+    (grad_x,) = torch.autograd.grad(out, [x], retain_graph=True)
+    assert computed == ["input_gradient"]
+    (grad_weight,) = torch.autograd.grad(out, [weight], retain_graph=True)
+    assert computed == ["input_gradient", "weight_gradient"]
+    out.backward()
+    assert torch.equal(x.grad, grad_x) and torch.equal(weight.grad, grad_weight)
