@@ -17,6 +17,7 @@ import torch._dynamo
 import torch._inductor
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import CompileConfig
 from lockstep.errors import UserError
@@ -45,7 +46,13 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     # Of one function for all models of a process: dtypes, devices, and each with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     halves = CompiledHalves(config)
+    block = model.layers[0]
+    # Of a sharded layer the forward sees whole weights in the compute dtype.
+    if isinstance(block, FSDPModule):
+        block.unshard()
     _compare(model, halves)
+    if isinstance(block, FSDPModule):
+        block.reshard()
     halves.frozen = True
     model.halves = halves
 
@@ -113,9 +120,10 @@ def _compare(model: Decoder, halves: CompiledHalves) -> None:
     assert isinstance(block, Block)
     generator = torch.Generator().manual_seed(0)
     config = model.config
-    hidden = torch.randn(PROBE_ROWS, config.dim, generator=generator).to(model.device, model.dtype)
+    dtype = block.input_layernorm.weight.dtype
+    hidden = torch.randn(PROBE_ROWS, config.dim, generator=generator).to(model.device, dtype)
     attended = torch.randn(PROBE_ROWS, config.num_heads, config.head_dim, generator=generator)
-    attended = attended.to(model.device, model.dtype)
+    attended = attended.to(model.device, dtype)
     tables = rotary_tables(model.frequencies, torch.arange(PROBE_ROWS, device=model.device))
 
     def outputs(rows: slice) -> list[Tensor]:
@@ -128,8 +136,8 @@ def _compare(model: Decoder, halves: CompiledHalves) -> None:
         hidden.requires_grad_()
         attended.requires_grad_()
         expected = [t.detach() for t in outputs(slice(0, PROBE_ROWS))]
-        torch.stack([t.float().sum() for t in outputs(slice(0, 2))]).sum().backward()  # compiles the gradient too
-        model.zero_grad()
+        total = torch.stack([t.float().sum() for t in outputs(slice(0, 2))]).sum()
+        torch.autograd.grad(total, [hidden, attended, *block.parameters()])  # compiles the gradient too
         hidden.requires_grad_(False)
         attended.requires_grad_(False)
     with torch.no_grad():
