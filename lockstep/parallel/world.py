@@ -20,6 +20,10 @@ AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
 
 
+PATIENCE = timedelta(minutes=10)
+"""A message that takes longer is taken for lost."""
+
+
 @dataclass(frozen=True)
 class World:
     """Degrees and mesh of a run. One process without a process group is a world of one, with all degrees 1."""
@@ -104,8 +108,19 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
         # torch's Flight Recorder keeps the last collectives: the watchdog writes them down where one hangs.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        dist.init_process_group(
+            backend, store=_store(), rank=int(os.environ["RANK"]), world_size=size, timeout=PATIENCE
+        )
     return World(chosen, degrees, _mesh(chosen, degrees))
+
+
+def _store() -> dist.Store:
+    """Where ranks leave their addresses. After a restart by torchrun it still has those of the ranks that died."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # On several hosts the count differs from host to host; docs/cluster.md says what helps there.
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
 
 
 def close_world(world: World) -> None:

@@ -1,0 +1,121 @@
+"""A run that is killed at any moment, saving included, and resumed is the run that was never killed, bit for bit."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
+from lockstep.train.pretrain import pretrain
+from tests.parallel.launch import CONTEXT, _child, launch
+
+KILLS = 5
+"""Of each of four runs."""
+STEPS = 30
+
+
+def _config(tmp_path, name, dtype):
+    return PretrainConfig(
+        output=str(tmp_path / name), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=128,
+        sequence_length=32, steps=STEPS, train=TrainConfig(tokens_per_microbatch=64), dtype=dtype, device="cpu",
+        checkpoint=CheckpointConfig(every=1), resume=True,
+    )  # fmt: skip
+
+
+def _lines(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _history(folder):
+    lines = [json.loads(line) for line in _lines(folder)]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+def _start(ranks, config):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = CONTEXT.Queue()
+    processes = [
+        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, pretrain, (config,)), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes, results
+
+
+def _wait(processes, folder, steps, saving, seconds=60):
+    end = time.monotonic() + seconds
+    while len(_lines(folder)) < steps or (saving and not list((folder / "checkpoints").glob("*.partial"))):
+        assert time.monotonic() < end and all(p.is_alive() for p in processes)
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path, dtype, ranks):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    launch(ranks, pretrain, _config(tmp_path, "whole", dtype))
+    draw = random.Random(f"{dtype} {ranks}")
+    config = _config(tmp_path, "killed", dtype)
+    for kill in range(KILLS):
+        written = len(_lines(killed))
+        processes, results = _start(ranks, config)
+        # New steps are written, and a moment of one is met: every other time, one within a save.
+        _wait(processes, killed, steps=written + draw.randint(1, 2), saving=kill % 2 == 1)
+        time.sleep(draw.random() * 0.03)
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.join()
+        results.close()
+    launch(ranks, pretrain, config)
+    assert _history(killed) == _history(whole) and len(_history(whole)) == STEPS
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+TORCHRUN += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+WORKER = """
+import os, pathlib, signal, sys, threading, time
+run, once = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+
+def kill_at_step_5():
+    metrics = run / "metrics.jsonl"
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 5):
+        time.sleep(0.005)
+    once.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and not once.exists():
+    threading.Thread(target=kill_at_step_5, daemon=True).start()
+from lockstep.cli import main
+sys.exit(main(["pretrain", "--output", str(run), "--resume", *sys.argv[3:]]))
+"""
+
+
+def test_torchrun_restarts_a_run_whose_worker_died_and_nothing_is_lost(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
+    config = _config(tmp_path, "whole", "float32")
+    launch(2, pretrain, config)
+    (tmp_path / "worker.py").write_text(WORKER)
+    options = ["--model", "qwen3:micro", "--data", config.data, "--tokens-per-step", "128", "--sequence-length", "32"]
+    options += ["--steps", str(STEPS), "--train.tokens-per-microbatch", "64", "--dtype", "float32", "--device", "cpu"]
+    options += ["--checkpoint.every", "2"]
+    result = subprocess.run(
+        [*TORCHRUN, str(tmp_path / "worker.py"), str(tmp_path / "run"), str(tmp_path / "once"), *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "once").exists() and _history(tmp_path / "run") == _history(tmp_path / "whole")
