@@ -111,9 +111,7 @@ class Pipeline(Decoder):
             hidden = row.tokens
             for stage in self.stages:
                 if not stage.is_first and self.plan.rank_of(stage.index - 1) != self.rank:
-                    hidden = torch.empty(
-                        row.tokens.shape[0], self.config.dim, dtype=self.compute_dtype, device=self.device
-                    )
+                    hidden = self._hidden(row.tokens.shape[0], self.device)
                     dist.recv(hidden, group=self.group, group_src=self.plan.rank_of(stage.index - 1))
                 hidden = stage(hidden, row.positions, _attention(row))
                 if stage.is_last:
@@ -135,7 +133,7 @@ class Pipeline(Decoder):
         return self._schedules[count, tokens]
 
     def _torch_stage(self, stage: Stage, tokens: int) -> PipelineStage:
-        hidden = torch.empty(tokens, self.config.dim, dtype=self.compute_dtype, device="meta", requires_grad=True)
+        hidden = self._hidden(tokens, "meta").requires_grad_()
         first = torch.empty(tokens, dtype=torch.int64, device="meta")
         return PipelineStage(
             stage,
@@ -146,6 +144,10 @@ class Pipeline(Decoder):
             output_args=hidden,
             group=self.group,
         )
+
+    def _hidden(self, tokens: int, device: str | torch.device) -> Tensor:
+        """Where hidden states arrive."""
+        return torch.empty(tokens, self.config.dim, dtype=self.compute_dtype, device=device)
 
     def _loss(self, hidden: Tensor, row: Any) -> Tensor:
         return self._loss_of(cast(Decoder, Computed(self.stages[-1], hidden)), row)

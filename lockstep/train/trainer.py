@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import TrainConfig
+from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel import Pipeline, World
@@ -24,6 +25,11 @@ class Trainer:
     """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone."""
 
     def __init__(self, model: Decoder, config: TrainConfig, total_updates: int, world: World | None = None):
+        if isinstance(model, Pipeline) and config.optimizer_in_backward:
+            raise UserError(
+                "train.optimizer_in_backward does not go with parallel.pipeline, which computes a weight's gradient in "
+                "several backwards; switch it off"
+            )
         self.model = model
         self.world = world or World(model.device)
         self.config = config

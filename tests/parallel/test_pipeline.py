@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
 from lockstep.errors import UserError
 from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, read_table
 from lockstep.parallel.pipeline_split import split_layers
@@ -13,6 +13,7 @@ from tests.parallel.launch import launch
 from tests.parallel.training import train
 
 STEPS = 20
+IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 TOGETHER = "0F0,0F1,,,0B0,0F2,0B1,0F3,0I2,0W2,,0B3\n,1F0,1F1,1I0,1W0,1B1,1F2,1F3,1B2,1B3\n"
 
 
@@ -59,8 +60,29 @@ def test_stages_are_sharded_over_data_ranks(alone, schedule):
     _compare(launch(4, train, layout, "float32", STEPS, "qwen3:micro", 258, True), alone(True))
 
 
-def _compare(traces, expected, tolerance=1e-5):
-    assert torch.equal(torch.cat([trace.log_probs for trace in traces]), expected.log_probs)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelConfig(pipeline=2, tensor=2, pipeline_schedule="zbv"),
+        ParallelConfig(pipeline=2, context=2, pipeline_schedule="dualpipev"),
+    ],
+    ids=["tensor", "context"],
+)
+def test_stages_are_cut_over_tensor_and_context_ranks(alone, layout):
+    # Sums are cut, so it is close and not equal.
+    _compare(launch(4, train, layout, "float32", 5, "qwen3:micro", 258, True), alone(True, steps=5), bits=False)
+
+
+def test_a_split_backward_recomputes_activations(alone):
+    layout = ParallelConfig(pipeline=2, pipeline_schedule="zbv")
+    recompute = RecomputeConfig(mode="full")
+    traces = launch(2, train, layout, "float32", 5, "qwen3:micro", 258, True, None, recompute)
+    _compare(traces, alone(True, steps=5))
+
+
+def _compare(traces, expected, tolerance=1e-5, bits=True):
+    if bits:
+        assert torch.equal(torch.cat([trace.log_probs for trace in traces]), expected.log_probs)
     weights = {}
     for trace in traces:
         # Micro-batches' gradients are added in another order, and those of a tied weight apart.
@@ -146,6 +168,11 @@ def test_a_table_that_cannot_run_is_refused_with_its_place(tmp_path, text, compl
 def test_settings_that_do_not_go_together_are_refused(settings, count, complaint):
     with pytest.raises(UserError, match=complaint):
         PipelinePlan(ParallelConfig(pipeline=4, **settings)).check_microbatches(count)
+
+
+def test_an_optimizer_in_the_backward_is_refused():
+    with pytest.raises(AssertionError, match=r"train.optimizer_in_backward does not go with parallel.pipeline"):
+        launch(2, train, ParallelConfig(pipeline=2), "float32", 1, "qwen3:micro", 258, True, IN_BACKWARD)
 
 
 def test_a_split_backward_is_refused_for_compiled_blocks():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
+from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.model import Decoder, initialize, preset
 from lockstep.parallel import Pipeline, close_world, open_world, parallel_model
 from lockstep.train import PackedRow, Trainer, pack, target_log_probs
@@ -42,12 +42,14 @@ def train(
     vocab: int = 258,
     tied: bool = True,
     settings: dict[str, Any] | None = None,
+    recompute: RecomputeConfig | None = None,
 ) -> Trace:
     """Trains a fresh model on random sequences; the same ones in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
     shape = dataclasses.replace(preset(model, vocab), tie_embeddings=tied)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    decoder = parallel_model(shape, kind, world, parallel, CompileConfig(), partial(initialize, seed=3))
+    fill = partial(initialize, seed=3)
+    decoder = parallel_model(shape, kind, world, parallel, CompileConfig(), fill, recompute)
     fixed: dict[str, Any] = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
     trainer = Trainer(decoder, TrainConfig(**(fixed | (settings or {}))), steps, world)
     # An optimizer in the backward goes with one micro-batch.
