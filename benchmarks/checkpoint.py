@@ -1,6 +1,6 @@
 """How long a training step waits for its checkpoint: written in the background, and written at once.
 
-    python benchmarks/checkpoint.py [--model qwen3:small] [--folder FOLDER]
+    python benchmarks/checkpoint.py [--model qwen3:small] [--folder FOLDER] [--rows 4]
 
 Prints seconds of a step, of each save as the step sees it, and of steps while a save is being written.
 """
@@ -23,18 +23,19 @@ from lockstep.model import preset
 from lockstep.train import Trainer, pack
 from lockstep.train.pretrain import NextTokenLoss
 
-ROWS, LENGTH = 4, 512
+LENGTH = 512
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3:small")
     parser.add_argument("--folder", default=None, help="on the disk to measure; default: the system's temporary one")
+    parser.add_argument("--rows", type=int, default=4, help=f"of {LENGTH} tokens in a step")
     options = parser.parse_args()
     shape = preset(options.model)
     trainer = Trainer(build_model(shape, dtype="bfloat16"), TrainConfig(), 1000)
-    rows = torch.randint(shape.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
-    loss = NextTokenLoss(ROWS * (LENGTH - 1))
+    rows = torch.randint(shape.vocab_size, (options.rows, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
+    loss = NextTokenLoss(options.rows * (LENGTH - 1))
 
     def step() -> float:
         began = time.perf_counter()
