@@ -17,7 +17,7 @@ class RecomputeConfig:
     """`full`: all layers; `every`: every k-th; `selective`: all but operators in `keep`; `budget`: as it needs."""
     every: int = 2
     """every: layers 0, k, 2k … are recomputed."""
-    keep: tuple[Literal["attention", "linear", "norm", "activation"], ...] = ("attention",)
-    """selective: operators whose outputs are kept; in compiled runs attention only."""
+    keep: tuple[str, ...] = ("attention",)
+    """selective: operators whose outputs are kept: attention, linear, norm, activation; compiled: attention only."""
     budget_gib: float = 0.0
     """budget: GiB that a rank's layers may keep from forward to backward, measured in the first step."""
