@@ -107,9 +107,13 @@ def demo(arguments: list[str]) -> int:
 def pretrain(arguments: list[str]) -> int:
     """next-token training on text, from fresh weights or a Hugging Face folder"""
     from lockstep.config import PretrainConfig
+    from lockstep.train.pretrain import foresee
     from lockstep.train.pretrain import pretrain as run
 
     config = _run_config("pretrain", PretrainConfig, arguments)
+    if config.dry_run:
+        print(foresee(config).text())
+        return 0
     folder = run(config)
     print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep generate --model {folder} --prompt TEXT")
     return 0

@@ -62,6 +62,8 @@ class PretrainConfig:
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
+    dry_run: int = 0
+    """Only print the memory and the messages of a rank, as if so many ranks ran; needs neither them nor the memory."""
 
 
 @dataclass

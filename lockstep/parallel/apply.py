@@ -36,7 +36,7 @@ def parallel_model(
     refuse_impossible(config, world.degrees, parallel, compiled)
     choose_operators(parallel.asynchronous_tensor)
     if world.mesh is None:
-        model = Decoder(config, dtype, "meta").to_empty(device=world.device)
+        model = Decoder(config, dtype, world.device)
     elif parallel.full_dtensor:
         model = Decoder(config, dtype, "meta")
         distribute_everything(model, world)

@@ -77,6 +77,17 @@ class World:
         """Groups whose ranks hold different parameters, as the stages of a pipeline do."""
         return [self.mesh.get_group("pipeline")] if self.mesh is not None and self.degrees["pipeline"] > 1 else []
 
+    @property
+    def group_names(self) -> dict[str, str]:
+        """The axis of every process group of the mesh, by the group's name."""
+        if self.mesh is None:
+            return {}
+        names: dict[str, str] = {self.mesh.get_group(axis).group_name: axis for axis in AXES}
+        if self.degrees["context"] > 1:
+            shard = self.mesh["data_shard", "context"]._flatten("shard")
+            names[shard.get_group().group_name] = "data_shard, context"
+        return names
+
     def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:
         """Each value summed over the ranks of `axes`, by default all that hold different parts of a step's loss."""
         total = torch.tensor(list(values), dtype=torch.float64)
@@ -121,6 +132,21 @@ def _store() -> dist.Store:
         # On several hosts the count differs from host to host; docs/cluster.md says what helps there.
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store
+
+
+def imagined_world(config: ParallelConfig, size: int) -> World:
+    """Rank 0 of `size` ranks that do not exist: collectives return at once, with whatever is in the memory.
+
+    Raises UserError where the degrees do not fit the number of ranks.
+    """
+    degrees = resolve_degrees(config, size)
+    device = torch.device("cpu")
+    if size == 1:
+        return World(device, degrees)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    return World(device, degrees, _mesh(device, degrees))
 
 
 def close_world(world: World) -> None:

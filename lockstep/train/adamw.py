@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from lockstep.config import TrainConfig
-from lockstep.model.shard import local_part
+from lockstep.model.shard import local_values
 
 State = dict[str, Tensor]
 """What an optimizer keeps of one parameter."""
@@ -56,11 +56,11 @@ def _update(
     config: TrainConfig,
     skip: Tensor | None,
 ) -> None:
-    kept = [local_part(state[key])[0] for key in ("exp_avg", "exp_avg_sq") for state in states]
+    kept = [local_values(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states]
     wide = [moment.float() for moment in kept]  # the very tensors where they are float32
     adamw(
-        [local_part(master)[0] for master in masters],
-        [local_part(grad)[0] for grad in grads],
+        [local_values(master) for master in masters],
+        [local_values(grad) for grad in grads],
         wide[: len(states)],
         wide[len(states) :],
         [],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.config import TrainConfig
 from lockstep.model import resolve_dtype
-from lockstep.model.shard import local_part
+from lockstep.model.shard import local_values
 from lockstep.train.adamw import State
 from lockstep.train.whole_matrices import map_whole_matrices
 
@@ -39,13 +39,13 @@ def muon_update(
     beta, dtype = config.muon_momentum, resolve_dtype(config.muon_dtype)
     updates = []
     for grad, state in zip(grads, states):
-        own, momentum = local_part(grad)[0], local_part(state["momentum"])[0]
+        own, momentum = local_values(grad), local_values(state["momentum"])
         wide = momentum.float().lerp_(own, 1 - beta)
         if wide is not momentum:
             momentum.copy_(wide)
         updates.append(own.lerp(wide, beta).to(dtype))
     for master, update in zip(masters, map_whole_matrices(orthogonalize, updates, masters)):
-        own = local_part(master)[0]
+        own = local_values(master)
         own.mul_(1 - learning_rate * weight_decay)
         own.add_(update.to(own.dtype), alpha=-learning_rate * RMS * math.sqrt(max(master.shape)))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.config import TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder, resolve_dtype
-from lockstep.model.shard import local_part
+from lockstep.model.shard import local_values
 from lockstep.train.adamw import State, adamw_state, adamw_update
 from lockstep.train.gradient_norm import gradient_norms, local_squares, norms_of_squares
 from lockstep.train.muon import muon_state, muon_update
@@ -77,7 +77,7 @@ class MasterOptimizer:
         grads = self._grads()
         if 0 < self.config.max_grad_norm < grad_norm:
             scale = self.config.max_grad_norm / (grad_norm + 1e-6)
-            torch._foreach_mul_([local_part(g)[0] for g in grads.values()], scale)
+            torch._foreach_mul_([local_values(g) for g in grads.values()], scale)
         together: dict[Settings, dict[str, Tensor]] = defaultdict(dict)
         for name, grad in grads.items():
             together[self.settings[name]][name] = grad
@@ -89,7 +89,7 @@ class MasterOptimizer:
         """Clears the gradients: alone, it skips a step, and weights and moments keep their bits."""
         self._squares.clear()
         # Zeroed, not freed: fresh memory costs a page fault every 4 KiB at the next step.
-        if grads := [local_part(g)[0] for g in self._grads().values()]:
+        if grads := [local_values(g) for g in self._grads().values()]:
             torch._foreach_zero_(grads)
 
     def _grads(self) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from lockstep.data import (
     tokenize_documents,
 )
 from lockstep.errors import UserError
-from lockstep.model import Decoder, initialize, load_weights, preset, read_config, resolve_dtype
+from lockstep.model import Decoder, ModelConfig, initialize, load_weights, preset, read_config, resolve_dtype
 from lockstep.observe import (
     Observer,
     Progress,
@@ -44,6 +44,7 @@ from lockstep.observe import (
 from lockstep.parallel import World, close_world, open_world, parallel_model
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.context import shard_row
+from lockstep.train.dry_run import DryRun, dry_run
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
 from lockstep.train.stop_signal import StopSignal
@@ -214,18 +215,34 @@ def make_loader(
     return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
 
 
-def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:
-    """This rank's part of a preset with fresh weights and the tokenizer's vocabulary, or of a folder's model."""
+def foresee(config: PretrainConfig) -> DryRun:
+    """What a rank of `config.dry_run` ranks would need; no data are read, so a preset has its family's vocabulary.
+
+    Raises UserError for bad input.
+    """
+    validate(config)
+    folder = Path(config.model)
+    shape = read_config(folder) if folder.is_dir() else preset(config.model)
+    return dry_run(config, shape, config.dry_run, NextTokenLoss(config.train.tokens_per_microbatch))
+
+
+def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """A preset's with the tokenizer's vocabulary, or a folder's."""
     if Path(config.model).is_dir():
         shape = read_config(Path(config.model))
         if tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}"
             )
-        fill = partial(load_weights, path=config.model)
-    else:
-        eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-        shape = preset(config.model, tokenizer.vocab_size, eos)
-        fill = partial(initialize, seed=config.seed)
+        return shape
+    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return preset(config.model, tokenizer.vocab_size, eos)
+
+
+def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:
+    """This rank's part of a model with fresh weights, or of a folder's."""
+    shape = model_shape(config, tokenizer)
+    folder = Path(config.model).is_dir()
+    fill = partial(load_weights, path=config.model) if folder else partial(initialize, seed=config.seed)
     kind = resolve_dtype(config.dtype)
     return parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)

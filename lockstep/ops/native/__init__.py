@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -34,13 +36,30 @@ def library() -> ctypes.CDLL | None:
 
 def usable(x: Tensor) -> bool:
     """Whether the compiled kernels serve this tensor: on the CPU, float32 or bfloat16, and compiled at all."""
-    return x.device.type == "cpu" and x.dtype in SUFFIX and library() is not None
+    return x.device.type == "cpu" and x.dtype in SUFFIX and (_pretending or library() is not None)
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float) -> None:
     """Calls `name` for this dtype: tensors (contiguous) pass their address, integers as int64, floats as float."""
+    if _pretending:
+        return
     bound = _functions.get((name, dtype)) or _bind(name, dtype, arguments)
     bound(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+
+
+@contextmanager
+def pretending() -> Iterator[None]:
+    """Within it operators allocate and save what they would, and compute nothing: for tensors without values."""
+    global _pretending
+    _pretending = True
+    try:
+        yield
+    finally:
+        _pretending = False
+
+
+def is_pretending() -> bool:
+    return _pretending
 
 
 def function(name: str) -> Any:
@@ -51,6 +70,7 @@ def function(name: str) -> Any:
     return getattr(compiled, name)
 
 
+_pretending = False
 _functions: dict[tuple[str, torch.dtype], Any] = {}
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float}
 

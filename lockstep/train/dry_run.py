@@ -1,0 +1,157 @@
+"""A run's memory and messages before it is paid for: one step of rank 0, on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep import ops
+from lockstep.config import CompileConfig, PretrainConfig
+from lockstep.data import Row
+from lockstep.model import Decoder, ModelConfig, resolve_dtype
+from lockstep.model.shard import local_values
+from lockstep.observe.collectives import CollectiveLog, Traffic
+from lockstep.ops.native import pretending
+from lockstep.parallel import Pipeline, World, close_world, parallel_model
+from lockstep.parallel.pipeline_stage import Computed
+from lockstep.parallel.world import imagined_world
+from lockstep.train.context import shard_row
+from lockstep.train.packing import PackedRow, pack_rows
+from lockstep.train.trainer import Trainer
+
+
+@dataclass
+class DryRun:
+    """What was found. Memory is in bytes, of one rank."""
+
+    world: World
+    parameters: int
+    """Of the whole model."""
+    memory: dict[str, int]
+    """By what it is for; all of it is needed at once, at a micro-batch's peak."""
+    traffic: dict[tuple[str, str], Traffic]
+    """Messages of some micro-batches and the update, by (axis, kind)."""
+    passed: int
+    """So many micro-batches: one, or as many as are under way in a pipeline."""
+    microbatches: int
+    """Of a step, on each rank."""
+
+    def text(self) -> str:
+        """Tables for a terminal."""
+        degrees = ", ".join(f"{axis} {degree}" for axis, degree in self.world.degrees.items() if degree > 1)
+        lines = [
+            f"{self.world.size} ranks ({degrees or 'alone'})",
+            f"{self.parameters / 1e9:.3f} B parameters, {self.microbatches} micro-batches a rank and step",
+            "",
+            "memory of a rank, GiB",
+            *(f"  {name:28}{size / 2**30:10.3f}" for name, size in self.memory.items()),
+            f"  {'together':28}{sum(self.memory.values()) / 2**30:10.3f}",
+            "",
+            f"messages of rank 0 in {self.passed} micro-batches and the update" if self.traffic else "no messages",
+        ]
+        for (axis, kind), held in sorted(self.traffic.items()):
+            lines.append(f"  {axis:16}{kind:28}{held.calls:6} calls{held.bytes / 2**20:12.1f} MiB")
+        return "\n".join(lines)
+
+
+def dry_run(
+    config: PretrainConfig, shape: ModelConfig, ranks: int, loss: Callable[[Decoder, PackedRow], Tensor]
+) -> DryRun:
+    """Builds rank 0 of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
+
+    Raises UserError where the degrees do not fit the ranks. Activations are those of the operators' fused forms; what
+    torch.compile saves on top is not counted.
+    """
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    world = imagined_world(config.parallel, ranks)
+    try:
+        rows = max(1, config.train.tokens_per_microbatch // config.sequence_length)
+        share = config.tokens_per_step // (world.data_size * rows * config.sequence_length)
+        row = shard_row(pack_rows([_row(config.sequence_length)] * rows), world)
+        row.attention = row.attention or ops.PackedAttention(row.lengths)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # Meshes are made of real numbers: what is sharded is laid out before values are done without.
+        on_meta = replace(world, device=torch.device("meta")) if world.mesh is not None else world
+        with nullcontext() if world.mesh is not None else fake:
+            compute = resolve_dtype(config.dtype)
+            model = parallel_model(shape, compute, on_meta, config.parallel, CompileConfig(), _leave, config.recompute)
+        with fake, pretending():
+            if world.mesh is not None:
+                model.to_empty(device="cpu")
+            optimizer = Trainer(model, config.train, config.steps, world).optimizer
+            for name in ("tokens", "positions", "predictors", "targets"):
+                setattr(row, name, fake.from_tensor(getattr(row, name)))
+            tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
+            tracker.track_external(model)
+            with CollectiveLog(world.group_names) as log:
+                with tracker:
+                    passed = _pass(model, row, loss, log, tracker)
+                optimizer.update(config.train.learning_rate, 0.0)
+            memory = _persistent(model, optimizer) | {"a micro-batch at its peak": _transient(tracker)}
+    finally:
+        close_world(world)
+    return DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share)
+
+
+def _leave(model: Decoder) -> None:
+    """Fills no weights."""
+
+
+def _pass(
+    model: Decoder, row: PackedRow, loss: Callable[[Decoder, PackedRow], Tensor], log: CollectiveLog, tracker: Any
+) -> int:
+    """Forward and backward of one micro-batch, or of as many as are under way in a pipeline; returns how many."""
+    if not isinstance(model, Pipeline):
+        loss(model, row).backward()
+        return 1
+    count = model.world.degrees["pipeline"]
+    ends: list[Tensor] = []
+    for _ in range(count):
+        tracker.reset_mod_stats()
+        for stage in model.stages:
+            hidden = torch.empty(len(row.tokens), model.config.dim, dtype=model.compute_dtype, requires_grad=True)
+            out = stage(row.tokens if stage.is_first else hidden, row.positions, row.attention)
+            ends.append(loss(cast(Decoder, Computed(stage, out)), row) if stage.is_last else out.sum())
+            messages = log.traffic["pipeline", "send, receive"]
+            messages.calls += 2 * (not stage.is_first) + 2 * (not stage.is_last)
+            messages.bytes += hidden.nbytes * (2 * (not stage.is_first) + 2 * (not stage.is_last))
+    for end in ends:
+        end.backward()
+    return count
+
+
+def _persistent(model: Decoder, optimizer: Any) -> dict[str, int]:
+    weights, masters = _bytes(model.parameters()), _bytes(optimizer.masters.values())
+    state = _bytes(optimizer.state_tensors().values())
+    apart = any(m is not p for m, p in zip(optimizer.masters.values(), model.parameters()))
+    return {
+        "weights": weights,
+        **({"float32 masters": masters} if apart else {}),
+        "gradients": masters,
+        "optimizer state": state - masters,
+    }
+
+
+def _transient(tracker: Any) -> int:
+    """Activations, gathered weights and buffers."""
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    held = ("Parameter", "Sharded Param", "Gradient", "Sharded Grad", "Total")
+    return sum(size for kind, size in peak.items() if str(getattr(kind, "value", kind)) not in held)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local_values(t).nbytes for t in tensors)
+
+
+def _row(length: int) -> Row:
+    return Row(np.zeros(length, dtype=np.int64), [length], np.arange(length) > 0)

@@ -1,0 +1,81 @@
+"""A dry run against a real one: the same memory for what stays, the same collectives."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.config import ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.errors import UserError
+from lockstep.model import preset
+from lockstep.parallel import close_world, open_world
+from lockstep.train.dry_run import dry_run
+from lockstep.train.pretrain import NextTokenLoss
+from tests.parallel.launch import launch
+
+SHAPE = preset("llama3:tiny", 512)
+
+
+def _config(parallel: ParallelConfig) -> PretrainConfig:
+    return PretrainConfig(
+        sequence_length=64, tokens_per_step=512, parallel=parallel, train=TrainConfig(tokens_per_microbatch=128)
+    )
+
+
+def _imagined(ranks: int, parallel: ParallelConfig):
+    found = dry_run(_config(parallel), SHAPE, ranks, NextTokenLoss(126))
+    return {key: (t.calls, t.bytes) for key, t in found.traffic.items()}, found.memory, found.microbatches
+
+
+def _real_traffic(parallel: ParallelConfig):
+    """The collectives of one real micro-batch and update, and the bytes of this rank's weights and optimizer."""
+    from functools import partial
+
+    import numpy as np
+    import torch
+
+    from lockstep.config import CompileConfig
+    from lockstep.data import Row
+    from lockstep.model import initialize
+    from lockstep.model.shard import local_values
+    from lockstep.observe.collectives import CollectiveLog
+    from lockstep.parallel import parallel_model
+    from lockstep.train import Trainer
+    from lockstep.train.context import shard_row
+    from lockstep.train.packing import pack_rows
+
+    config = _config(parallel)
+    world = open_world(parallel, "cpu")
+    fill = partial(initialize, seed=0)
+    model = parallel_model(SHAPE, torch.bfloat16, world, parallel, CompileConfig(), fill)
+    optimizer = Trainer(model, config.train, 1, world).optimizer
+    row = Row(np.arange(64), [64], np.arange(64) > 0)
+    packed = shard_row(pack_rows([row, row]), world)
+    with CollectiveLog(world.group_names) as log:
+        NextTokenLoss(126)(model, packed).backward()
+        optimizer.update(1e-3, 0.0)
+    state = sum(local_values(t).nbytes for t in optimizer.state_tensors().values())
+    weights = sum(local_values(p).nbytes for p in model.parameters())
+    close_world(world)
+    return {key: (t.calls, t.bytes) for key, t in log.traffic.items()}, weights, state
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(context=2)])
+def test_it_foresees_a_real_step(parallel):
+    (expected, weights, state), _ = launch(2, _real_traffic, parallel)
+    ((traffic, memory, microbatches),) = launch(1, _imagined, 2, parallel)
+    assert traffic == expected
+    assert memory["weights"] == memory["gradients"] == weights
+    assert memory["weights"] + memory["optimizer state"] == state
+    assert memory["a micro-batch at its peak"] > 0
+    assert microbatches == (4 if parallel.tensor * parallel.context > 1 else 2)
+
+
+def test_the_command_prints_a_cluster_on_one_process():
+    command = [sys.executable, "-m", "lockstep", "pretrain", "--model", "llama3:1b", "--sequence-length", "1024"]
+    command += ["--tokens-per-step", "65536", "--train.tokens-per-microbatch", "1024", "--dry-run", "64"]
+    printed = subprocess.run([*command, "--parallel.tensor", "4"], capture_output=True, text=True, check=True).stdout
+    assert "64 ranks (data_shard 16, tensor 4)" in printed
+    assert "1.236 B parameters" in printed and "together" in printed and "reduce_scatter" in printed
+    with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
+        _imagined(2, ParallelConfig(tensor=3))
