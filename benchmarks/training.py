@@ -193,9 +193,11 @@ def overhead_work(folder: str) -> None:
     from lockstep.observe import read_metrics
 
     lockstep_run(folder)
-    lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")[2:]
-    outside = [m["time/step"] - m["time/forward"] - m["time/backward"] - m["time/optimizer"] for m in lines]
-    share = sum(outside) / sum(m["time/step"] for m in lines)
+    lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")[1:]
+    # From one step's line to the next: all that the loop does, checkpoints aside, for there is one at the end only.
+    whole = lines[-1]["time"] - lines[0]["time"]
+    inside = sum(m[f"time/{phase}"] for m in lines[1:] for phase in ("forward", "backward", "optimizer"))
+    share = 1 - inside / whole
     print(f"outside of forward, backward and optimizer: {share:.1%} of a step")
 
 

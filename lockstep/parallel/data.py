@@ -7,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lockstep.config import ParallelConfig
 from lockstep.model import Decoder
+from lockstep.parallel.exchange import ExchangedSum
 from lockstep.parallel.world import World
 
 
@@ -36,3 +37,5 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         module.set_gradient_divide_factor(1.0)
         # gloo knows no pre-multiplied sum; the plain sum is what is wanted on every backend.
         module.set_force_sum_reduction_for_comms(True)
+        if world.device.type == "cpu":
+            module.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
