@@ -29,8 +29,8 @@ def trainer_of(world: World, parallel: ParallelConfig, dtype: str, seed: int) ->
 
 def update(trainer: Trainer) -> float:
     """One step; the same on every rank, whose gradients are added up."""
-    loss = NextTokenLoss((len(SEQUENCE) - 1) * trainer.world.data_size)
-    return trainer.step([pack([SEQUENCE])], loss)["loss"]
+    loss = NextTokenLoss(2 * (len(SEQUENCE) - 1) * trainer.world.data_size)
+    return trainer.step([pack([SEQUENCE]), pack([SEQUENCE])], loss)["loss"]
 
 
 def checkpoints_of(run: Path, trainer: Trainer, dtype: str = "float32", **settings: object) -> Checkpoints:
