@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.model import Decoder, initialize, preset
-from lockstep.parallel import Pipeline, close_world, open_world, parallel_model
+from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import PackedRow, Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.packing import split_for_ranks
@@ -61,7 +61,7 @@ def train(
         parts = split_for_ranks(LENGTHS, tokens, world.data_size)[world.data_rank]
         rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
-            trace.log_probs = _log_probs(decoder, rows)
+            trace.log_probs = _log_probs(trainer, rows)
         metrics = trainer.step(rows, NextTokenLoss(sum(LENGTHS) - len(LENGTHS)))
         trace.losses.append(metrics["loss"])
         trace.norms.append(metrics["grad_norm"])
@@ -70,17 +70,14 @@ def train(
     return trace
 
 
-@torch.no_grad()
-def _log_probs(model: Decoder, rows: list[PackedRow]) -> Tensor:
-    if not isinstance(model, Pipeline):
-        return torch.cat([target_log_probs(model, row)[0] for row in rows])
+def _log_probs(trainer: Trainer, rows: list[PackedRow]) -> Tensor:
     found: list[Tensor] = [torch.empty(0)]
 
-    def keep(part: Decoder, row: PackedRow) -> Tensor:
-        found.append(target_log_probs(part, row)[0])
+    def keep(model: Decoder, row: PackedRow) -> Tensor:
+        found.append(target_log_probs(model, row)[0])
         return found[-1].sum()
 
-    model.evaluate(rows, keep)
+    trainer.evaluate(rows, keep)
     return torch.cat(found)
 
 
