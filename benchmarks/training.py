@@ -198,7 +198,8 @@ def overhead_work(folder: str) -> None:
     whole = lines[-1]["time"] - lines[0]["time"]
     inside = sum(m[f"time/{phase}"] for m in lines[1:] for phase in ("forward", "backward", "optimizer"))
     share = 1 - inside / whole
-    print(f"outside of forward, backward and optimizer: {share:.1%} of a step")
+    milliseconds = (whole - inside) / (len(lines) - 1) * 1e3
+    print(f"outside of forward, backward and optimizer: {milliseconds:.1f} ms, {share:.2%} of a step")
 
 
 WORKS = {"step": step_work, "run": run_work, "ranks": ranks_work, "overhead": overhead_work}
