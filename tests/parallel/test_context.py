@@ -19,7 +19,7 @@ from lockstep.train import pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.pretrain import NextTokenLoss, pretrain
 from tests.parallel.launch import launch
-from tests.parallel.training import train, whole
+from tests.parallel.training import whole
 
 VOCAB = 258
 # Two rows of sequences of odd lengths. Of the second one sequence is long, and only its last token is a target: some
@@ -90,29 +90,6 @@ def test_a_step_has_the_bits_of_one_process_forward_and_its_gradients(model, dty
     for _, grads in returned:
         for name, theirs in gradients.items():
             assert (grads[name] - theirs).norm() <= tolerance * theirs.norm(), name
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout", "steps"),
-    [
-        (2, ParallelConfig(context=2), 20),
-        (4, ParallelConfig(context=2), 20),
-        (4, ParallelConfig(context=2, data_replicate=2), 3),
-        (4, ParallelConfig(context=2, pipeline=2), 3),
-        (4, ParallelConfig(context=4), 3),
-    ],
-    ids=["context 2", "context 2 x shard 2", "context 2 x replicate 2", "context 2 x pipeline 2", "context 4"],
-)
-def test_training_follows_one_process(alone, ranks, layout, steps):
-    for trace in launch(ranks, train, layout, "float32", steps):
-        # Gradients are added in another order.
-        assert trace.losses == pytest.approx(alone.losses[:steps], rel=1e-5)
-        assert trace.norms == pytest.approx(alone.norms[:steps], rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return launch(1, train, ParallelConfig())[0]
 
 
 def test_pretrain_shares_each_sequence_when_the_command_line_says_so(tmp_path):

@@ -1,6 +1,6 @@
 """Matrices, heads and the vocabulary cut over ranks, against one process."""
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from lockstep.parallel.refusals import refuse_impossible
 from lockstep.train import pack, target_log_probs
 from lockstep.train.context import shard_row
 from tests.parallel.launch import launch
-from tests.parallel.training import train
 
 TENSOR = ParallelConfig(tensor=2)
 # Tied and untied heads, with and without query and key norm.
@@ -31,57 +30,6 @@ def build(parallel, model, dtype="float32"):
     shape = preset(model, 258)
     fill = partial(initialize, seed=3)
     return world, parallel_model(shape, DTYPES[dtype], world, parallel, CompileConfig(), fill)
-
-
-@pytest.mark.parametrize(
-    "ranks, model, layout, steps",
-    [
-        (2, "llama3:micro", TENSOR, 20),
-        (4, "qwen3:micro", TENSOR, 20),
-        (4, "qwen3:micro", ParallelConfig(context=2, tensor=2), 5),
-        (4, "qwen3:micro", ParallelConfig(pipeline=2, tensor=2, pipeline_schedule="zbv"), 5),
-        (4, "llama3:micro", ParallelConfig(pipeline=2, tensor=2), 5),
-        (4, "llama3:micro", ParallelConfig(context=2, tensor=2, full_dtensor=True), 20),
-        (4, "llama3:micro", ParallelConfig(data_replicate=2, data_shard=2, full_dtensor=True), 5),
-    ],
-    ids=[
-        "tensor",
-        "tensor-fsdp",
-        "tensor-context",
-        "tensor-zbv",
-        "tensor-pipeline",
-        "full-dtensor-context-tensor",
-        "full-dtensor-data",
-    ],
-)
-def test_training_follows_one_process(alone, ranks, model, layout, steps):
-    expected = alone(model)
-    traces = launch(ranks, train, layout, "float32", steps, model, 258, tied(model))
-    for trace in traces:
-        assert trace.losses == pytest.approx(expected.losses[:steps], rel=1e-5)
-        assert trace.norms[0] == pytest.approx(expected.norms[0], rel=1e-5)
-    # A stage of a pipeline has its own layers' only.
-    assert set().union(*(trace.weights for trace in traces)) == set(expected.weights)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    return cache(lambda model: launch(1, train, ParallelConfig(), "float32", 20, model, 258, tied(model))[0])
-
-
-def tied(model):
-    return model.startswith("qwen3")
-
-
-@pytest.mark.parametrize(
-    "layout", [TENSOR, ParallelConfig(tensor=2, full_dtensor=True)], ids=["tensor", "full-dtensor"]
-)
-def test_training_in_bfloat16_follows_one_process(layout):
-    (expected,) = launch(1, train, ParallelConfig(), "bfloat16", 5)
-    for trace in launch(2, train, layout, "bfloat16", 5):
-        # A sum of two rounded halves differs from a whole one in the last of 8 bits.
-        assert trace.losses == pytest.approx(expected.losses, rel=5e-3)
-        assert trace.norms[0] == pytest.approx(expected.norms[0], rel=5e-3)
 
 
 @pytest.mark.parametrize(

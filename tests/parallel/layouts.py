@@ -1,0 +1,86 @@
+"""The layouts that are compared with one process, and the table of them in docs/parallelism.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A combination, and the run that tests it."""
+
+    ranks: int
+    parallel: ParallelConfig
+    model: str = "qwen3:micro"
+    dtype: str = "float32"
+    steps: int = 20
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one weight."""
+        return self.model.startswith("qwen3")
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether no sum is cut, so that the forward pass has the very bits of one process."""
+        return self.parallel.tensor == 1
+
+    @property
+    def name(self) -> str:
+        """Its degrees, as the table has them."""
+        p = self.parallel
+        shard = p.data_shard
+        if shard == -1:
+            shard = self.ranks // (p.data_replicate * p.context * p.tensor * p.pipeline)
+        data = {(True, False): "DDP", (True, True): "HSDP", (False, True): "FSDP"}.get(
+            (p.data_replicate > 1, shard > 1), ""
+        )
+        degrees = {
+            data: f"{p.data_replicate} x {shard}" if data == "HSDP" else str(p.data_replicate * shard),
+            "context": str(p.context),
+            "tensor": str(p.tensor),
+            f"pipeline ({p.pipeline_schedule})": str(p.pipeline),
+        }
+        parts = [f"{kind} {degree}" for kind, degree in degrees.items() if kind and degree != "1"]
+        return ("full DTensor: " if p.full_dtensor else "") + ", ".join(parts)
+
+
+P = ParallelConfig
+LAYOUTS = [
+    Layout(2, P()),
+    Layout(2, P(), dtype="bfloat16"),
+    Layout(2, P(data_replicate=2)),
+    Layout(4, P(data_replicate=2), "llama3:micro"),
+    Layout(2, P(tensor=2), "llama3:micro"),
+    Layout(2, P(tensor=2), dtype="bfloat16", steps=5),
+    Layout(4, P(tensor=2)),
+    Layout(2, P(context=2)),
+    Layout(4, P(context=2), "llama3:micro"),
+    Layout(4, P(context=4), steps=5),
+    Layout(4, P(context=2, data_replicate=2), steps=5),
+    Layout(4, P(context=2, tensor=2), steps=5),
+    Layout(2, P(pipeline=2, pipeline_schedule="gpipe"), "llama3:micro"),
+    Layout(2, P(pipeline=2, pipeline_schedule="1f1b")),
+    Layout(2, P(pipeline=2, pipeline_schedule="interleaved")),
+    Layout(2, P(pipeline=2, pipeline_schedule="zbv")),
+    Layout(2, P(pipeline=2, pipeline_schedule="zbv"), dtype="bfloat16", steps=5),
+    Layout(2, P(pipeline=2, pipeline_schedule="dualpipev")),
+    Layout(4, P(pipeline=2, pipeline_schedule="1f1b")),
+    Layout(4, P(pipeline=2, pipeline_schedule="interleaved"), "llama3:micro", steps=5),
+    Layout(4, P(pipeline=2, tensor=2, pipeline_schedule="zbv"), steps=5),
+    Layout(4, P(pipeline=2, context=2, pipeline_schedule="dualpipev"), steps=5),
+    Layout(4, P(context=2, tensor=2, full_dtensor=True), "llama3:micro"),
+    Layout(4, P(data_replicate=2, data_shard=2, full_dtensor=True), "llama3:micro", steps=5),
+]
+
+
+def table() -> str:
+    """The layouts in Markdown."""
+    lines = ["| layout | ranks | model | dtype | forward | steps |", "| --- | --- | --- | --- | --- | --- |"]
+    for layout in LAYOUTS:
+        forward = "equal bits" if layout.same_bits else "close"
+        family = layout.model.partition(":")[0] + (", tied head" if layout.tied else "")
+        lines.append(f"| {layout.name} | {layout.ranks} | {family} | {layout.dtype} | {forward} | {layout.steps} |")
+    return "\n".join(lines)
