@@ -114,8 +114,7 @@ def pretrain(arguments: list[str]) -> int:
     if config.dry_run:
         print(foresee(config).text())
         return 0
-    folder = run(config)
-    print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep generate --model {folder} --prompt TEXT")
+    _print_next(run(config), "generate --model {folder} --prompt TEXT")
     return 0
 
 
@@ -126,9 +125,13 @@ def sft(arguments: list[str]) -> int:
 
     config = _run_config("sft", SFTConfig, arguments)
     config.model = str(model_folder(config.model)) if config.model else ""
-    folder = run(config)
-    print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep serve --model {folder}")
+    _print_next(run(config), "serve --model {folder}")
     return 0
+
+
+def _print_next(folder: Path, command: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep {command.format(folder=folder)}")
 
 
 @dataclass
@@ -256,8 +259,6 @@ def engine_config_for(model: Any) -> Any:
 
 def serve(arguments: list[str]) -> int:
     """answer OpenAI's HTTP requests: completions and chat, text or tokens, streamed or not"""
-    import os
-
     from lockstep.config import ServeConfig, validate
 
     config = _parse(ServeConfig, arguments, "serve")
