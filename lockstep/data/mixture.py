@@ -78,7 +78,8 @@ class MixedRows:
         return self.streams[0].read(pieces)
 
     def state(self) -> dict[str, Any]:
-        return {"weights": self.weights, "given": self._given, "streams": [stream.state() for stream in self.streams]}
+        streams = [stream.state() for stream in self.streams]
+        return {"weights": self.weights, "given": list(self._given), "streams": streams}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Raises UserError where the sources or their weights are not those of `state`."""

@@ -327,10 +327,13 @@ def test_a_mixture_keeps_its_proportions_and_resumes(weights, taken, repeat):
             shares = [w / sum(weights) * number for w in weights]
             # Never further than one row for each of the streams that one competes with.
             assert all(abs(g - s) < len(weights) for g, s in zip(given_rows, shares))
-    resumed = mixture()
-    resumed.load_state(json.loads(json.dumps(rows.state())))
+    resumed, state = mixture(), rows.state()
+    saved = json.dumps(state)
+    resumed.load_state(json.loads(saved))
     for _ in range(5):
         assert np.array_equal(resumed.read(resumed.plan()).tokens, rows.read(rows.plan()).tokens)
+    # A checkpoint is written while the rows go on.
+    assert json.dumps(state) == saved
     if not repeat:
         while not rows.ended:
             given_rows[rows.read(rows.plan()).tokens[0] // 1000] += 1
