@@ -129,8 +129,8 @@ class Checkpoints:
         incomplete = folder.with_name(folder.name + ".partial")
         try:
             if self.world.is_main:
+                # The writer makes it anew, within the ranks' common plan: what fails there fails on all of them.
                 _delete(incomplete)
-                incomplete.mkdir(parents=True)
             writer = SafetensorsWriter(incomplete, STEMS, partial(self._complete, folder, dtype=dtype, state=state))
             dcp.save(
                 parts,
@@ -168,7 +168,9 @@ class Checkpoints:
             _delete(folder)
         incomplete.rename(folder)
         sync_folder(folder.parent)
-        for old in _superseded(checkpoints_in(self.folder), self.config.checkpoint):
+        # Later ones are those that the run could not be resumed from: they must not push out what it can.
+        newest_first = [p for p in checkpoints_in(self.folder) if p <= folder]
+        for old in _superseded(newest_first, self.config.checkpoint):
             _delete(old)
 
     def _damage(self, folder: Path) -> str:

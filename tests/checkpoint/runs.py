@@ -71,7 +71,8 @@ def resumed(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, 
 
 
 def full_disk(run: Path) -> list[str]:
-    """Saves, saves with files limited as on a full disk, and saves again; returns what each save said."""
+    """Saves, saves with files limited as on a full disk, saves again, and where no folder can be made; returns what
+    each save said."""
     import resource
 
     world = open_world(ParallelConfig(), "cpu")
@@ -83,6 +84,11 @@ def full_disk(run: Path) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         checkpoints.save(step, {})
         said.append(checkpoints.wait())
+    if world.is_main:
+        (run / "checkpoints" / "step_00000004.partial").touch()
+    world.barrier()
+    checkpoints.save(4, {})
+    said.append(checkpoints.wait())
     close_world(world)
     return said
 

@@ -75,7 +75,9 @@ def test_what_happens_after_a_save_was_called_is_not_in_it(tmp_path, trainer):
 def test_a_full_disk_leaves_the_run_going_and_the_earlier_checkpoint_whole(tmp_path, ranks):
     for said in launch(ranks, full_disk, tmp_path):
         assert said[0] == said[2] == "" and "step_00000002" in said[1] and "File too large" in said[1]
+        assert "step_00000004" in said[3]
     assert [p.name for p in checkpoints_in(tmp_path / "checkpoints")] == ["step_00000003", "step_00000001"]
+    (tmp_path / "checkpoints" / "step_00000004.partial").unlink()
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
     assert not any(damage(p) for p in checkpoints_in(tmp_path / "checkpoints"))
 
@@ -116,6 +118,16 @@ def test_the_last_and_every_nth_are_kept(tmp_path, trainer):
         checkpoints.save(step, {})
     checkpoints.wait()
     assert [int(p.name[-2:]) for p in checkpoints_in(tmp_path / "checkpoints")] == [8, 7, 6, 3]
+
+
+def test_later_checkpoints_that_cannot_be_resumed_push_out_none_that_can(tmp_path, trainer):
+    checkpoints = checkpoints_of(tmp_path, trainer, keep_last=1, asynchronous=False)
+    checkpoints.save(4, {})
+    (tmp_path / "checkpoints" / "step_00000009").mkdir()
+    checkpoints.save(5, {})
+    assert [int(p.name[-2:]) for p in checkpoints_in(tmp_path / "checkpoints")] == [9, 5]
+    checkpoints.save(10, {})
+    assert [int(p.name[-2:]) for p in checkpoints_in(tmp_path / "checkpoints")] == [10]
 
 
 def test_the_last_checkpoint_can_be_the_model_alone_in_another_dtype(tmp_path):
