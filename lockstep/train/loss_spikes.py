@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median, pstdev
 from typing import Any
 
@@ -27,6 +28,14 @@ class LossSpikes:
         self.config = config
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._rollbacks: dict[int, int] = {}
+
+    def state(self) -> list[float]:
+        """What a checkpoint keeps, so that a resumed run finds the same spikes; JSON-able."""
+        return list(self._losses)
+
+    def load_state(self, losses: Iterable[float]) -> None:
+        """The inverse of `state`."""
+        self._losses = deque(losses, maxlen=WINDOW)
 
     def found(self, step: int, loss: float) -> bool:
         """Whether `loss` is so many standard deviations above the median of the last steps'. A spike is not kept."""

@@ -103,17 +103,18 @@ def run_training(
         open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
     world.barrier()
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
+    spikes = LossSpikes(config.faults)
     start = 0
     if config.resume and (state := checkpoints.resume()):
         start = state["step"]
         loader.load_state(state["loader"])
+        spikes.load_state(state.get("losses", ()))
     if config.resume and world.is_main:
         run.truncate(start)
 
     began = time.perf_counter()
     speed = Throughput(model.config, world, resolve_dtype(config.dtype))
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
-    spikes = LossSpikes(config.faults)
     metrics: dict[str, float] = {}
     stopped_by = 0
     with (
@@ -148,7 +149,7 @@ def run_training(
                     observer.rewind(step)
                 elif last or stopped_by or checkpoints.due(step):
                     with timeline.span("checkpoint"):
-                        checkpoints.save(step, {"loader": loader.state()}, last)
+                        checkpoints.save(step, {"loader": loader.state(), "losses": spikes.state()}, last)
             if bar is not None:
                 bar.reach(step, loss=metrics["loss"], tokens_per_s=metrics["tokens_per_second"])
 
