@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep import ops
 from lockstep.config import CompileConfig, PretrainConfig
-from lockstep.data import Row
+from lockstep.data import Row, divide_step
 from lockstep.model import Decoder, ModelConfig, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
@@ -75,9 +75,10 @@ def dry_run(
 
     world = imagined_world(config.parallel, ranks)
     try:
-        rows = max(1, config.train.tokens_per_microbatch // config.sequence_length)
-        share = config.tokens_per_step // (world.data_size * rows * config.sequence_length)
-        row = shard_row(pack_rows([_row(config.sequence_length)] * rows), world)
+        length, tokens = config.sequence_length, config.train.tokens_per_microbatch
+        of_step, rows = divide_step(length, config.tokens_per_step, tokens, world.data_size)
+        share = of_step // (world.data_size * rows)
+        row = shard_row(pack_rows([_row(length)] * rows), world)
         row.attention = row.attention or ops.PackedAttention(row.lengths)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # Meshes are made of real numbers: what is sharded is laid out before values are done without.
@@ -87,7 +88,8 @@ def dry_run(
             model = parallel_model(shape, compute, on_meta, config.parallel, CompileConfig(), _leave, config.recompute)
         with fake, pretending():
             if world.mesh is not None:
-                model.to_empty(device="cpu")
+                for part in model.stages if isinstance(model, Pipeline) else (model,):
+                    part.to_empty(device="cpu")
             optimizer = Trainer(model, config.train, config.steps, world).optimizer
             for name in ("tokens", "positions", "predictors", "targets"):
                 setattr(row, name, fake.from_tensor(getattr(row, name)))

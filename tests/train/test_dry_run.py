@@ -71,6 +71,11 @@ def test_it_foresees_a_real_step(parallel):
     assert microbatches == (4 if parallel.tensor * parallel.context > 1 else 2)
 
 
+def test_a_micro_batch_is_no_more_than_a_rank_has_rows():
+    ((_, _, microbatches),) = launch(1, _imagined, 8, ParallelConfig())
+    assert microbatches == 1
+
+
 def test_the_command_prints_a_cluster_on_one_process():
     command = [sys.executable, "-m", "lockstep", "pretrain", "--model", "llama3:1b", "--sequence-length", "1024"]
     command += ["--tokens-per-step", "65536", "--train.tokens-per-microbatch", "1024", "--dry-run", "64"]
