@@ -111,6 +111,8 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
     size = int(os.environ.get("WORLD_SIZE", 1))
     degrees = resolve_degrees(config, size)
     chosen = _device(device)
+    if config.cpu_offload and chosen.type == "cpu":
+        raise UserError("parallel.cpu_offload is for CUDA devices: on a CPU all is in its memory already; leave it out")
     if size == 1:
         return World(chosen, degrees)
     if chosen.type == "cuda":
@@ -186,4 +188,9 @@ def _device(name: str) -> torch.device:
         raise UserError(f'device is "{name}", but this machine has no CUDA device; leave --device out')
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {os.environ['RANK']} is number {device.index} on this host, which has "
+                f"{torch.cuda.device_count()} CUDA devices; start as many with --nproc-per-node, or give --device cpu"
+            )
     return device

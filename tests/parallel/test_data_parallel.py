@@ -5,7 +5,7 @@ import torch
 
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
-from lockstep.parallel.world import resolve_degrees
+from lockstep.parallel.world import open_world, resolve_degrees
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
@@ -24,3 +24,8 @@ def test_degrees_must_multiply_to_the_number_of_ranks():
         resolve_degrees(ParallelConfig(tensor=3), 4)
     with pytest.raises(UserError, match=r"parallel.context is 0; it must be 1 or more"):
         resolve_degrees(ParallelConfig(context=0), 1)
+
+
+def test_offloading_to_the_cpu_is_refused_on_a_cpu():
+    with pytest.raises(UserError, match="cpu_offload is for CUDA devices"):
+        open_world(ParallelConfig(cpu_offload=True), "cpu")
