@@ -68,7 +68,7 @@ def dry_run(
     """Builds rank 0 of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
 
     Raises UserError where the degrees do not fit the ranks. Activations are those of the operators' fused forms; what
-    torch.compile saves on top is not counted.
+    torch.compile saves on top is not counted. Collectives are a device's: CPUs reduce-scatter by an all-to-all.
     """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker

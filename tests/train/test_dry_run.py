@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -60,11 +61,21 @@ def _real_traffic(parallel: ParallelConfig):
     return {key: (t.calls, t.bytes) for key, t in log.traffic.items()}, weights, state
 
 
+def _as_on_devices(traffic):
+    """With the exchange that sums gradients on CPUs (`ExchangedSum`) counted as the reduce-scatter it stands for."""
+    calls, sizes = Counter(), Counter()
+    for (axis, kind), (count, size) in traffic.items():
+        key = axis, kind.replace("alltoall", "reduce_scatter")
+        calls[key] += count
+        sizes[key] += size
+    return {key: (calls[key], sizes[key]) for key in calls}
+
+
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(context=2)])
 def test_it_foresees_a_real_step(parallel):
     (expected, weights, state), _ = launch(2, _real_traffic, parallel)
     ((traffic, memory, microbatches),) = launch(1, _imagined, 2, parallel)
-    assert traffic == expected
+    assert traffic == _as_on_devices(expected)
     assert memory["weights"] == memory["gradients"] == weights
     assert memory["weights"] + memory["optimizer state"] == state
     assert memory["a micro-batch at its peak"] > 0

@@ -123,7 +123,6 @@ def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, capl
     assert metrics[-1]["epoch"] > 61 * metrics[0]["epoch"]
 
 
-@pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_resumed_run_compares_losses_with_those_before_it():
     before, after = (LossSpikes(FaultConfig(spike_deviations=4.0)) for _ in range(2))
     assert not any(before.found(step, 3.0 + 0.1 * (step % 2)) for step in range(30))
@@ -132,6 +131,7 @@ def test_a_resumed_run_compares_losses_with_those_before_it():
     assert before.found(30, 9.0) and after.found(30, 9.0)
 
 
+@pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, ranks, number):
     config = _config(tmp_path, steps=100_000)
     (tmp_path / "config.toml").write_text(to_toml(config))
