@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f'unknown command "{name}".{closest(name, COMMANDS)} See lockstep --help')
         return COMMANDS[name](arguments[1:])
     except UserError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
         return 2
     except RunStopped as error:
         # All ranks end alike; one of them says so.

@@ -59,6 +59,8 @@ class RowLoader:
             rows.sequence_length, tokens_per_step, tokens_per_microbatch, ranks
         )
         self.rows_per_rank = self.rows_per_step // ranks
+        self.microbatches = self.rows_per_rank // self.rows_per_microbatch
+        """Of a step, on each rank."""
 
     @property
     def ended(self) -> bool:

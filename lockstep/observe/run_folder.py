@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.checkpoint import newest_checkpoint
 from lockstep.errors import UserError
+from lockstep.observe.logs import log
+from lockstep.observe.watchdog import VERDICT
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
 
@@ -62,7 +66,11 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
     if holds_run and overwrite:
         shutil.rmtree(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
-    if not (resume and holds_run):
+    (run.path / "logs" / VERDICT).unlink(missing_ok=True)
+    if resume and holds_run:
+        if changed := _changed_settings(run.path / CONFIG, config_toml):
+            log.warning("%s goes on with other settings than it began with: %s", output, "; ".join(changed))
+    else:
         # First and at once: a folder whose run was killed here is that run's, or still empty.
         partial = run.path / (CONFIG + ".partial")
         partial.write_text(config_toml)
@@ -70,6 +78,20 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
     for folder in (run.path / "rollouts", run.path / "checkpoints"):
         folder.mkdir(exist_ok=True)
     return run
+
+
+def _changed_settings(began_with: Path, config_toml: str) -> list[str]:
+    before, now = (_flat(tomllib.loads(text)) for text in (began_with.read_text(), config_toml))
+    names = [n for n in now if n not in ("output", "resume", "overwrite") and now[n] != before.get(n, now[n])]
+    return [f"{name} {now[name]!r}, was {before[name]!r}" for name in names]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings of a TOML file by their names on the command line."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
 
 
 def _step_of(line: str) -> float:

@@ -18,6 +18,8 @@ from lockstep.observe.timeline import Timeline
 EXIT_CODE = 124
 """Of a run that the watchdog ended, as of timeout(1)."""
 HEARTBEAT_BYTES = 160
+VERDICT = "stopped"
+"""In `logs/`, from rank 0 to the others; gone before a run begins again."""
 
 
 @dataclass
@@ -54,8 +56,6 @@ class Watchdog:
                 self._file = os.open(self._heartbeat(self.rank), os.O_WRONLY | os.O_CREAT)
                 self._beat()
                 self.timeline.changed = self._beat
-            if self.rank == 0:
-                self._verdict.unlink(missing_ok=True)
             self._thread.start()
         return self
 
@@ -145,7 +145,7 @@ class Watchdog:
 
     @property
     def _verdict(self) -> Path:
-        return self.logs / "stopped"
+        return self.logs / VERDICT
 
 
 def dump_stacks(folder: Path, rank: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -96,6 +96,19 @@ class World:
                 total = total.to(self.device)
                 dist.all_reduce(total, group=self.mesh.get_group(axis))
         return [float(v) for v in total.tolist()]
+
+    def on_main(self, action: Callable[[], object]) -> None:
+        """Rank 0 does it, and the others wait. Where it raises UserError, all ranks do."""
+        problem = [""]
+        if self.is_main:
+            try:
+                action()
+            except UserError as error:
+                problem = [str(error)]
+        if self.mesh is not None:
+            dist.broadcast_object_list(problem, src=0, device=torch.device("cpu"))
+        if problem[0]:
+            raise UserError(problem[0])
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -67,8 +67,9 @@ def dry_run(
 ) -> DryRun:
     """Builds rank 0 of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
 
-    Raises UserError where the degrees do not fit the ranks. Activations are those of the operators' fused forms; what
-    torch.compile saves on top is not counted. Collectives are a device's: CPUs reduce-scatter by an all-to-all.
+    Raises UserError where the degrees do not fit the ranks, or the step the pipeline. Activations are those of the
+    operators' fused forms; what torch.compile saves on top is not counted. Collectives are a device's: CPUs
+    reduce-scatter by an all-to-all.
     """
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -86,6 +87,8 @@ def dry_run(
         with nullcontext() if world.mesh is not None else fake:
             compute = resolve_dtype(config.dtype)
             model = parallel_model(shape, compute, on_meta, config.parallel, CompileConfig(), _leave, config.recompute)
+        if isinstance(model, Pipeline):
+            model.plan.check_microbatches(share)
         with fake, pretending():
             if world.mesh is not None:
                 for part in model.stages if isinstance(model, Pipeline) else (model,):

@@ -48,6 +48,7 @@ def norms_of_squares(
         places = [[i for i, name in enumerate(members) if part_of(name) == part] for part in PARTS]
         # Added part by part: a scattered addition has no fixed order on a GPU.
         sums = sums.to(own.device) + torch.stack([own[place].sum() for place in places])
+    sums = sums.cpu()  # where a stage without a gradient, whose layers are frozen, has its zeros too
     for group in further_groups:
         dist.all_reduce(sums, group=group)
     norms = torch.cat([sums.sum()[None], sums]).sqrt().tolist()

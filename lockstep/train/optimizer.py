@@ -26,8 +26,8 @@ class MasterOptimizer:
     A parameter's gradient is added to its float32 sum as soon as backward has made it, so micro-batches
     accumulate exactly and a bfloat16 gradient lives only for a moment. float32 parameters are their own masters.
 
-    With `optimizer_in_backward` the parameter is updated there and then, and nothing is left for `update`; a gradient
-    that is not finite changes nothing then either.
+    With `optimizer_in_backward` the parameter is updated there and then, and nothing is left for `update`; the part of
+    a gradient that a rank holds changes nothing where it is not finite.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig):

@@ -41,7 +41,7 @@ from lockstep.observe import (
     require_observers,
     write_report,
 )
-from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.parallel import Pipeline, World, close_world, open_world, parallel_model
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run import DryRun, dry_run
@@ -96,12 +96,12 @@ def run_training(
     `held_out` is what validations measure. Raises RunStopped where the run ends early: by a signal, or by bad steps.
     """
     require_observers(config.observe, world.device)
+    if isinstance(model, Pipeline):
+        model.plan.check_microbatches(loader.microbatches)
     trainer = Trainer(model, config.train, config.steps, world)
 
     run = RunFolder(Path(config.output))
-    if world.is_main:
-        open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
-    world.barrier()
+    world.on_main(partial(open_run, config.output, to_toml(config), config.resume, config.overwrite))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
     start = 0
@@ -143,8 +143,9 @@ def run_training(
                 if held_out is not None and (last or step % config.validation_every == 0):
                     metrics["validation/loss"] = validation_loss(trainer, held_out)
                 observer.write(step, metrics)
-                if spikes.found(step, metrics["loss"]) and (state := spikes.roll_back(checkpoints)):
-                    # The loader stays where it is: what comes next is the data after the spike.
+                # The loader stays where it is: what comes next is the data after the spike, if there is any.
+                spike = spikes.found(step, metrics["loss"]) and not loader.ended
+                if spike and (state := spikes.roll_back(checkpoints)):
                     step = state["step"]
                     observer.rewind(step)
                 elif last or stopped_by or checkpoints.due(step):
@@ -154,7 +155,7 @@ def run_training(
                 bar.reach(step, loss=metrics["loss"], tokens_per_s=metrics["tokens_per_second"])
 
     world.barrier()
-    if world.is_main:
+    if world.is_main and (metrics or not start):  # a run that had ended already keeps what it said
         merge_timelines(run.path)
         summary = {
             "loss": metrics.get("loss"),

@@ -19,6 +19,7 @@ from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
 MicroBatch = TypeVar("MicroBatch")
+_COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 
 
 class Trainer:
@@ -110,8 +111,9 @@ class Trainer:
 
     def counts(self) -> dict[str, int]:
         """What a checkpoint keeps beside the tensors; JSON-able."""
-        return {"updates": self.updates, "skipped_steps": self.skipped_steps}
+        return {name: getattr(self, name) for name in _COUNTS}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
         """The inverse of `counts`."""
-        self.updates, self.skipped_steps = int(counts["updates"]), int(counts["skipped_steps"])
+        for name in _COUNTS:
+            setattr(self, name, int(counts[name]))

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from lockstep.checkpoint.manifest import write_manifest
-from lockstep.config import ObserveConfig
+from lockstep.config import ObserveConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, curves_png, open_run, read_metrics, write_report
+from lockstep.parallel import close_world, open_world
+from tests.parallel.launch import launch
 
 
 def test_a_folder_is_never_taken_from_its_owner(tmp_path):
@@ -25,6 +27,31 @@ def test_a_folder_is_never_taken_from_its_owner(tmp_path):
         open_run(str(tmp_path / "thesis" / "chapter.tex"), "")
     new = open_run(str(tmp_path / "new"), "a = 4\n", resume=True)
     assert (new.path / "config.toml").read_text() == "a = 4\n"
+
+
+def _open_on_two_ranks(output):
+    world = open_world(ParallelConfig(), "cpu")
+    try:
+        world.on_main(lambda: open_run(output, ""))
+    except UserError as error:
+        return str(error)
+    finally:
+        close_world(world)
+
+
+def test_where_the_main_rank_is_refused_all_are(tmp_path):
+    assert launch(2, _open_on_two_ranks, str(tmp_path / "run")) == [None, None]
+    first, second = launch(2, _open_on_two_ranks, str(tmp_path / "run"))
+    assert first == second and "already holds a run" in first
+
+
+def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
+    toml = "output = '{}'\nsteps = {}\nresume = {}\n[train]\nlearning_rate = 0.1\n"
+    open_run(str(tmp_path / "run"), toml.format("run", 4, "false"))
+    open_run(str(tmp_path / "run"), toml.format("./run", 4, "true"), resume=True)
+    assert not caplog.messages
+    open_run(str(tmp_path / "run"), toml.format("run", 5, "true").replace("0.1", "0.2"), resume=True)
+    assert "other settings than it began with: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
 
 
 def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):

@@ -158,6 +158,8 @@ def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path):
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sum(m["tokens"] for m in metrics) == 1201 and len(metrics) == 3 and metrics[-1]["data/padding"] > 0.5
     assert (folder / "checkpoints" / "step_00000003").is_dir()
+    summary = (folder / "summary.json").read_text()
     config.resume = True
     pretrain(config, ["the quick brown fox " * 60])
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (folder / "summary.json").read_text() == summary
