@@ -48,11 +48,13 @@ class MasterOptimizer:
         }
         self._learning_rate = 0.0
         self._squares: dict[str, Tensor] = {}
+        self._summed: set[str] = set()
+        """Masters apart from their parameter whose gradient is of this step: the others' is an old one's memory."""
         for name, parameter in self.parameters.items():
             if config.optimizer_in_backward:
                 parameter.register_post_accumulate_grad_hook(partial(self._update_now, name))
             elif self.masters[name] is not parameter:
-                parameter.register_post_accumulate_grad_hook(_accumulate_into(self.masters[name]))
+                parameter.register_post_accumulate_grad_hook(partial(self._accumulate, name))
 
     def begin(self, learning_rate: float, microbatches: int) -> None:
         """Before a step's first backward. Raises UserError where its settings do not go with so many micro-batches."""
@@ -88,12 +90,30 @@ class MasterOptimizer:
     def discard(self) -> None:
         """Clears the gradients: alone, it skips a step, and weights and moments keep their bits."""
         self._squares.clear()
-        # Zeroed, not freed: fresh memory costs a page fault every 4 KiB at the next step.
-        if grads := [local_values(g) for g in self._grads().values()]:
-            torch._foreach_zero_(grads)
+        # Written over, not freed: fresh memory costs a page fault every 4 KiB at the next step.
+        self._summed.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def _grads(self) -> dict[str, Tensor]:
-        return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
+        return {
+            n: m.grad
+            for n, m in self.masters.items()
+            if m.grad is not None and (n in self._summed or m is self.parameters[n])
+        }
+
+    @torch.no_grad()
+    def _accumulate(self, name: str, parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        master = self.masters[name]
+        assert grad is not None
+        if master.grad is None:
+            master.grad = grad.float()
+        elif name in self._summed:
+            master.grad.add_(grad)
+        else:
+            master.grad.copy_(grad)
+        self._summed.add(name)
 
     @torch.no_grad()
     def _update_now(self, name: str, parameter: Tensor) -> None:
@@ -146,16 +166,3 @@ def _master(parameter: nn.Parameter) -> Tensor:
     if parameter.dtype == torch.float32:
         return parameter
     return parameter.detach().float().requires_grad_()
-
-
-def _accumulate_into(master: Tensor):  # type: ignore[no-untyped-def]
-    @torch.no_grad()
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return hook
