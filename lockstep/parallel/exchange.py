@@ -31,4 +31,8 @@ class ExchangedSum:
             raise ValueError(f"gradients can only be summed here, and waited for; asked for {op}, async {async_op}")
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
+        first, second, *further = received.view(group.size(), -1).unbind()
+        # Not `torch.sum`, which reads two long rows at a third of the memory's speed.
+        torch.add(first, second, out=output_tensor)
+        for part in further:
+            output_tensor.add_(part)

@@ -117,53 +117,53 @@ def run_training(
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     metrics: dict[str, float] = {}
     stopped_by = 0
-    with (
-        StopSignal(config.faults.stop_seconds) as stop,
-        checkpoints,
-        Observer(config.observe, config.faults, run.path, world.rank, world.size) as observer,
-        (progress or Progress(command, config.steps)) if world.is_main else nullcontext() as bar,
-    ):
-        timeline = trainer.timeline = observer.timeline
-        if bar is not None:
-            bar.advance(start)
-        if config.steps == 0:
-            checkpoints.save(0, {"loader": loader.state()}, last=True)
-        step = start
-        while step < config.steps and not loader.ended and not stopped_by:
-            step += 1
-            with observer.step(step):
-                with timeline.span("data"):
-                    batch = loader.next()
-                    microbatches = packed(batch, world)
-                metrics = trainer.step(microbatches, NextTokenLoss(batch.targets))
-                bad_steps.check(step, trainer, batch)
-                metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
-                stopped_by = stop.agreed(world)
-                last = step == config.steps or loader.ended
-                if held_out is not None and (last or step % config.validation_every == 0):
-                    metrics["validation/loss"] = validation_loss(trainer, held_out)
-                observer.write(step, metrics)
-                # The loader stays where it is: what comes next is the data after the spike, if there is any.
-                spike = spikes.found(step, metrics["loss"]) and not loader.ended
-                if spike and (state := spikes.roll_back(checkpoints)):
-                    step = state["step"]
-                    observer.rewind(step)
-                elif last or stopped_by or checkpoints.due(step):
-                    with timeline.span("checkpoint"):
-                        checkpoints.save(step, {"loader": loader.state(), "losses": spikes.state()}, last)
+    with StopSignal(config.faults.stop_seconds) as stop, checkpoints:
+        with (
+            Observer(config.observe, config.faults, run.path, world.rank, world.size) as observer,
+            (progress or Progress(command, config.steps)) if world.is_main else nullcontext() as bar,
+        ):
+            timeline = trainer.timeline = observer.timeline
             if bar is not None:
-                bar.reach(step, loss=metrics["loss"], tokens_per_s=metrics["tokens_per_second"])
+                bar.advance(start)
+            if config.steps == 0:
+                checkpoints.save(0, {"loader": loader.state()}, last=True)
+            step = start
+            while step < config.steps and not loader.ended and not stopped_by:
+                step += 1
+                with observer.step(step):
+                    with timeline.span("data"):
+                        batch = loader.next()
+                        microbatches = packed(batch, world)
+                    metrics = trainer.step(microbatches, NextTokenLoss(batch.targets))
+                    bad_steps.check(step, trainer, batch)
+                    metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
+                    stopped_by = stop.agreed(world)
+                    last = step == config.steps or loader.ended
+                    if held_out is not None and (last or step % config.validation_every == 0):
+                        metrics["validation/loss"] = validation_loss(trainer, held_out)
+                    observer.write(step, metrics)
+                    # The loader stays where it is: what comes next is the data after the spike, if there is any.
+                    spike = spikes.found(step, metrics["loss"]) and not loader.ended
+                    if spike and (state := spikes.roll_back(checkpoints)):
+                        step = state["step"]
+                        observer.rewind(step)
+                    elif last or stopped_by or checkpoints.due(step):
+                        with timeline.span("checkpoint"):
+                            checkpoints.save(step, {"loader": loader.state(), "losses": spikes.state()}, last)
+                if bar is not None:
+                    bar.reach(step, loss=metrics["loss"], tokens_per_s=metrics["tokens_per_second"])
 
-    world.barrier()
-    if world.is_main and (metrics or not start):  # a run that had ended already keeps what it said
-        merge_timelines(run.path)
-        summary = {
-            "loss": metrics.get("loss"),
-            "validation_loss": metrics.get("validation/loss"),
-            "seconds": {command: time.perf_counter() - began},
-        }
-        (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
-        write_report(run.path, f"{command} {config.model}")
+        # The last checkpoint may still be on its way to the disk.
+        world.barrier()
+        if world.is_main and (metrics or not start):  # a run that had ended already keeps what it said
+            merge_timelines(run.path)
+            summary = {
+                "loss": metrics.get("loss"),
+                "validation_loss": metrics.get("validation/loss"),
+                "seconds": {command: time.perf_counter() - began},
+            }
+            (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
+            write_report(run.path, f"{command} {config.model}")
     if stopped_by and step < config.steps:
         raise stop.error(stopped_by, step, config.output)
     return run.path

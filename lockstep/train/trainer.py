@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel import Pipeline, World
+from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
 
@@ -31,6 +32,8 @@ class Trainer:
                 "train.optimizer_in_backward does not go with parallel.pipeline, which computes a weight's gradient in "
                 "several backwards; switch it off"
             )
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.model = model
         self.world = world or World(model.device)
         self.config = config
