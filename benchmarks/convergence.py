@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.observe import read_metrics
 
-STEPS = 100
+STEPS = 60
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one process": (1, []),
     "FSDP 2": (2, []),
@@ -38,7 +38,7 @@ def losses(name: str, folder: Path, steps: int) -> list[float]:
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     command += [
-        "lockstep", "pretrain", "--model", "llama3:tiny", "--steps", str(steps), "--tokens-per-step", "4096",
+        "lockstep", "pretrain", "--model", "llama3:tiny", "--steps", str(steps), "--tokens-per-step", "2048",
         "--sequence-length", "256", "--train.tokens-per-microbatch", "512", "--dtype", "float32", "--device", "cpu",
         "--output", str(output), *options,
     ]  # fmt: skip

@@ -333,9 +333,9 @@ def model_folder(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{path}: no such folder; give a Hugging Face model folder or a run's folder")
-    from lockstep.observe import RunFolder
+    from lockstep.checkpoint import newest_checkpoint
 
-    return RunFolder(folder).newest_checkpoint() or folder
+    return newest_checkpoint(folder) or folder
 
 
 @dataclass

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import newest_checkpoint
 from lockstep.errors import UserError
 from lockstep.observe.logs import log
 from lockstep.observe.watchdog import VERDICT
@@ -29,13 +28,6 @@ class RunFolder:
 
     def rollouts_path(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:08}.jsonl"
-
-    def checkpoint_path(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step_{step:08}"
-
-    def newest_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint, if there is one."""
-        return newest_checkpoint(self.path)
 
     def truncate(self, step: int) -> None:
         """Forgets metrics and rollouts after `step`, which a resumed run writes anew."""

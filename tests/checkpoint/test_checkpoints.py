@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint import checkpoints_in, newest_checkpoint
-from lockstep.checkpoint.manifest import damage
+from lockstep.checkpoint.manifest import damage, write_manifest
 from lockstep.config import CheckpointConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.parallel import World
@@ -157,3 +157,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"step_00000001: is a checkpoint of another model \(embed_tokens.weight: sh"):
         pretrain(_config(tmp_path, steps=2, resume=True, model="qwen3:tiny"))
     assert run.is_dir()
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    for name in ("step_00000002", "step_00000010", "step_00000012.partial"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        write_manifest(tmp_path / "checkpoints" / name, [])
+    (tmp_path / "checkpoints" / "step_00000011").mkdir()
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000010"

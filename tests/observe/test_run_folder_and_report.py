@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from lockstep.checkpoint.manifest import write_manifest
 from lockstep.config import ObserveConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, curves_png, open_run, read_metrics, write_report
@@ -76,16 +75,6 @@ def test_tensorboard_files_are_written_where_asked(tmp_path):
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
-
-
-def test_the_newest_whole_checkpoint_is_found(tmp_path):
-    run = open_run(str(tmp_path / "run"), "")
-    assert run.newest_checkpoint() is None
-    for name in ("step_00000002", "step_00000010", "step_00000012.partial"):
-        (run.path / "checkpoints" / name).mkdir()
-        write_manifest(run.path / "checkpoints" / name, [])
-    (run.path / "checkpoints" / "step_00000011").mkdir()
-    assert run.newest_checkpoint() == run.checkpoint_path(10)
 
 
 def test_a_report_escapes_what_models_write_and_shows_what_there_is(tmp_path):

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint import newest_checkpoint, step_name
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.protocol import WeightsRequest
 from lockstep.generate.server.service import Service
 from lockstep.model import load_weights
-from lockstep.observe import RunFolder
 
 
 async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _folder(service: Service, wanted: WeightsRequest) -> Path:
     if wanted.path is not None:
         folder = Path(wanted.path)
         try:
-            folder = RunFolder(folder).newest_checkpoint() or folder
+            folder = newest_checkpoint(folder) or folder
         except (OSError, ValueError) as error:
             raise UserError(f"{wanted.path!r}: cannot be read ({error})") from error
     elif wanted.version is None:
@@ -50,7 +50,7 @@ def _folder(service: Service, wanted: WeightsRequest) -> Path:
     elif step_of(service.folder) is None:
         raise UserError("the server was not started from a run's folder, so versions have no folder; give path")
     else:
-        folder = RunFolder(service.folder.parent.parent).checkpoint_path(wanted.version)
+        folder = service.folder.with_name(step_name(wanted.version))
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a Hugging Face model folder, a run's folder, or its step")
     return folder
