@@ -16,7 +16,7 @@ from lockstep.parallel import apply_compile
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize
 from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
-from lockstep.rl.environment import load_environment
+from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import lockstep.rl as rl
 from lockstep.errors import UserError
-from lockstep.rl.environment import load_environment
 from lockstep.rl.environments.gsm8k import FINAL, GSM8K
+from lockstep.rl.load_environment import load_environment
 
 METHODS = """
     def examples(self, split): return [rl.Example("p", "a")]

@@ -10,9 +10,9 @@ import pytest
 import lockstep.rl as rl
 from lockstep.data import TextSource
 from lockstep.errors import UserError
-from lockstep.rl.environment import load_environment
 from lockstep.rl.environments.digit_sum import DigitSum, pretraining_text
 from lockstep.rl.environments.gsm8k import GSM8K, TEMPLATE
+from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rewards import grade
 

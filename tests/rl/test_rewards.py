@@ -9,7 +9,7 @@ import torch
 
 import lockstep.rl as rl
 from lockstep.errors import UserError
-from lockstep.rl.environment import load_environment
+from lockstep.rl.load_environment import load_environment
 from lockstep.rl.rewards import grade
 
 

@@ -1,0 +1,89 @@
+"""An environment by its name, or from a file of the user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError, closest
+from lockstep.rl.environment import Environment, source_file, user_line
+from lockstep.rl.environments import ENVIRONMENTS
+
+
+def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) -> Environment:
+    """A built-in environment by name, or `FILE.py:Class`.
+
+    `data` and `skip_bad_lines` go to an `__init__` that has parameters of these names. Raises UserError where the name
+    is unknown, the file does not import or holds no such Environment, or the Environment cannot be made.
+    """
+    file, colon, class_name = name.rpartition(":")
+    if colon:
+        kind = _class_in(Path(file), class_name)
+    elif name in ENVIRONMENTS:
+        kind = ENVIRONMENTS[name]
+    else:
+        raise UserError(
+            f'unknown environment "{name}".{closest(name, ENVIRONMENTS)} '
+            f"Built in: {', '.join(ENVIRONMENTS)}; your own: FILE.py:Class"
+        )
+    return _made(kind, data, skip_bad_lines)
+
+
+def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environment:
+    file = source_file(kind)
+    where = f"{file or kind.__module__}: {kind.__name__}"
+    for method in ("examples", "reward"):
+        if getattr(kind, method) is getattr(Environment, method):
+            raise UserError(f"{where} defines no `{method}`; write it as lockstep.rl.Environment describes it")
+    signature = inspect.signature(kind)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    options: dict[str, Any] = {"data": data, "skip_bad_lines": skip_bad_lines}
+    given = {name: value for name, value in options.items() if takes_any or name in signature.parameters}
+    if data and "data" not in given:
+        raise UserError(f"{where}.__init__ takes no `data`; add the parameter, or leave --data out")
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise UserError(
+            f"{where}.__init__ cannot be called ({error}); it may take `data` and `skip_bad_lines`, and must have "
+            "defaults for anything else"
+        ) from error
+    try:
+        return kind(**given)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{user_line(error, file)}: {kind.__name__} cannot be made ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _class_in(file: Path, class_name: str) -> Any:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; give the environment as FILE.py:Class")
+    # The path is part of the module's name: files of one name in two folders are two modules.
+    name = f"lockstep_environment_{file.stem}_{zlib.crc32(str(file.resolve()).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{file}: not a Python file; give the environment as FILE.py:Class")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(spec.name, None)
+        raise UserError(f"{user_line(error, file)}: does not import ({type(error).__name__}: {error})") from error
+    classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Environment)]
+    classes = [n for n in classes if n != "Environment"]
+    if class_name not in classes:
+        there = class_name != "Environment" and hasattr(module, class_name)
+        problem = f'"{class_name}" is no Environment' if there else f'no Environment named "{class_name}"'
+        raise UserError(
+            f"{file}: {problem}.{closest(class_name, classes)} "
+            f"There: {', '.join(classes) or 'none; subclass lockstep.rl.Environment'}"
+        )
+    return getattr(module, class_name)
