@@ -56,10 +56,11 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True)
     alone = curves["one process"]
     steps = range(1, len(alone) + 1)
-    for name, values in curves.items():
-        above.plot(steps, values, linewidth=1.2, label=name)
+    for index, (name, values) in enumerate(curves.items()):
+        style = {"color": f"C{index}", "linewidth": 1.2}
+        above.plot(steps, values, label=name, **style)
         if values is not alone:
-            below.plot(steps, [max(abs(v / a - 1), 1e-9) for v, a in zip(values, alone)], linewidth=1.2, label=name)
+            below.plot(steps, [max(abs(v / a - 1), 1e-9) for v, a in zip(values, alone)], **style)
     above.set_ylabel("loss, nats a byte")
     above.legend(fontsize=7, ncols=3)
     below.set_ylabel("relative difference\nfrom one process")
