@@ -112,6 +112,7 @@ def pretrain(arguments: list[str]) -> int:
     from lockstep.train.pretrain import pretrain as run
 
     config = _run_config("pretrain", PretrainConfig, arguments)
+    config.model, config.tokenizer = _in_run(config.model), _in_run(config.tokenizer)
     if config.dry_run:
         print(foresee(config).text())
         return 0
@@ -126,6 +127,7 @@ def sft(arguments: list[str]) -> int:
 
     config = _run_config("sft", SFTConfig, arguments)
     config.model = str(model_folder(config.model)) if config.model else ""
+    config.tokenizer = _in_run(config.tokenizer)
     _print_next(run(config), "serve --model {folder}")
     return 0
 
@@ -146,9 +148,10 @@ class TokenizeOptions:
     tokenizer: str = "byte"
     """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
     template: str = "{text}"
-    """How a line of JSONL or a row becomes a text: keys in braces stand for their values."""
+    """How a line of JSONL or a row becomes a text: keys in braces stand for their values. With --chat: file of a chat
+    template (jinja) to use instead of the model's own."""
     chat: bool = False
-    """The data are conversations, for sft; the tokenizer is a model's folder with a chat template."""
+    """The data are conversations, for sft; the tokenizer is a model's folder."""
     skip_bad_lines: bool = False
     """Count and skip malformed lines instead of stopping at the first."""
     workers: int = 4
@@ -162,6 +165,7 @@ def data(arguments: list[str]) -> int:
     from lockstep.data.tokenize_once import tokenize_once
 
     options = _parse(TokenizeOptions, arguments[1:], "data tokenize")
+    options.tokenizer = _in_run(options.tokenizer)
     tokenize_once(**vars(options))
     print(f"next: lockstep {'sft' if options.chat else 'pretrain'} --data {options.output}")
     return 0
@@ -336,6 +340,11 @@ def model_folder(path: str) -> Path:
     from lockstep.checkpoint import newest_checkpoint
 
     return newest_checkpoint(folder) or folder
+
+
+def _in_run(name: str) -> str:
+    """`model_folder` where it is a folder's name, which it need not be."""
+    return str(model_folder(name)) if name and Path(name).is_dir() else name
 
 
 @dataclass

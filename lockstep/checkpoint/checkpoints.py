@@ -25,6 +25,7 @@ from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.model import Decoder, resolve_dtype, write_description
+from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
 STATE, CONFIG = "state.json", "config.toml"
@@ -93,24 +94,32 @@ class Checkpoints:
     def resume(self) -> dict[str, Any] | None:
         """Puts trainer and random generators back to the newest whole checkpoint; returns what `save` was given.
 
-        None if there is no checkpoint. A damaged one is named in a warning, and the next older is tried. Raises
-        UserError for a checkpoint of another model.
+        None if there is no checkpoint. A damaged one is named in a warning, and the next older is tried. Of a run that
+        has come to its end with the model only, nothing is loaded. Raises UserError for a checkpoint of another model,
+        and where there are checkpoints, but none to go on from.
         """
         self.wait()
         if self.world.is_main:
             for left_over in self.folder.glob("*.partial"):
                 _delete(left_over)
+        problem = ""
         for folder in checkpoints_in(self.folder):
             problem = self._damage(folder)
             if not problem:
                 state: dict[str, Any] = json.loads((folder / STATE).read_text())
                 if not state["model_only"]:
                     self._load(folder)
+                if not state["model_only"] or state["step"] >= self.config.steps:
                     self.trainer.load_counts(state)
                     return state
-                problem = "it holds the model only"
+                problem = "it holds the model only (checkpoint.last_model_only)"
             if self.world.is_main:
-                warnings.warn(f"{folder}: cannot be resumed from: {problem}; trying an older one", stacklevel=2)
+                log.warning("%s cannot be resumed from: %s; trying an older one", folder, problem)
+        if problem:
+            raise UserError(
+                f"{self.folder}: the run cannot go on from any checkpoint in it, the oldest because {problem}; begin "
+                "anew with --overwrite, or from a checkpoint's weights with --model FOLDER and another --output"
+            )
         return None
 
     def __enter__(self) -> Checkpoints:
@@ -149,7 +158,7 @@ class Checkpoints:
             problem = f"{folder.name}: {error}"
         if self.world.is_main:
             _delete(incomplete)
-            warnings.warn(f"CHECKPOINT NOT WRITTEN: {problem}. The run goes on; earlier ones are whole", stacklevel=2)
+            log.error("CHECKPOINT NOT WRITTEN: %s. The run goes on; earlier ones are whole", problem)
         return problem
 
     def _complete(

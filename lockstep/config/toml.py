@@ -43,7 +43,9 @@ def from_toml(path: str | Path, base: Config) -> Config:
     """
     try:
         values = tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file's name") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: cannot be read as TOML ({error}); write `key = value` lines") from error
     return _merge(base, values, str(path))
 

@@ -95,10 +95,10 @@ class ChatTemplate:
         return spans
 
 
-def load_chat_template(folder: Path, source: str | None = None) -> ChatTemplate | None:
+def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
     """The folder's `chat_template.jinja`, or what `tokenizer_config.json` holds; None where neither has one.
 
-    A `source` that is given takes their place. Raises UserError for a template that cannot be read.
+    A `file` that is given takes their place. Raises UserError for a template that cannot be read.
     """
     settings: dict[str, Any] = {}
     for name in SETTINGS_FILES:
@@ -108,15 +108,16 @@ def load_chat_template(folder: Path, source: str | None = None) -> ChatTemplate 
                 settings |= {k: v for k, v in json.loads((folder / name).read_text()).items() if v is not None}
             except (ValueError, AttributeError) as error:
                 raise UserError(f"{folder / name}: not a JSON object ({error}); mend it or take it away") from error
-    path = folder / CHAT_TEMPLATE_FILE
-    if source is None:
-        source = path.read_text() if path.is_file() else settings.get("chat_template")
+    path = Path(file) if file else folder / CHAT_TEMPLATE_FILE
+    if file and not path.is_file():
+        raise UserError(f"{path}: no such file; give a chat template with --template FILE, or leave it out")
+    source = path.read_text() if path.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several templates by name
         source = next((t["template"] for t in source if t["name"] == "default"), None)
     if source is None:
         return None
     special = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
-    return make_chat_template(source, {k: v for k, v in special.items() if isinstance(v, str)}, str(folder))
+    return make_chat_template(source, {k: v for k, v in special.items() if isinstance(v, str)}, file or str(folder))
 
 
 def make_chat_template(source: str, special_tokens: dict[str, str], where: str) -> ChatTemplate:

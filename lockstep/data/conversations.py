@@ -105,7 +105,7 @@ class ConversationEncoder:
                 f"(here: {', '.join(values)})"
             )
         if self.template is None:
-            raise ChatTemplateError("the model's folder has no chat template; give one with --template FILE")
+            raise UserError("the data holds messages, but the model's folder no chat template; give --template FILE")
         # Parquet gives every message the keys of all of them.
         return self.template.render_with_assistant(
             [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]

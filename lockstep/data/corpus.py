@@ -82,8 +82,8 @@ def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer, skip_bad:
     parts = (TextPart(text, True) for text in documents)
     corpus = collect(encode_all(parts, TextEncoder(tokenizer)), lambda: tally, token_dtype(tokenizer), skip_bad)
     if len(corpus.offsets) == 1:
-        raise UserError(NO_TEXT)
+        raise UserError(f"the data {NO_TEXT}")
     return corpus
 
 
-NO_TEXT = "the data holds no text; every document is empty"
+NO_TEXT = "holds no text: there are no documents in it, or only empty ones; give other data"

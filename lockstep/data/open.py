@@ -44,7 +44,7 @@ def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig) -
     encoded = encode_all(source.read(), encoder, workers)
     corpus = collect(encoded, lambda: source.tally, token_dtype(encoder.tokenizer), source.skip_bad_lines)
     if len(corpus.offsets) == 1:
-        raise UserError(NO_TEXT)
+        raise UserError(f"{source.data}: {NO_TEXT}")
     return corpus
 
 

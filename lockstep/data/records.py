@@ -76,7 +76,8 @@ def read_jsonl(
                 else:
                     tally.skipped_lines += 1
     except (OSError, EOFError) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read ({reason}); mend it or leave it out") from error
     tally.bytes_read += path.stat().st_size if compressed else 0
 
 

@@ -110,7 +110,7 @@ def find_files(data: str) -> list[Path]:
     else:
         files = [Path(p) for p in sorted(glob.glob(data, recursive=True)) if Path(p).is_file()]
     if not files:
-        raise UserError(f"{data}: no such file, folder or match; give text, .jsonl or .parquet files with --data")
+        raise UserError(f"{data}: no such file, folder or match; give text, .jsonl or .parquet files")
     return files
 
 
@@ -127,7 +127,7 @@ def _read_text(path: Path, tally: Tally) -> Iterator[TextPart]:
                 if "\0" in text:
                     raise UserError(
                         f"{path}: holds NUL bytes, so it is no UTF-8 text; "
-                        'give a glob, such as --data "folder/**/*.txt"'
+                        'leave it out, of a folder by a glob such as "folder/**/*.txt"'
                     )
                 yield TextPart(text, not following)
         size = path.stat().st_size
@@ -135,7 +135,7 @@ def _read_text(path: Path, tally: Tally) -> Iterator[TextPart]:
             yield TextPart("", True)
         tally.bytes_read += size
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); mend it or leave it out") from error
 
 
 def _standard_library() -> list[Path]:

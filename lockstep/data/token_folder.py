@@ -134,7 +134,7 @@ def _write(
         _flush(tokens)
         _flush(masks)
     if len(offsets) == 1:
-        raise UserError(NO_TEXT)
+        raise UserError(f"{source.data}: {NO_TEXT}")
     if not scored:
         (folder / "scored.bin").unlink()
     offsets.tofile(folder / "offsets.bin")

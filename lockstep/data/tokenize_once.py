@@ -30,7 +30,8 @@ def tokenize_once(
     encoder: Encoder
     if chat:
         source = ConversationSource(data, skip_bad_lines)
-        encoder = ConversationEncoder(named_tokenizer(tokenizer, []), load_chat_template(Path(tokenizer)))
+        chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
+        encoder = ConversationEncoder(named_tokenizer(tokenizer, []), chat_template)
     else:
         source = texts = TextSource(data, template, skip_bad_lines)
         encoder = TextEncoder(named_tokenizer(tokenizer, texts))

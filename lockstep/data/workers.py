@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from lockstep.data.encode import Encoded, Encoder, batches
+from lockstep.errors import UserError
 
 AHEAD = 3
 """Batches a worker that are encoded before they are asked for."""
@@ -137,6 +138,8 @@ def serve() -> None:
             return
         try:
             answer: Any = encoder.encode(batch)
+        except UserError as error:
+            answer = error
         except Exception as error:
             answer = RuntimeError(f"tokenising failed: {type(error).__name__}: {error}")
         try:

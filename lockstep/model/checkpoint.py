@@ -196,7 +196,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
+        raise UserError(f"{path}: not valid JSON ({error}); download or write the file again") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a JSON object")
     return values

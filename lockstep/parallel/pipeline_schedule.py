@@ -173,7 +173,9 @@ def read_table(path: Path, ranks: int) -> Table:
         with path.open(newline="") as file:
             lines = [line for line in csv.reader(file) if line]
     except OSError as error:
-        raise UserError(f"parallel.pipeline_schedule: {path} cannot be read ({error.strerror})") from error
+        raise UserError(
+            f"parallel.pipeline_schedule: {path} cannot be read ({error.strerror}); name a schedule or a CSV file"
+        ) from error
     if len(lines) != ranks:
         raise UserError(f"{path} has {len(lines)} lines, but the pipeline {ranks} ranks; write one line for each rank")
     table: Table = [[] for _ in lines]

@@ -154,7 +154,7 @@ def imagined_world(config: ParallelConfig, size: int) -> World:
 
     Raises UserError where the degrees do not fit the number of ranks.
     """
-    degrees = resolve_degrees(config, size)
+    degrees = resolve_degrees(config, size, "give --dry-run {}")
     device = torch.device("cpu")
     if size == 1:
         return World(device, degrees)
@@ -170,8 +170,13 @@ def close_world(world: World) -> None:
         dist.destroy_process_group()
 
 
-def resolve_degrees(config: ParallelConfig, size: int) -> dict[str, int]:
-    """Every axis's degree, `data_shard = -1` filled in. Raises UserError unless they multiply to `size` ranks."""
+def resolve_degrees(
+    config: ParallelConfig, size: int, remedy: str = "start {0} with torchrun --nproc-per-node {0} -m lockstep …"
+) -> dict[str, int]:
+    """Every axis's degree, `data_shard = -1` filled in.
+
+    Raises UserError unless they multiply to `size` ranks; `remedy` says how to have another number.
+    """
     degrees = {axis: getattr(config, axis) for axis in AXES}
     for axis, degree in degrees.items():
         if degree < 1 and (axis, degree) != ("data_shard", -1):
@@ -183,8 +188,8 @@ def resolve_degrees(config: ParallelConfig, size: int) -> dict[str, int]:
     if product != size:
         terms = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
         raise UserError(
-            f"parallel: {terms} = {product} ranks, but {size} run; start {product} with torchrun --nproc-per-node "
-            f"{product} -m lockstep …, or change a degree (parallel.data_shard = -1 takes what is left)"
+            f"parallel: {terms} = {product} ranks, but {size} run; {remedy.format(product)}, or change a degree "
+            "(parallel.data_shard = -1 takes what is left)"
         )
     return degrees
 

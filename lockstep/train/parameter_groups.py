@@ -36,7 +36,8 @@ def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[s
         pattern, changes = parse_rule(rule)
         matching = [name for name in settings if fnmatchcase(name, pattern)]
         if not matching:
-            raise UserError(f'train.rules "{rule}": no parameter is named so.{closest(pattern, settings)}')
+            hint = closest(pattern, settings) or f" Parameters are named as {', '.join([*settings][:4])}, …"
+            raise UserError(f'train.rules "{rule}": no parameter is named so.{hint}')
         for name in matching:
             settings[name] = dataclasses.replace(settings[name], **changes)
             if settings[name].optimizer == "muon" and len(shapes[name]) != 2:

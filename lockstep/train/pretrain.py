@@ -36,6 +36,7 @@ from lockstep.observe import (
     Observer,
     Progress,
     RunFolder,
+    log,
     merge_timelines,
     open_run,
     require_observers,
@@ -124,7 +125,9 @@ def run_training(
         ):
             timeline = trainer.timeline = observer.timeline
             if bar is not None:
-                bar.advance(start)
+                bar.advance(min(start, config.steps))
+            if start and start >= config.steps:
+                log.warning("the run has made its %d steps; give more --steps to go on", start)
             if config.steps == 0:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
             step = start
@@ -150,6 +153,8 @@ def run_training(
                     elif last or stopped_by or checkpoints.due(step):
                         with timeline.span("checkpoint"):
                             checkpoints.save(step, {"loader": loader.state(), "losses": spikes.state()}, last)
+                if loader.ended and step < config.steps:
+                    log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
                 if bar is not None:
                     bar.reach(step, loss=metrics["loss"], tokens_per_s=metrics["tokens_per_second"])
 

@@ -61,7 +61,9 @@ def read_points(path: Path) -> list[tuple[int, float]]:
         with path.open(newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"train.schedule_file {path}: cannot be read ({error})") from error
+        raise UserError(
+            f"train.schedule_file {path}: cannot be read ({error}); give a CSV file of step,learning_rate"
+        ) from error
     if not rows or [cell.strip() for cell in rows[0]] != ["step", "learning_rate"]:
         raise UserError(f"{path}, line 1: the header must be step,learning_rate")
     points: list[tuple[int, float]] = []

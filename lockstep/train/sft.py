@@ -67,8 +67,7 @@ def chat_template(config: SFTConfig, tokenizer: Tokenizer) -> ChatTemplate | Non
     """The template of the model's folder, or the file in its place, which the tokenizer then carries along."""
     if not config.template:
         return load_chat_template(Path(config.model))
-    path = Path(config.template)
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; give a chat template with --template FILE, or leave it out")
-    tokenizer.carried[CHAT_TEMPLATE_FILE] = path.read_text()
-    return load_chat_template(Path(config.model), path.read_text())
+    template = load_chat_template(Path(config.model), config.template)
+    assert template is not None
+    tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source
+    return template

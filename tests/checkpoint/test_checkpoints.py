@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
 
 from lockstep.checkpoint import checkpoints_in, newest_checkpoint
+from lockstep.checkpoint.convert import convert
 from lockstep.checkpoint.manifest import damage, write_manifest
 from lockstep.config import CheckpointConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.errors import UserError
@@ -47,16 +49,19 @@ def _flip(path, position):
         (lambda f: os.truncate(f / "manifest.json", 99), "manifest.json cannot be read .*"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(tmp_path, trainer, harm, named):
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(tmp_path, trainer, harm, named, caplog):
     with checkpoints_of(tmp_path, trainer) as checkpoints:
         for step in (1, 2):
             update(trainer)
             held = whole(trainer) if step == 1 else held
             checkpoints.save(step, {"mark": step})
     harm(checkpoints_in(tmp_path / "checkpoints")[0])
-    with pytest.warns(UserWarning, match=f"step_00000002: cannot be resumed from: {named}; trying an older one"):
-        state = checkpoints.resume()
+    state = checkpoints.resume()
+    assert re.search(f"step_00000002 cannot be resumed from: {named}; trying an older one", caplog.text)
     assert state["mark"] == 1 and trainer.updates == 1 and equal(whole(trainer), held)
+    harm(checkpoints_in(tmp_path / "checkpoints")[1])
+    with pytest.raises(UserError, match=f"cannot go on from any checkpoint in it, the oldest because {named}"):
+        checkpoints.resume()
 
 
 def test_what_happens_after_a_save_was_called_is_not_in_it(tmp_path, trainer):
@@ -92,16 +97,18 @@ def _config(tmp_path, **changes):
 
 
 def _limited(config, limit):
+    import logging
     import resource
-    import warnings
+    from logging.handlers import MemoryHandler
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            pretrain(config)
-        except UserError as error:
-            return str(error), [str(w.message) for w in caught if "CHECKPOINT" in str(w.message)]
+    heard = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL)
+    logging.getLogger("lockstep").addHandler(heard)
+    try:
+        pretrain(config)
+    except UserError as error:
+        said = [record.getMessage() for record in heard.buffer]
+        return str(error), [message for message in said if "CHECKPOINT" in message]
 
 
 def test_a_run_whose_last_checkpoint_failed_says_so_at_its_end(tmp_path):
@@ -130,17 +137,30 @@ def test_later_checkpoints_that_cannot_be_resumed_push_out_none_that_can(tmp_pat
     assert [int(p.name[-2:]) for p in checkpoints_in(tmp_path / "checkpoints")] == [10]
 
 
-def test_the_last_checkpoint_can_be_the_model_alone_in_another_dtype(tmp_path):
+def test_the_last_checkpoint_can_be_the_model_alone_in_another_dtype(tmp_path, caplog):
     changes = dict(checkpoint=CheckpointConfig(every=2, last_model_only=True, last_dtype="bfloat16"))
     run = pretrain(_config(tmp_path, **changes))
     last = newest_checkpoint(run)
     assert last.name == "step_00000003" and not (last / "trainer").exists()
     assert json.loads((last / "config.json").read_text())["dtype"] == "bfloat16"
     losses = (run / "metrics.jsonl").read_text().splitlines()
-    with pytest.warns(UserWarning, match="step_00000003: cannot be resumed from: it holds the model only"):
-        pretrain(_config(tmp_path, resume=True, **changes))
+    pretrain(_config(tmp_path, resume=True, **changes))
+    assert (run / "metrics.jsonl").read_text().splitlines() == losses and "has made its 3 steps" in caplog.text
+    pretrain(_config(tmp_path, resume=True, steps=4, **changes))
+    assert "step_00000003 cannot be resumed from: it holds the model only" in caplog.text
     again = (run / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in again] == [json.loads(line)["loss"] for line in losses]
+    assert len(again) == 4
+    assert [json.loads(line)["loss"] for line in again[:3]] == [json.loads(line)["loss"] for line in losses]
+
+
+def test_a_damaged_checkpoint_is_not_converted(tmp_path):
+    newest = newest_checkpoint(pretrain(_config(tmp_path, steps=1)))
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
+    with pytest.raises(UserError, match=r"is damaged: .*model.safetensors.*; take an older checkpoint"):
+        convert(newest, tmp_path / "converted")
+    assert not (tmp_path / "converted").exists()
 
 
 def test_a_run_of_no_steps_is_a_checkpoint_to_start_others_from(tmp_path):

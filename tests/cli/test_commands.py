@@ -58,7 +58,7 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
         (["pretrain", "--model", "qwen3:tini"], 'unknown model "qwen3:tini". Did you mean "qwen3:tiny"'),
         (["pretrain", "--data", "/nowhere/*.txt"], "no such file, folder or match"),
         (["generate", "--model", "/nowhere", "--prompt", "x"], "/nowhere: no such folder"),
-        (["pretrain", "--config", "/nowhere.toml"], "cannot be read as TOML"),
+        (["pretrain", "--config", "/nowhere.toml"], "/nowhere.toml: cannot be read (No such file"),
     ],
 )
 def test_bad_input_gets_one_clear_message_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
@@ -82,6 +82,8 @@ def test_a_config_file_starts_a_run_and_the_command_line_overrides_it(tmp_path):
     assert main(["pretrain", *arguments, "--output", str(tmp_path / "run"), "--train.warmup-steps", "1"]) == 0
     resolved = (tmp_path / "run" / "config.toml").read_text()
     assert "steps = 2\n" in resolved and "tokens_per_step = 256" in resolved and "warmup_steps = 1" in resolved
+    more = ["--model", str(tmp_path / "run"), "--tokenizer", str(tmp_path / "run"), "--output", str(tmp_path / "more")]
+    assert main(["pretrain", *arguments, *more]) == 0
     (tmp_path / "c.toml").write_text("stepz = 9\n")
     assert main(["pretrain", "--config", str(tmp_path / "c.toml")]) == 2
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,13 +21,16 @@ def _refused(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_a_server_for_others_without_a_key_or_a_model_does_not_start(chat_folder):
+def test_a_server_for_others_without_a_key_a_model_or_a_port_does_not_start(chat_folder):
+    taken = socket.create_server(("127.0.0.1", 0))
     for options, message in [
         (["--model", str(chat_folder), "--host", "0.0.0.0"], "set an API key"),
         (["--model", "/nowhere"], "/nowhere: no such folder"),
+        (["--model", str(chat_folder), "--port", str(taken.getsockname()[1])], "in use; give another --port"),
     ]:
         result = _refused(*options)
         assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
+    taken.close()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])

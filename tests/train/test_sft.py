@@ -52,7 +52,10 @@ def chat_folder(tmp_path, model_folder):
 
 
 def _encoder(folder, template=MARKED):
-    return ConversationEncoder(load_tokenizer(folder), load_chat_template(folder, template))
+    if template is not None:
+        (folder / "own.jinja").write_text(template)
+    file = str(folder / "own.jinja") if template is not None else ""
+    return ConversationEncoder(load_tokenizer(folder), load_chat_template(folder, file))
 
 
 def _encode(folder, line, template=MARKED):
@@ -104,12 +107,16 @@ FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{
         ({"prompt": "a", "completion": ""}, MARKED, "a.jsonl:1: the assistant says nothing"),
         ({"text": "a"}, MARKED, r'a.jsonl:1: needs "messages".* \(here: text\)'),
         ({"messages": ["hello"]}, MARKED, 'a.jsonl:1: needs "messages"'),
-        (LINES[0], None, "a.jsonl:1: the model's folder has no chat template; .*--template"),
         ({"prompt": "a", "completion": "half \ud83d"}, None, "a.jsonl:1: .*half a surrogate pair after 'ahalf '"),
     ],
 )
 def test_a_conversation_that_cannot_be_learnt_from_is_named(model_folder, line, template, message):
     assert re.match(message, _encode(model_folder, line, template).problem)
+
+
+def test_messages_without_a_template_are_no_bad_lines(tmp_path, model_folder):
+    with pytest.raises(UserError, match="no chat template; give --template FILE"):
+        sft(_config(tmp_path, model_folder, "run", skip_bad_lines=True))
 
 
 def test_conversations_go_through_worker_processes(chat_folder):
@@ -186,6 +193,14 @@ def test_tokens_made_beforehand_give_the_same_run(tmp_path, chat_folder, capsys)
     arguments[-1] = str(tmp_path / "texts")
     assert main(["data", "tokenize", "--template", "{text}", *arguments]) == 2
     assert not (tmp_path / "texts").exists()
+
+
+def test_conversations_are_tokenised_with_a_template_given_by_hand(tmp_path, model_folder, capsys):
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    arguments = ["--data", _data(tmp_path), "--tokenizer", str(model_folder), "--output", str(tmp_path / "tokens")]
+    assert main(["data", "tokenize", "--chat", *arguments, "--template", str(tmp_path / "own.jinja")]) == 0
+    assert main(["data", "tokenize", "--chat", *arguments[:-1], str(tmp_path / "more")]) == 2
+    assert "no chat template; give --template FILE" in capsys.readouterr().err
 
 
 def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):

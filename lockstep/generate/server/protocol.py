@@ -80,7 +80,9 @@ class SamplingRequest(BaseModel):
             if name in NEUTRAL:
                 raise ApiError(400, f"{name} is not supported here; leave it out", name[:64], "unsupported_parameter")
             hint = closest(name[:64], [*known, *NEUTRAL])
-            raise ApiError(400, f"unknown field {name[:64]!r}.{hint} Leave it out", name[:64], "unknown_parameter")
+            raise ApiError(
+                400, f"unknown field {name[:64]!r}.{hint or ' Leave it out'}", name[:64], "unknown_parameter"
+            )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
         if self.temperature and self.temperature < 0.01:

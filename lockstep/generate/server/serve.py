@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import sys
 from pathlib import Path
 from types import FrameType
@@ -13,6 +15,7 @@ import uvicorn
 from lockstep.config import ServeConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
+from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.api_error import shutting_down
 from lockstep.generate.server.app import create_app
@@ -47,12 +50,22 @@ def serve(config: ServeConfig, folder: Path) -> int:
     access_logger.addHandler(access)
     access_logger.setLevel(logging.INFO)
     access_logger.propagate = False
+    _require_address(config.host, config.port)
     service = build_service(config, folder)
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)
     server.run()
     return 0 if server.started else 1
+
+
+def _require_address(host: str, port: int) -> None:
+    """Raises UserError, before a model is loaded, where nothing can listen there."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise UserError(f"{host}, port {port}: {reason}; give another --port or --host") from error
 
 
 class Server(uvicorn.Server):

@@ -35,7 +35,10 @@ def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, .
     """`family:size`, such as `qwen3:tiny`, with another vocabulary where given. Raises UserError if there is none."""
     family, _, size = name.partition(":")
     if name not in PRESETS:
-        raise UserError(f'unknown model "{name}".{closest(name, PRESETS)} Known: {", ".join(PRESETS)}')
+        raise UserError(
+            f'unknown model "{name}".{closest(name, PRESETS)} There is no folder of that name, and these sizes are '
+            f"known: {', '.join(PRESETS)}"
+        )
     module = FAMILIES[family]
     config: ModelConfig = module.config(vocab_size or module.VOCAB_SIZES[size], **module.PRESETS[size])
     return dataclasses.replace(config, eos_token_ids=eos_token_ids)
