@@ -109,7 +109,7 @@ class Checkpoints:
                 state: dict[str, Any] = json.loads((folder / STATE).read_text())
                 if not state["model_only"]:
                     self._load(folder)
-                if not state["model_only"] or state["step"] >= self.config.steps:
+                if not state["model_only"] or state["step"] >= self.config.steps or state.get("data_ended"):
                     self.trainer.load_counts(state)
                     return state
                 problem = "it holds the model only (checkpoint.last_model_only)"

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1) -> str:
+def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, pattern: str = "*") -> str:
     """What is wrong with a checkpoint, empty if nothing is. Of `ranks` callers each reads its share of the tensors.
 
-    Without `checksums` only names and sizes are compared, which reads nothing.
+    Without `checksums` only names and sizes are compared, which reads nothing. Only files whose names fit `pattern`
+    are looked at.
     """
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        listed = json.loads((folder / MANIFEST).read_text())["files"]
+        files = {name: entry for name, entry in listed.items() if fnmatchcase(name, pattern)}
         for name, entry in files.items():
             path = folder / name
             if not path.is_file():

@@ -31,8 +31,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(_toml_value(v) for v in value)}]"
     if isinstance(value, str):
-        # A JSON string is a TOML basic string.
-        return json.dumps(value, ensure_ascii=False)
+        # A JSON string is a TOML basic string, but for one character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 

@@ -9,7 +9,7 @@ from lockstep.data.conversations import ConversationEncoder, ConversationSource
 from lockstep.data.encode import Encoder, TextEncoder
 from lockstep.data.text import TextSource
 from lockstep.data.token_folder import Source, open_token_folder, tokenize_with_progress
-from lockstep.data.tokenizer import named_tokenizer
+from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, named_tokenizer
 from lockstep.errors import UserError
 
 
@@ -32,6 +32,8 @@ def tokenize_once(
         source = ConversationSource(data, skip_bad_lines)
         chat_template = load_chat_template(Path(tokenizer), "" if template == "{text}" else template)
         encoder = ConversationEncoder(named_tokenizer(tokenizer, []), chat_template)
+        if chat_template is not None:
+            encoder.tokenizer.carried[CHAT_TEMPLATE_FILE] = chat_template.source
     else:
         source = texts = TextSource(data, template, skip_bad_lines)
         encoder = TextEncoder(named_tokenizer(tokenizer, texts))

@@ -26,6 +26,10 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / METRICS
 
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
     def rollouts_path(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:08}.jsonl"
 
@@ -59,19 +63,24 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
         shutil.rmtree(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "logs" / VERDICT).unlink(missing_ok=True)
-    if resume and holds_run and (changed := _changed_settings(run.path / CONFIG, config_toml)):
-        log.warning("%s goes on with other settings than it had: %s", output, "; ".join(changed))
-    # First and at once: a folder whose run was killed here is that run's, or still empty.
-    partial = run.path / (CONFIG + ".partial")
-    partial.write_text(config_toml)
-    partial.replace(run.path / CONFIG)
+    if resume and holds_run and not overwrite:
+        if changed := _changed_settings(run.path / CONFIG, config_toml):
+            log.warning("%s goes on with other settings than it began with: %s", output, "; ".join(changed))
+    else:
+        # First and at once: a folder whose run was killed here is that run's, or still empty.
+        partial = run.path / (CONFIG + ".partial")
+        partial.write_text(config_toml)
+        partial.replace(run.path / CONFIG)
     for folder in (run.path / "rollouts", run.path / "checkpoints"):
         folder.mkdir(exist_ok=True)
     return run
 
 
 def _changed_settings(config: Path, config_toml: str) -> list[str]:
-    before, now = (_flat(tomllib.loads(text)) for text in (config.read_text(), config_toml))
+    try:
+        before, now = (_flat(tomllib.loads(text)) for text in (config.read_text(), config_toml))
+    except ValueError:
+        return [f"those in {config} cannot be read"]
     names = [n for n in now if n not in ("output", "resume", "overwrite") and now[n] != before.get(n, now[n])]
     return [f"{name} {now[name]!r}, was {before[name]!r}" for name in names]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import time
 from collections.abc import Iterable
@@ -61,7 +62,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     measured = _measure(device, dtype)
     if measured <= before:
         return before
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps({"flops": measured, "dtype": str(dtype), "threads": torch.get_num_threads()}))
     partial.replace(path)
     return measured

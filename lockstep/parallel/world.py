@@ -98,17 +98,18 @@ class World:
         return [float(v) for v in total.tolist()]
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Rank 0 does it, and the others wait. Where it raises UserError, all ranks do."""
-        problem = [""]
+        """Rank 0 does it, and the others wait. Where it fails they raise UserError with the same message."""
+        error: Exception | None = None
         if self.is_main:
             try:
                 action()
-            except UserError as error:
-                problem = [str(error)]
+            except Exception as raised:
+                error = raised
+        problem = [f"{error}" if error else ""]
         if self.mesh is not None:
             dist.broadcast_object_list(problem, src=0, device=torch.device("cpu"))
-        if problem[0]:
-            raise UserError(problem[0])
+        if error or problem[0]:
+            raise error or UserError(problem[0])
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -11,7 +11,7 @@ from lockstep.config import RLConfig, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
 from lockstep.model import load_model
-from lockstep.observe import Observer, Progress, open_run, read_metrics, require_observers, write_report
+from lockstep.observe import Observer, Progress, log, open_run, read_metrics, require_observers, write_report
 from lockstep.parallel import apply_compile
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize
@@ -61,7 +61,9 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
         progress or Progress("rl", config.steps) as bar,
     ):
         trainer.timeline = observer.timeline
-        bar.advance(start)
+        bar.advance(min(start, config.steps))
+        if start and start >= config.steps:
+            log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0:
             observer.write(0, evaluate(held_out, environment, engine, tokenizer, config))
         for step in range(start + 1, config.steps + 1):
@@ -100,7 +102,8 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
             if stopped_by and step < config.steps:
                 raise stop.error(stopped_by, step, config.output)
 
-    summary = summarize(read_metrics(run.metrics)) | {"seconds": {"rl": time.perf_counter() - clock}}
-    (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
-    write_report(run.path, f"GRPO on {config.environment}")
+    if start < config.steps or not run.summary.is_file():
+        summary = summarize(read_metrics(run.metrics)) | {"seconds": {"rl": time.perf_counter() - clock}}
+        run.summary.write_text(json.dumps(summary, indent=1))
+        write_report(run.path, f"GRPO on {config.environment}")
     return run.path

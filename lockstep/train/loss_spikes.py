@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.checkpoint import Checkpoints
 from lockstep.config import FaultConfig
-from lockstep.errors import RunStopped
+from lockstep.errors import RunStopped, UserError
 from lockstep.observe import log
 
 WINDOW = 100
@@ -58,9 +58,13 @@ class LossSpikes:
         if self.config.on_spike != "rollback":
             return None
         checkpoints.wait()
-        state = checkpoints.resume()
+        try:
+            state = checkpoints.resume()
+        except UserError as error:
+            log.warning("%s", error)
+            state = None
         if state is None:
-            log.warning("there is no checkpoint to go back to yet; the run goes on")
+            log.warning("there is no checkpoint to go back to; the run goes on")
             return None
         step = state["step"]
         self._rollbacks[step] = self._rollbacks.get(step, 0) + 1

@@ -90,7 +90,7 @@ class MasterOptimizer:
     def discard(self) -> None:
         """Clears the gradients: alone, it skips a step, and weights and moments keep their bits."""
         self._squares.clear()
-        # Written over, not freed: fresh memory costs a page fault every 4 KiB at the next step.
+        # Sums of masters apart from their parameters are written over by the next step, other gradients freed.
         self._summed.clear()
         for parameter in self.parameters.values():
             parameter.grad = None

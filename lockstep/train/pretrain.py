@@ -39,6 +39,7 @@ from lockstep.observe import (
     log,
     merge_timelines,
     open_run,
+    read_metrics,
     require_observers,
     write_report,
 )
@@ -126,8 +127,8 @@ def run_training(
             timeline = trainer.timeline = observer.timeline
             if bar is not None:
                 bar.advance(min(start, config.steps))
-            if start and start >= config.steps:
-                log.warning("the run has made its %d steps; give more --steps to go on", start)
+            if start and (start >= config.steps or loader.ended):
+                log.warning("the run has come to its end at step %d; give more --steps or data to go on", start)
             if config.steps == 0:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
             step = start
@@ -152,7 +153,8 @@ def run_training(
                         observer.rewind(step)
                     elif last or stopped_by or checkpoints.due(step):
                         with timeline.span("checkpoint"):
-                            checkpoints.save(step, {"loader": loader.state(), "losses": spikes.state()}, last)
+                            state = {"loader": loader.state(), "losses": spikes.state(), "data_ended": loader.ended}
+                            checkpoints.save(step, state, last)
                 if loader.ended and step < config.steps:
                     log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
                 if bar is not None:
@@ -160,14 +162,16 @@ def run_training(
 
         # The last checkpoint may still be on its way to the disk.
         world.barrier()
-        if world.is_main and (metrics or not start):  # a run that had ended already keeps what it said
+        # A run that had ended already keeps what it said.
+        if world.is_main and (metrics or not run.summary.is_file()):
             merge_timelines(run.path)
+            metrics = metrics or (read_metrics(run.metrics) or [{}])[-1]
             summary = {
                 "loss": metrics.get("loss"),
                 "validation_loss": metrics.get("validation/loss"),
                 "seconds": {command: time.perf_counter() - began},
             }
-            (run.path / "summary.json").write_text(json.dumps(summary, indent=1))
+            run.summary.write_text(json.dumps(summary, indent=1))
             write_report(run.path, f"{command} {config.model}")
     if stopped_by and step < config.steps:
         raise stop.error(stopped_by, step, config.output)

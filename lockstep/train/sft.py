@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import SFTConfig, validate
@@ -42,7 +43,7 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None) -> Path:
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
     sources = conversation_sources(config, config.data)
     tokenizer = load_tokenizer(config.tokenizer or config.model)
-    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer))
+    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources))
     model = make_model(config, tokenizer, world)
     loader = make_loader(config, sources, encoder, world)
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
@@ -63,11 +64,24 @@ def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource,
     return sources
 
 
-def chat_template(config: SFTConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of the model's folder, or the file in its place, which the tokenizer then carries along."""
-    if not config.template:
-        return load_chat_template(Path(config.model))
-    template = load_chat_template(Path(config.model), config.template)
-    assert template is not None
-    tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source
+def chat_template(
+    config: SFTConfig, tokenizer: Tokenizer, sources: Sequence[tuple[DataSource, float]]
+) -> ChatTemplate | None:
+    """The file given, or what the data was tokenised with, which the tokenizer then carries along; else the model's.
+
+    Raises UserError for data that was tokenised with another one.
+    """
+    files = [source / CHAT_TEMPLATE_FILE for source, _ in sources if isinstance(source, Path)]
+    made_with = [file for file in files if file.is_file()]
+    file = config.template or next(map(str, made_with), "")
+    template = load_chat_template(Path(config.model), file)
+    if template is None:
+        return None
+    for other in made_with:
+        if other.read_text() != template.source:
+            raise UserError(
+                f"{other.parent}: was tokenised with another chat template; give --template {other}, or tokenise again"
+            )
+    if file:
+        tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source
     return template

@@ -119,4 +119,4 @@ class Trainer:
     def load_counts(self, counts: Mapping[str, Any]) -> None:
         """The inverse of `counts`."""
         for name in _COUNTS:
-            setattr(self, name, int(counts[name]))
+            setattr(self, name, int(counts.get(name, 0)))

@@ -50,7 +50,7 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
     open_run(str(tmp_path / "run"), toml.format("./run", 4, "true"), resume=True)
     assert not caplog.messages
     open_run(str(tmp_path / "run"), toml.format("run", 5, "true").replace("0.1", "0.2"), resume=True)
-    assert "other settings than it had: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
+    assert "other settings than it began with: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
 
 
 def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):

@@ -26,7 +26,7 @@ def test_a_server_for_others_without_a_key_a_model_or_a_port_does_not_start(chat
     for options, message in [
         (["--model", str(chat_folder), "--host", "0.0.0.0"], "set an API key"),
         (["--model", "/nowhere"], "/nowhere: no such folder"),
-        (["--model", str(chat_folder), "--port", str(taken.getsockname()[1])], "in use; give another --port"),
+        (["--model", str(chat_folder), "--port", str(taken.getsockname()[1])], "Address already in use"),
     ]:
         result = _refused(*options)
         assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr

@@ -199,6 +199,12 @@ def test_conversations_are_tokenised_with_a_template_given_by_hand(tmp_path, mod
     (tmp_path / "own.jinja").write_text(PLAIN)
     arguments = ["--data", _data(tmp_path), "--tokenizer", str(model_folder), "--output", str(tmp_path / "tokens")]
     assert main(["data", "tokenize", "--chat", *arguments, "--template", str(tmp_path / "own.jinja")]) == 0
+    tokens = dict(data=str(tmp_path / "tokens"), steps=1)
+    folder = sft(_config(tmp_path, model_folder, "run", **tokens))
+    assert (folder / "checkpoints" / "step_00000001" / "chat_template.jinja").read_text() == PLAIN
+    (tmp_path / "other.jinja").write_text(MARKED)
+    with pytest.raises(UserError, match="tokens: was tokenised with another chat template; give --template"):
+        sft(_config(tmp_path, model_folder, "other", template=str(tmp_path / "other.jinja"), **tokens))
     assert main(["data", "tokenize", "--chat", *arguments[:-1], str(tmp_path / "more")]) == 2
     assert "no chat template; give --template FILE" in capsys.readouterr().err
 

@@ -152,8 +152,10 @@ def test_a_micro_batch_of_padding_has_a_gradient_of_zero():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path):
-    config = _config(tmp_path, "run", steps=50, loader=DataConfig(repeat=False), checkpoint=CheckpointConfig())
+@pytest.mark.parametrize("model_only", [False, True])
+def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path, model_only):
+    checkpoint = CheckpointConfig(last_model_only=model_only)
+    config = _config(tmp_path, "run", steps=50, loader=DataConfig(repeat=False), checkpoint=checkpoint)
     folder = pretrain(config, ["the quick brown fox " * 60])
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sum(m["tokens"] for m in metrics) == 1201 and len(metrics) == 3 and metrics[-1]["data/padding"] > 0.5
@@ -163,3 +165,6 @@ def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path):
     pretrain(config, ["the quick brown fox " * 60])
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
     assert (folder / "summary.json").read_text() == summary
+    (folder / "summary.json").unlink()  # as if killed before it was written
+    pretrain(config, ["the quick brown fox " * 60])
+    assert json.loads((folder / "summary.json").read_text())["loss"] == json.loads(summary)["loss"]

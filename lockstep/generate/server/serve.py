@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import sys
 from pathlib import Path
@@ -62,10 +61,10 @@ def serve(config: ServeConfig, folder: Path) -> int:
 def _require_address(host: str, port: int) -> None:
     """Raises UserError, before a model is loaded, where nothing can listen there."""
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
-        raise UserError(f"{host}, port {port}: {reason}; give another --port or --host") from error
+        raise UserError(f"{host}, port {port}: {error.strerror or error}; give another --port or --host") from error
 
 
 class Server(uvicorn.Server):
