@@ -138,7 +138,9 @@ def test_what_goes_wrong_in_a_worker_is_raised_here(first, message, monkeypatch)
 
 def test_workers_end_with_a_parent_that_is_killed_or_interrupted(tmp_path):
     script = (
-        "import itertools\n"
+        "import itertools, signal\n"
+        # Tests that run in the background of a shell inherit that it is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from lockstep.data import ByteTokenizer, TextEncoder\n"
         "from lockstep.data.text import TextPart\n"
         "from lockstep.data.workers import encode_all\n"
@@ -152,7 +154,10 @@ def test_workers_end_with_a_parent_that_is_killed_or_interrupted(tmp_path):
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         assert len(children) == 2
         parent.send_signal(sent)
-        _, errors = parent.communicate(timeout=20)
+        try:
+            _, errors = parent.communicate(timeout=20)
+        finally:
+            parent.kill()
         assert sent == signal.SIGKILL or errors.rstrip().endswith(b"KeyboardInterrupt")
         deadline = time.monotonic() + 10
         while any(_runs(child) for child in children):
