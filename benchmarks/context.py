@@ -46,9 +46,8 @@ def one_rank(tokens: int, ranks: int, dtype: str) -> dict[str, Any]:
     world = open_world(parallel, "cpu")
     shape = config(VOCAB, dim=128, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=384)
     fill = partial(initialize, seed=0)
-    trainer = Trainer(
-        parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill), TrainConfig(), 10, world
-    )
+    model = parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
+    trainer = Trainer(model, TrainConfig(keep_freed_memory=False), 10, world)
     sequence = torch.randint(VOCAB, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def step(length: int) -> float:

@@ -46,6 +46,8 @@ class TrainConfig:
     """`PATTERN key=value …` for parameters so named; keys learning_rate (a factor), weight_decay, optimizer, frozen."""
     optimizer_in_backward: bool = False
     """Update a parameter as soon as its gradient is whole, and let the gradient go: no clipping, one micro-batch."""
+    keep_freed_memory: bool = True
+    """On a CPU: reuse freed memory in the process, for speed; off, it goes back to the system, for a lower peak."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     tokens_per_microbatch: int = 8192

@@ -32,7 +32,7 @@ class Trainer:
                 "train.optimizer_in_backward does not go with parallel.pipeline, which computes a weight's gradient in "
                 "several backwards; switch it off"
             )
-        if model.device.type == "cpu":
+        if config.keep_freed_memory and model.device.type == "cpu":
             keep_freed_memory()
         self.model = model
         self.world = world or World(model.device)
