@@ -46,11 +46,12 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     # Of one function for all models of a process: dtypes, devices, and each with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     halves = CompiledHalves(config)
-    block = model.layers[0]
+    block = next(iter(model.layers))  # not number 0, which a later stage of a pipeline does not have
+    assert isinstance(block, Block)
     # Of a sharded layer the forward sees whole weights in the compute dtype.
     if isinstance(block, FSDPModule):
         block.unshard()
-    _compare(model, halves)
+    _compare(model, block, halves)
     if isinstance(block, FSDPModule):
         block.reshard()
     halves.frozen = True
@@ -115,9 +116,7 @@ def _refuse_unsafe(model: Decoder) -> None:
             )
 
 
-def _compare(model: Decoder, halves: CompiledHalves) -> None:
-    block = next(iter(model.layers))
-    assert isinstance(block, Block)
+def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
     generator = torch.Generator().manual_seed(0)
     config = model.config
     dtype = block.input_layernorm.weight.dtype

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops.kept import keep
-
-# What torch 2.13 calls them; before, they had the names that it warns of.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from lockstep.parallel.exchange import all_gather, reduce_scatter
 
 Piece = tuple[int, int, int]
 """Sequence, first token, and the token behind the last."""
@@ -83,7 +80,7 @@ class ContextAttention:
         """All ranks' keys and values, in the order of the packed sequences."""
         own = torch.stack((k, v), 1)
         everyone = own.new_empty(dist.get_world_size(self.group) * own.shape[0], *own.shape[1:])
-        _all_gather(everyone, own, group=self.group)
+        all_gather(everyone, own, group=self.group)
         return everyone[:, 0].index_select(0, self._places), everyone[:, 1].index_select(0, self._places)
 
     def sum_back(
@@ -95,7 +92,7 @@ class ContextAttention:
         everyone[:, 0].index_copy_(0, self._places, grad_k)
         everyone[:, 1].index_copy_(0, self._places, grad_v)
         own = grad_k.new_empty(self.padded_rows, *shape)
-        _reduce_scatter(own, everyone, group=self.group)
+        reduce_scatter(own, everyone, group=self.group)
         return own[:, 0], own[:, 1]
 
 

@@ -1,4 +1,4 @@
-"""FSDP's reduce-scatter on CPUs."""
+"""Collectives by the names that this torch has for them, and FSDP's reduce-scatter on CPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# What torch 2.13 calls them; before, they had the names that it warns of.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ExchangedSum:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep import ops
 from lockstep.ops.linear import input_gradient, weight_gradient
+from lockstep.parallel.exchange import all_gather, reduce_scatter
 from lockstep.parallel.operators import (
     attend,
     axes_of,
@@ -61,7 +62,7 @@ class _OverlappedProduct(torch.autograd.Function):
         under_way = []
         for rows in _chunks(out.shape[0]):
             product = ops.linear(by_rank[:, rows].flatten(0, 1), weight)
-            under_way.append((dist.reduce_scatter_tensor(out[rows], product, group=group, async_op=True), product))
+            under_way.append((reduce_scatter(out[rows], product, group=group, async_op=True), product))
         for work, _ in under_way:
             work.wait()
         return out
@@ -74,7 +75,7 @@ class _OverlappedProduct(torch.autograd.Function):
         under_way = []
         for rows in _chunks(own.shape[0]):
             gathered = own.new_empty(ranks, rows.stop - rows.start, own.shape[1])
-            work = dist.all_gather_into_tensor(gathered.flatten(0, 1), own[rows], group=ctx.group, async_op=True)
+            work = all_gather(gathered.flatten(0, 1), own[rows], group=ctx.group, async_op=True)
             under_way.append((rows, gathered, work))
         whole = own.new_empty(ranks, *own.shape)
         grad_x = torch.empty_like(x)

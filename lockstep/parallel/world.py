@@ -59,16 +59,19 @@ class World:
         return self.coordinate("data_replicate") * self.degrees["data_shard"] + self.coordinate("data_shard")
 
     @cached_property
-    def fsdp_mesh(self) -> DeviceMesh:
-        """Where `fully_shard` works: replicas times shards. The ranks that share a sequence share the weights too."""
+    def _shard_mesh(self) -> DeviceMesh:
+        """Ranks over which one copy of the weights is cut: those that share a sequence share the weights too."""
         assert self.mesh is not None
-        shards = ("data_shard", "context")
-        shard = self.mesh[shards]._flatten("shard") if self.degrees["context"] > 1 else self.mesh["data_shard"]
+        if self.degrees["context"] == 1:
+            return self.mesh["data_shard"]
+        return self.mesh["data_shard", "context"]._flatten("shard")
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Where `fully_shard` works: replicas times shards."""
+        shard = self._shard_mesh
         if self.degrees["data_replicate"] == 1:
             return shard
-        return self._replicas_and_shards(shard)
-
-    def _replicas_and_shards(self, shard: DeviceMesh) -> DeviceMesh:
         assert self.mesh is not None and shard.mesh_dim_names is not None
         return self.mesh["data_replicate", shard.mesh_dim_names[0]]
 
@@ -84,8 +87,7 @@ class World:
             return {}
         names: dict[str, str] = {self.mesh.get_group(axis).group_name: axis for axis in AXES}
         if self.degrees["context"] > 1:
-            shard = self.mesh["data_shard", "context"]._flatten("shard")
-            names[shard.get_group().group_name] = "data_shard, context"
+            names[self._shard_mesh.get_group().group_name] = "data_shard, context"
         return names
 
     def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:

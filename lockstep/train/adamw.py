@@ -38,43 +38,29 @@ def adamw_update(
 
     Where `skip` holds true nothing changes: known on the device alone, it costs no wait.
     """
-    if states and states[0]["exp_avg"].dtype == torch.float32:
-        parts = [slice(0, len(masters))]
-    else:
-        # One at a time, so that only one parameter's moments exist in float32.
-        parts = [slice(i, i + 1) for i in range(len(masters))]
-    for part in parts:
-        _update(masters[part], grads[part], states[part], learning_rate, weight_decay, config, skip)
-
-
-def _update(
-    masters: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[State],
-    learning_rate: float,
-    weight_decay: float,
-    config: TrainConfig,
-    skip: Tensor | None,
-) -> None:
-    kept = [local_values(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states]
-    wide = [moment.float() for moment in kept]  # the very tensors where they are float32
-    adamw(
-        [local_values(master) for master in masters],
-        [local_values(grad) for grad in grads],
-        wide[: len(states)],
-        wide[len(states) :],
-        [],
-        [state["step"] for state in states],
-        fused=True,
-        found_inf=None if skip is None else skip.float(),
-        amsgrad=False,
-        beta1=config.beta1,
-        beta2=config.beta2,
-        lr=learning_rate,
-        weight_decay=weight_decay,
-        eps=config.epsilon,
-        maximize=False,
-    )
-    for moment, value in zip(kept, wide):
-        if moment is not value:
-            moment.copy_(value)
+    # Moments in bfloat16 one parameter at a time, so that only one's exist in float32.
+    size = len(masters) if states[0]["exp_avg"].dtype == torch.float32 else 1
+    for start in range(0, len(masters), size):
+        part = slice(start, start + size)
+        kept = [local_values(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states[part]]
+        moments = [moment.float() for moment in kept]  # the very tensors where they are float32
+        adamw(
+            [local_values(master) for master in masters[part]],
+            [local_values(grad) for grad in grads[part]],
+            moments[: len(kept) // 2],
+            moments[len(kept) // 2 :],
+            [],
+            [state["step"] for state in states[part]],
+            fused=True,
+            found_inf=None if skip is None else skip.float(),
+            amsgrad=False,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            lr=learning_rate,
+            weight_decay=weight_decay,
+            eps=config.epsilon,
+            maximize=False,
+        )
+        for moment, value in zip(kept, moments):
+            if moment is not value:
+                moment.copy_(value)

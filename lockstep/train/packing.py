@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.data import Row
-from lockstep.errors import UserError
 from lockstep.model import Decoder
 
 
@@ -101,23 +99,3 @@ def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[
     if start < len(lengths):
         slices.append(slice(start, len(lengths)))
     return slices
-
-
-def split_for_ranks(lengths: Sequence[int], tokens_per_microbatch: int, ranks: int) -> list[list[slice]]:
-    """Each rank's micro-batches: consecutive slices of sequences, equally many a rank and of about equal tokens.
-
-    Raises UserError where a micro-batch would be left without a sequence.
-    """
-    if ranks == 1:
-        return [split_by_tokens(lengths, tokens_per_microbatch)]
-    ends = np.cumsum(lengths)
-    count = -(-int(ends[-1]) // (tokens_per_microbatch * ranks))
-    cuts = np.searchsorted(ends, np.linspace(0, int(ends[-1]), count * ranks + 1)[1:-1], side="right")
-    edges = [0, *(int(c) for c in cuts), len(lengths)]
-    if any(start == stop for start, stop in pairwise(edges)):
-        raise UserError(
-            f"a step of {len(lengths)} sequences does not reach {ranks} ranks in {count} micro-batches each; "
-            "raise tokens_per_step, or lower sequence_length"
-        )
-    slices = [slice(start, stop) for start, stop in pairwise(edges)]
-    return [slices[rank * count : (rank + 1) * count] for rank in range(ranks)]

@@ -45,6 +45,12 @@ def test_a_split_backward_recomputes_activations(alone):
     _compare(traces, alone(True, steps=5))
 
 
+def test_compiled_stages_train_as_one_compiled_process_does():
+    own = ("float32", 3, "llama3:micro", 258, False, None, None, True)
+    (expected,) = launch(1, train, ParallelConfig(), *own, seconds=300)
+    _compare(launch(2, train, ParallelConfig(pipeline=2), *own, seconds=300), expected)
+
+
 def _compare(traces, expected, tolerance=1e-5, bits=True):
     if bits:
         assert torch.equal(torch.cat([trace.log_probs for trace in traces]), expected.log_probs)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,7 +18,7 @@ from lockstep.model import Decoder, initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import PackedRow, Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
-from lockstep.train.packing import split_for_ranks
+from lockstep.train.packing import split_by_tokens
 from lockstep.train.pretrain import NextTokenLoss
 
 LENGTHS = [40, 24, 33, 17, 40, 24, 33, 17]
@@ -43,13 +45,15 @@ def train(
     tied: bool = True,
     settings: dict[str, Any] | None = None,
     recompute: RecomputeConfig | None = None,
+    compiled: bool = False,
 ) -> Trace:
     """Trains a fresh model on random sequences; the same ones in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
     shape = dataclasses.replace(preset(model, vocab), tie_embeddings=tied)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
-    decoder = parallel_model(shape, kind, world, parallel, CompileConfig(), fill, recompute)
+    compiling = CompileConfig(backend="inductor" if compiled else "none")
+    decoder = parallel_model(shape, kind, world, parallel, compiling, fill, recompute)
     fixed: dict[str, Any] = dict(learning_rate=1e-3, warmup_steps=0, schedule="constant")
     trainer = Trainer(decoder, TrainConfig(**(fixed | (settings or {}))), steps, world)
     # An optimizer in the backward goes with one micro-batch.
@@ -58,7 +62,7 @@ def train(
     trace = Trace()
     for step in range(steps):
         sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
-        parts = split_for_ranks(LENGTHS, tokens, world.data_size)[world.data_rank]
+        parts = _parts(world.data_size, tokens)[world.data_rank]
         rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
             trace.log_probs = _log_probs(trainer, rows)
@@ -68,6 +72,18 @@ def train(
     trace.weights = {name: whole(p.detach()) for name, p in decoder.named_parameters()}
     close_world(world)
     return trace
+
+
+def _parts(ranks: int, tokens: int) -> list[list[slice]]:
+    """Each rank's micro-batches of about `tokens`: consecutive slices of the sequences, equally many a rank."""
+    if ranks == 1:
+        return [split_by_tokens(LENGTHS, tokens)]
+    ends = np.cumsum(LENGTHS)
+    count = -(-int(ends[-1]) // (tokens * ranks))
+    cuts = np.searchsorted(ends, np.linspace(0, int(ends[-1]), count * ranks + 1)[1:-1], side="right")
+    slices = [slice(start, stop) for start, stop in pairwise([0, *(int(c) for c in cuts), len(LENGTHS)])]
+    assert all(part.stop > part.start for part in slices)
+    return [slices[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
 
 def _log_probs(trainer: Trainer, rows: list[PackedRow]) -> Tensor:
