@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep import ops
 from lockstep.config.engine import CompileConfig
+from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.train import TrainConfig
@@ -59,8 +59,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield "resume and overwrite exclude each other; give one"
     if isinstance(config, PretrainConfig) and config.parallel.tensor > 1:
         # Rows are padded to ROW_MULTIPLE, so of degrees that divide it any length will do.
-        multiple = math.lcm(config.parallel.tensor, ops.ROW_MULTIPLE)
-        if ops.ROW_MULTIPLE % config.parallel.tensor and config.sequence_length % multiple:
+        multiple = math.lcm(config.parallel.tensor, ROW_MULTIPLE)
+        if ROW_MULTIPLE % config.parallel.tensor and config.sequence_length % multiple:
             yield (
                 f"parallel.tensor {config.parallel.tensor} does not divide the tokens of a micro-batch, which its "
                 f"ranks share, where sequence_length is {config.sequence_length}; make that a multiple of {multiple}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+ROW_MULTIPLE = 8
+"""The tokens of a micro-batch are padded to a multiple of this, so tensor degrees that divide it share any batch."""
+
 
 @dataclass
 class ParallelConfig:

@@ -17,7 +17,7 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass
 class StepBatch:
-    """What the model and the sampler take. Rows are padded as `ops.padded_rows` says."""
+    """What the model and the sampler take."""
 
     tokens: Tensor
     positions: Tensor
@@ -27,7 +27,7 @@ class StepBatch:
     sequences: list[Sequence]
     """Those that are sampled in this step."""
     last_rows: Tensor
-    """The row of each one's last token, padded."""
+    """The row of each one's last token."""
     sampling: tuple[Tensor, ...]
     """Temperature, top_k, top_p, min_p and uniform draw of each."""
     decodes: bool
@@ -62,13 +62,10 @@ class BatchArrays:
         counts = np.array([c.count for c in chunks])
         ends = counts.cumsum()
         total = int(ends[-1])
-        padded = ops.padded_rows(total)
-        tokens, positions = np.zeros(padded, dtype=np.int64), np.zeros(padded, dtype=np.int64)
-        tokens[:total] = [t for c in chunks for t in _tokens(c)]
-        positions[:total] = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+        tokens = np.array([t for c in chunks for t in _tokens(c)], dtype=np.int64)
+        positions = np.arange(total) + np.repeat(starts - (ends - counts), counts)
         final = [i for i, c in enumerate(chunks) if c.start + c.count == len(c.sequence.tokens)]
-        last_rows = np.zeros(ops.padded_rows(len(final)), dtype=np.int64)
-        last_rows[: len(final)] = ends[final] - 1
+        last_rows = ends[final] - 1
         sampled, chosen = [chunks[i].sequence for i in final], slots[final]
         draws = ops.uniforms(
             torch.from_numpy(self._seed[chosen]), torch.tensor([s.sampled for s in sampled], dtype=torch.int64)

@@ -64,6 +64,7 @@ class Engine:
         self.cache = ops.KVCache(
             shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim, model.dtype, model.device
         )
+        self._weights = ops.PackedWeights()
         self._arrays = BatchArrays(self.config.max_sequences)
         graphs = self.config.cuda_graphs != "none"
         self._runner = GraphRunner(model, self.cache, self.config) if graphs else Runner(model, self.cache)
@@ -77,6 +78,8 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
+        # Between two calls weights may change in ways that leave no trace.
+        self._weights.forget()
         ids: list[int] = []
         groups: list[list[Sequence]] = []
         try:
@@ -139,6 +142,7 @@ class Engine:
     def weights_changed(self, version: int) -> None:
         """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""
         self.weights_version = version
+        self._weights.forget()
         self.scheduler.restart()
 
     @torch.no_grad()
@@ -148,7 +152,8 @@ class Engine:
         if not chunks:
             return []
         try:
-            samples = self._compute(chunks)
+            with self._weights.in_use():
+                samples = self._compute(chunks)
         except BaseException:
             # Pages that this step was to fill are known already, but hold nothing.
             self.scheduler.restart()
@@ -166,16 +171,15 @@ class Engine:
         batch = batch.to(self.model.device)
         hidden = None if decoded is not None else self._runner.hidden(batch)
         count, vocab = len(batch.sequences), self.model.config.vocab_size
-        rows = max(ops.ROW_MULTIPLE, LOGITS_ELEMENTS // vocab // ops.ROW_MULTIPLE * ops.ROW_MULTIPLE)
+        rows = max(1, LOGITS_ELEMENTS // vocab)
         samples: list[Sample] = []
         for start in range(0, count, rows):
             part = slice(start, min(start + rows, count))
-            # The index is padded, so that the head's product needs no padding of its own.
             if hidden is None:
                 assert decoded is not None
                 logits = decoded.logits[part]
             else:
-                logits = self.model.logits(hidden[batch.last_rows[start : start + rows]])[: part.stop - start]
+                logits = self.model.logits(hidden[batch.last_rows[part]])
             sampling = [p[part] for p in batch.sampling]
             drawn, scores = ops.sample(logits, *sampling)
             wanted = [s.params.top_logprobs for s in batch.sequences[part]]

@@ -9,9 +9,11 @@ from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttent
 from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.embedding import embedding
 from lockstep.ops.forms import FORMS
-from lockstep.ops.linear import ROW_MULTIPLE, linear, padded_rows, row_multiple
+from lockstep.ops.linear import linear
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
+from lockstep.ops.native import arithmetic, instruction_set, set_arithmetic
 from lockstep.ops.norm import rms_norm
+from lockstep.ops.packed_weights import PackedWeights
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
@@ -20,24 +22,25 @@ __all__ = [
     "BLOCK",
     "FORMS",
     "PAGE",
-    "ROW_MULTIPLE",
     "Attention",
     "DecodeAttention",
     "KVCache",
     "PackedAttention",
+    "PackedWeights",
     "PagedAttention",
     "PieceAttention",
+    "arithmetic",
     "attend",
     "draw",
     "embedding",
+    "instruction_set",
     "linear",
     "log_prob_sum",
     "logits_log_probs",
-    "padded_rows",
     "rms_norm",
     "rotary",
-    "row_multiple",
     "sample",
+    "set_arithmetic",
     "silu_mul",
     "token_log_probs",
     "top_log_probs",

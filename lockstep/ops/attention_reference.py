@@ -1,6 +1,6 @@
 """Attention in plain PyTorch: the definition of the compiled form, and its stand-in where no compiler is.
 
-Query rows are gathered in tiles of one sequence each, so that a step over the key blocks is one batched product
+Query rows are gathered in tiles of one sequence each, so that a step over the key blocks is one product
 for all tiles that still have keys there.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep.ops import plain
+
 TILE = 64
-# Rows of a batched product are padded to this multiple: below it the library sums in another order.
-ROW_MULTIPLE = 8
 
 
 def write_pages_reference(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -40,9 +40,7 @@ def attend_reference(
     positions = rows + (contexts - starts[1:]).long()[sequence][:, None]
     queries = q[rows].reshape(-1, width, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
     queries = queries.reshape(-1, kv_heads, width * group, head_dim).float() * head_dim**-0.5
-    missing = -width * group % ROW_MULTIPLE
-    queries = torch.nn.functional.pad(queries, (0, 0, 0, missing))
-    row_position = torch.nn.functional.pad(positions.repeat_interleave(group, 1), (0, missing), value=0)
+    row_position = positions.repeat_interleave(group, 1)
 
     shape = queries.shape[:3]
     highest = queries.new_full(shape, float("-inf"))
@@ -55,19 +53,19 @@ def attend_reference(
         pages = torch.nn.functional.pad(pages, (0, pages_per_block - pages.shape[1]))
         key = keys[pages].permute(0, 2, 3, 1, 4).reshape(len(active) * kv_heads, head_dim, block).float()
         value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active) * kv_heads, block, head_dim).float()
-        scores = torch.bmm(queries[active].flatten(0, 1), key).view(len(active), kv_heads, -1, block)
+        scores = plain.product(queries[active].flatten(0, 1), key, fused=False).view(len(active), kv_heads, -1, block)
         seen = start + torch.arange(block, device=q.device) <= row_position[active][:, None, :, None]
         scores = scores.masked_fill(~seen, float("-inf"))
         before = highest[active]
         now = torch.maximum(before, scores.amax(-1))
-        weights = torch.exp(scores - now[..., None])
-        shrink = torch.exp(before - now)
+        weights = plain.exp(scores - now[..., None])
+        shrink = plain.exp(before - now)
         highest[active] = now
-        total[active] = total[active] * shrink + weights.sum(-1)
-        product = torch.bmm(weights.flatten(0, 1), value).view(len(active), kv_heads, -1, head_dim)
+        total[active] = total[active] * shrink + plain.row_sum(weights)
+        product = plain.product(weights.flatten(0, 1), value, fused=False).view(len(active), kv_heads, -1, head_dim)
         attended[active] = attended[active] * shrink[..., None] + product
-    attended = (attended / total[..., None])[:, :, : width * group]
-    sums = (highest + total.log())[:, :, : width * group]
+    attended = attended / total[..., None]
+    sums = highest + plain.log(total)
     valid = torch.arange(width, device=q.device) < row_count[:, None]
     attended = attended.view(-1, kv_heads, width, group, head_dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
     sums = sums.view(-1, kv_heads, width, group).permute(0, 2, 1, 3).flatten(2, 3)

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import cuda, native
+from lockstep.ops import cuda, native, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.linear import ROW_MULTIPLE, linear, linear_gradients
+from lockstep.ops.linear import linear, linear_gradients
 
 PIECES = 8
 SLICE_BYTES = 1 << 27
@@ -87,15 +87,16 @@ def _reference(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> 
     pieces = torch.nn.functional.pad(scaled, (0, -scaled.shape[1] % PIECES), value=float("-inf"))
     pieces = pieces.unflatten(1, (PIECES, -1))
     highest = pieces.amax(-1)
-    weights = torch.exp(pieces - _finite(highest)[..., None])
-    mass, moment = weights.sum(-1), (weights * pieces.masked_fill(weights == 0, 0.0)).sum(-1)
+    weights = plain.exp(pieces - _finite(highest)[..., None])
+    mass = plain.row_sum(weights)
+    moment = plain.row_sum(weights * pieces.masked_fill(weights == 0, 0.0))
     while highest.shape[1] > 1:
         joint = torch.maximum(highest[:, ::2], highest[:, 1::2])
-        left, right = (torch.exp(highest[:, side::2] - _finite(joint)) for side in (0, 1))
+        left, right = (plain.exp(highest[:, side::2] - _finite(joint)) for side in (0, 1))
         mass = mass[:, ::2] * left + mass[:, 1::2] * right
         moment = moment[:, ::2] * left + moment[:, 1::2] * right
         highest = joint
-    normalizers = highest[:, 0] + mass[:, 0].log()
+    normalizers = highest[:, 0] + plain.log(mass[:, 0])
     chosen = scaled.gather(1, targets[:, None])[:, 0]
     return chosen - normalizers, normalizers - moment[:, 0] / mass[:, 0], normalizers
 
@@ -108,7 +109,7 @@ def _finite(highest: Tensor) -> Tensor:
 def row_slices(tokens: int, head: Tensor) -> list[slice]:
     """Rows whose logits are held at once."""
     row_bytes = head.shape[0] * head.element_size()
-    rows = max(ROW_MULTIPLE, SLICE_BYTES // row_bytes // ROW_MULTIPLE * ROW_MULTIPLE)
+    rows = max(1, SLICE_BYTES // row_bytes)
     return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 

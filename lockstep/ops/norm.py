@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops import cuda, native
+from lockstep.ops import cuda, native, plain
 from lockstep.ops.forms import FORMS
 from lockstep.ops.kept import keep
 from lockstep.ops.opaque import library
@@ -33,8 +33,8 @@ def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: f
 
 def _reference(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
-    # A sum over a dimension of its own kind for every row count: `mean` of one row alone may be split over threads.
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    mean = plain.row_sum(wide.square())[..., None] / x.shape[-1]
+    scale = 1.0 / torch.sqrt(mean + eps)
     return (wide * scale * weight.float()).to(x.dtype), scale[..., 0]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from lockstep import ops
+from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
 from lockstep.parallel.placements import COLUMNS, GIVEN, OPERATORS, SUM
 from lockstep.parallel.vocabulary import sharded_token_log_probs
@@ -100,7 +101,7 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
     if tokens.shape[0] % degree:
         raise UserError(
             f"parallel.tensor {degree} does not divide the {tokens.shape[0]} tokens of a micro-batch, which its ranks "
-            f"share; make sequence_length a multiple of {math.lcm(degree, ops.ROW_MULTIPLE)}"
+            f"share; make sequence_length a multiple of {math.lcm(degree, ROW_MULTIPLE)}"
         )
 
     def look_up(tokens: Tensor, weight: Tensor) -> Tensor:

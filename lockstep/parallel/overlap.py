@@ -47,8 +47,7 @@ def linear(x: Tensor, weight: DTensor) -> Tensor:
 
 
 def _chunks(tokens: int) -> Iterator[slice]:
-    # Whole multiples, so that no product needs padding of its own.
-    size = max(ops.ROW_MULTIPLE, -(-tokens // (CHUNKS * ops.ROW_MULTIPLE)) * ops.ROW_MULTIPLE)
+    size = max(1, -(-tokens // CHUNKS))
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 

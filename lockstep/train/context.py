@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from lockstep import ops
+from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.parallel.context import ContextAttention
 from lockstep.parallel.world import World
 from lockstep.train.packing import PackedRow
@@ -23,7 +23,7 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
         return row
     assert world.mesh is not None
     device = row.tokens.device
-    attention = ContextAttention(row.lengths, world.mesh.get_group("context"), device, ops.ROW_MULTIPLE)
+    attention = ContextAttention(row.lengths, world.mesh.get_group("context"), device, ROW_MULTIPLE)
     padding = attention.padded_rows - len(attention.rows)
     place = torch.full_like(row.tokens, -1)
     place[attention.rows] = torch.arange(len(attention.rows), device=device)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.data import Row
 from lockstep.model import Decoder
 
@@ -44,8 +45,8 @@ def pack(
     if not all(lengths) or not all(f >= 1 for f in firsts):
         raise ValueError(f"cannot pack sequences of {lengths} tokens with first targets {firsts}")
     total = sum(lengths)
-    # Padding rows keep every product at a row count that needs no copy; attention ignores them.
-    padding = -total % ops.ROW_MULTIPLE
+    # The ranks of a tensor degree share the rows evenly; attention ignores the padding.
+    padding = -total % ROW_MULTIPLE
     tokens = torch.tensor([t for s in sequences for t in s] + [0] * padding, dtype=torch.int64)
     positions = torch.tensor([p for n in lengths for p in range(n)] + [0] * padding, dtype=torch.int64)
     thresholds = torch.tensor([f for f, n in zip(firsts, lengths) for _ in range(n)] + [1] * padding)
@@ -56,7 +57,7 @@ def pack(
 
 def pack_rows(rows: Sequence[Row], device: str | torch.device = "cpu") -> PackedRow:
     """Packs a loader's rows one after the other; sequences, padding and targets are as the rows say."""
-    padding = -sum(len(row.tokens) for row in rows) % ops.ROW_MULTIPLE
+    padding = -sum(len(row.tokens) for row in rows) % ROW_MULTIPLE
     lengths = [n for row in rows for n in row.lengths]
     tail = np.zeros(padding, dtype=np.int64)
     tokens = torch.from_numpy(np.concatenate([*(row.tokens for row in rows), tail]))

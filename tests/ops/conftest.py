@@ -1,17 +1,34 @@
-"""Every operator test runs on both forms: the compiled one and the plain one that serves where no compiler is."""
+"""Every operator test runs on all forms: the kernels of each instruction set that this processor has, best first, and
+the plain PyTorch ones that serve where there are none."""
 
 import pytest
 
 from lockstep.ops import native
+from lockstep.ops.native import instruction_sets
+
+FORMS = [*(each.name for each in instruction_sets.supported()), "pytorch"]
 
 
-@pytest.fixture(params=["compiled", "plain"], scope="module", autouse=True)
+def use(patch: pytest.MonkeyPatch, form: str) -> None:
+    """Switches this process to a form; `patch.undo` and `forget_forms` switch back."""
+    patch.setenv("LOCKSTEP_NATIVE", "0" if form == "pytorch" else "1")
+    patch.setenv("LOCKSTEP_ISA", "" if form == "pytorch" else form)
+    forget_forms()
+
+
+def forget_forms() -> None:
+    instruction_sets.supported.cache_clear()
+    native.library.cache_clear()
+    native._functions.clear()
+
+
+@pytest.fixture(params=FORMS, scope="module", autouse=True)
 def form(request):
     patch = pytest.MonkeyPatch()
-    patch.setenv("LOCKSTEP_NATIVE", "1" if request.param == "compiled" else "0")
-    native.library.cache_clear()
-    if request.param == "compiled":
+    use(patch, request.param)
+    if request.param != "pytorch":
         assert native.library() is not None, "these tests need a C++ compiler: install g++"
+        assert native.instruction_set() == request.param
     yield request.param
     patch.undo()
-    native.library.cache_clear()
+    forget_forms()

@@ -1,9 +1,11 @@
 """The Triton kernels' logic on CPU tensors, under the interpreter; `test_cuda_kernels.py` runs this file.
 
 The interpreter has no bfloat16 products, so float16 stands for the half-precision path. It computes a tile's product
-with the CPU's BLAS: what holds here is the kernels' indexing, masking and order of pieces, not the GPU's arithmetic.
+with the CPU's BLAS, whose sums depend on the tile's height; a product of fixed order stands in for it, as a tensor core
+has one. What holds here is the kernels' indexing, masking and order of pieces, not the GPU's arithmetic.
 """
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +26,24 @@ DTYPES = [torch.float32, torch.float16]
 
 @pytest.fixture(scope="module", autouse=True)
 def form():
-    """The kernels have one form: the folder's own fixture would run everything twice."""
+    """The kernels have one form: the folder's own fixture would run everything several times."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dots_of_fixed_order():
+    from triton.runtime import interpreter
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(interpreter.np, "matmul", _dot)
+    yield
+    patch.undo()
+
+
+def _dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    out = np.zeros((a.shape[0], b.shape[1]), dtype)
+    for k in range(a.shape[1]):
+        out += a[:, k, None].astype(dtype) * b[None, k].astype(dtype)
+    return out
 
 
 @pytest.fixture

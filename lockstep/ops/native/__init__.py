@@ -1,7 +1,8 @@
-"""The operators' fast CPU forms: C++ compiled at first use, called through ctypes.
+"""The operators' fast CPU forms: C++ for this processor's instructions, called through ctypes.
 
-Where no compiler is, or with LOCKSTEP_NATIVE=0, the plain PyTorch forms serve: slower, and with their own bits,
-but trainer and generator use the same form, so they agree either way.
+A wheel brings them compiled, a source checkout compiles them at first use. Where neither can be, or with
+LOCKSTEP_NATIVE=0, the plain PyTorch forms serve: slower, and with their own bits, but trainer and generator use the
+same form, so they agree either way.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.ops.native.build import CompilerMissing, build
+from lockstep.ops.native.build import CompilerMissing, library_path
+from lockstep.ops.native.instruction_sets import InstructionSet, supported
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
+
+
+ARITHMETICS = ("auto", "portable", "bf16_pairs")
 
 
 @lru_cache(maxsize=1)
@@ -28,10 +34,61 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("LOCKSTEP_NATIVE", "1") == "0":
         return None
     try:
-        return ctypes.CDLL(str(build()))
+        path = library_path(_chosen())
     except CompilerMissing as reason:
         warnings.warn(f"the plain PyTorch operators are used, which are slower: {reason}", stacklevel=2)
         return None
+    _offer_openmp()
+    return ctypes.CDLL(str(path))
+
+
+def _offer_openmp() -> None:
+    """Makes torch's own OpenMP runtime, already loaded, the kernels': two in a process would fight for the cores."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+
+
+def _chosen() -> InstructionSet:
+    wanted = _wanted_arithmetic
+    for each in supported():
+        if wanted in ("auto", each.arithmetic):
+            return each
+    raise ValueError(
+        f"arithmetic {wanted} needs instructions that this processor lacks, or LOCKSTEP_ISA rules out; "
+        f"there are {', '.join(each.name for each in supported())}"
+    )
+
+
+def set_arithmetic(name: str) -> str:
+    """Chooses the arithmetic of this process: `portable`, `bf16_pairs`, or `auto`, the fastest. Returns what it is.
+
+    Tensors that were computed before keep their bits. Raises ValueError where the processor cannot do it.
+    """
+    global _wanted_arithmetic
+    if name not in ARITHMETICS:
+        raise ValueError(f'arithmetic is "{name}"; it can be {", ".join(ARITHMETICS)}')
+    before, _wanted_arithmetic = _wanted_arithmetic, name
+    try:
+        _chosen()
+    except ValueError:
+        _wanted_arithmetic = before
+        raise
+    library.cache_clear()
+    _functions.clear()
+    return arithmetic()
+
+
+def arithmetic() -> str:
+    """Whose bits the CPU's operators compute: `portable`, those of every processor, `bf16_pairs`, or `plain`.
+
+    `plain` are the PyTorch forms, which serve where there are no compiled kernels.
+    """
+    return "plain" if library() is None else _chosen().arithmetic
+
+
+def instruction_set() -> str:
+    """The instructions that the CPU's operators use, such as `avx2`; `plain` where they are not compiled."""
+    return "plain" if library() is None else _chosen().name
 
 
 def usable(x: Tensor) -> bool:
@@ -39,8 +96,8 @@ def usable(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in SUFFIX and (_pretending or library() is not None)
 
 
-def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float) -> None:
-    """Calls `name` for this dtype: tensors (contiguous) pass their address, integers as int64, floats as float."""
+def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
+    """Calls `name` for this dtype: tensors pass their address, None a null one, integers int64, floats float."""
     if _pretending:
         return
     bound = _functions.get((name, dtype)) or _bind(name, dtype, arguments)
@@ -71,11 +128,12 @@ def function(name: str) -> Any:
 
 
 _pretending = False
+_wanted_arithmetic = "auto"
 _functions: dict[tuple[str, torch.dtype], Any] = {}
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float}
 
 
-def _bind(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float, ...]) -> Any:
+def _bind(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float | None, ...]) -> Any:
     bound = function(name + SUFFIX[dtype])
     bound.argtypes = [_C_TYPES.get(type(a), ctypes.c_void_p) for a in arguments]
     bound.restype = None

@@ -30,9 +30,9 @@ static inline void softmax_block(float* scores, int64_t keys, float scale, float
         top = maximum(top, s[i]);
     }
     const float next = std::max(highest, maximum(top));
-    const float shrink = highest == LOWEST ? 0.f : exp(splat(highest - next))[0];
+    const float shrink = highest == LOWEST ? 0.f : exp_float(highest - next);
     for (int i = 0; i < BLOCK / LANES; i++) {
-        s[i] = exp(s[i] - next);
+        s[i] = exp(s[i] - splat(next));
         store(scores + i * LANES, s[i]);
     }
     total = total * shrink + sum((s[0] + s[1]) + (s[2] + s[3]));
@@ -85,7 +85,7 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
         const int64_t row = (tile.token + r / shape.group()) * shape.heads + kv_head * shape.group() + r % shape.group();
         const float inverse = 1.f / totals[r];
         for (int64_t d = 0; d < dim; d += LANES) store(out + row * dim + d, load(sums + r * dim + d) * inverse);
-        log_sums[row] = highest[r] + std::log(totals[r]);
+        log_sums[row] = highest[r] + log_float(totals[r]);
     }
 }
 

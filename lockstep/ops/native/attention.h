@@ -11,6 +11,9 @@ constexpr int64_t BLOCK = 64;   // keys between two rescalings of the running su
 constexpr int64_t FEW_ROWS = 8;
 constexpr int64_t TILE = 48;    // query rows (tokens x heads of a group) that share a block's conversion
 
+// Groups of 16 columns whose sums the registers hold for six rows at once.
+constexpr int GROUPS = WIDTH == 16 ? 4 : 1;
+
 static const float LOWEST = -std::numeric_limits<float>::infinity();
 
 // c[r][n] += sum over k of a(r, k) b_v[k][n] for ROWS rows and VECTORS groups of 16 columns, held in registers. Each
@@ -31,7 +34,7 @@ static inline void product_tile(const float* a, int64_t a_row, int64_t a_k, cons
         for (int r = 0; r < ROWS; r++) {
             const f32x16 factor = splat(a[r * a_row + k * a_k]);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += factor * columns[v];
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = multiply_add(factor, columns[v], sums[r][v]);
         }
     }
 #pragma GCC unroll 8
@@ -56,11 +59,12 @@ template <class B>
 static void add_product(const float* a, int64_t a_row, int64_t a_k, const B* b, int64_t ldb, float* c, int64_t ldc,
                         int64_t rows, int64_t inner, int64_t columns) {
     int64_t n = 0;
-    for (; n + 64 <= columns; n += 64) {
-        const B* groups[4] = {b + n, b + n + 16, b + n + 32, b + n + 48};
-        product_rows<4>(a, a_row, a_k, groups, ldb, c + n, ldc, rows, inner);
+    for (; n + GROUPS * LANES <= columns; n += GROUPS * LANES) {
+        const B* groups[GROUPS];
+        for (int v = 0; v < GROUPS; v++) groups[v] = b + n + v * LANES;
+        product_rows<GROUPS>(a, a_row, a_k, groups, ldb, c + n, ldc, rows, inner);
     }
-    for (; n + 16 <= columns; n += 16) {
+    for (; n + LANES <= columns; n += LANES) {
         const B* group = b + n;
         product_rows<1>(a, a_row, a_k, &group, ldb, c + n, ldc, rows, inner);
     }

@@ -50,7 +50,7 @@ static void backward_head(const T* grad_out, const T* q, const T* k, const T* v,
                 const int64_t seen = std::min(count, position + r / group + 1 - start);
                 for (int64_t j = 0; j < columns; j += LANES) {
                     float *weight = weights + r * BLOCK + j, *grad = grad_scores + r * BLOCK + j;
-                    f32x16 p = exp(keep_first(multiply_subtract(load(weight), scale, log_sums[row]), seen - j, LOWEST));
+                    f32x16 p = exp(keep_first(multiply_add(load(weight), scale, -log_sums[row]), seen - j, LOWEST));
                     store(weight, p);
                     store(grad, p * (load(grad) - deltas[row]) * scale);
                 }
@@ -86,7 +86,7 @@ static void attend_backward(const T* grad_out, const T* q, const T* k, const T* 
     for (int64_t row = 0; row < rows; row++) {
         f32x16 products = {};
         for (int64_t d = 0; d < head_dim; d += LANES)
-            products += load(grad_out + row * head_dim + d) * load(out + row * head_dim + d);
+            products = multiply_add(load(grad_out + row * head_dim + d), load(out + row * head_dim + d), products);
         deltas[row] = sum(products);
     }
     const std::vector<Sequence> sequences = sequences_of(pieces, shape.group());

@@ -62,7 +62,7 @@ class BlockGradient {
                 for (int64_t i = 0; i < 2 && r + i < rows; i++) {
                     const int64_t token = (r + i) / group, place = (r + i) * BLOCK + j;
                     const int64_t row = (tile.token + token) * shape.heads + kv_head * group + (r + i) % group;
-                    const f32x16 score = multiply_subtract(load(scores + place), scale, log_sums[row]);
+                    const f32x16 score = multiply_add(load(scores + place), scale, -log_sums[row]);
                     weight[i] = exp(keep_first(score, std::min(seen + token, most) - j, LOWEST));
                     grad[i] = weight[i] * (load(grad_weights + place) - deltas[row]) * scale;
                 }

@@ -33,7 +33,11 @@ struct BlockProducts {
     void scores(const BlockPages<T>& pages, int64_t from, int64_t rows, float* scores) {
         std::fill(scores, scores + rows * BLOCK, 0.f);
         const float* query = queries + from * dim;
-        if (direct) return product_rows<BLOCK / PAGE>(query, dim, 1, pages.keys, PAGE, scores, BLOCK, rows, dim);
+        if (direct) {
+            for (int64_t p = 0; p < BLOCK / PAGE; p += GROUPS)
+                product_rows<GROUPS>(query, dim, 1, pages.keys + p, PAGE, scores + p * PAGE, BLOCK, rows, dim);
+            return;
+        }
         for (int64_t p = 0; p * PAGE < pages.count; p++) {
             for (int64_t d = 0; d < dim; d++) store(keys + d * BLOCK + p * PAGE, load(pages.keys[p] + d * PAGE));
             widen(pages.values[p], values + p * PAGE * dim, std::min(PAGE, pages.count - p * PAGE) * dim);

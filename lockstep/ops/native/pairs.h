@@ -2,7 +2,7 @@
 #pragma once
 #include "vector.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(LOCKSTEP_AVX512) && defined(__AVX512BF16__)
 #define LOCKSTEP_PAIRS
 
 // Pairs along the inner index: element i of two rows side by side in 32 bits.

@@ -1,141 +1,316 @@
-// x · wᵀ in bfloat16 for few rows, on the weight as it lies in memory: no packed copy to keep, none to renew after an
-// update. Each element is one chain of vdpbf16ps over ascending pairs of K, which is what oneDNN computes on
-// processors with AVX512-BF16; the caller checks that the bits are the same.
-#include <algorithm>
+// The matrix product. Each element of the result is one chain of fused multiply-adds over ascending k, from zero; the
+// lanes of a vector are different outputs. So neither the number of rows, nor tiles, threads or the width of a vector
+// can change a bit. In bfloat16 the factors are widened exactly; where the processor has instructions for pairs of
+// bfloat16 (LOCKSTEP_PAIRS), a chain takes two products a step, which are other bits (`arithmetic`).
+#include <memory>
 #include <vector>
 
-#include "vector.h"
+#include "panels.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-#include <immintrin.h>
+// As in omp.h, which a compiler may lack.
+extern "C" int omp_get_num_threads();
 
-constexpr int64_t COLUMNS = 32;           // outputs of a panel: two vectors
-constexpr int64_t PAIRS = 128;            // pairs of K in a panel: 16 KB, half of the first-level cache
+constexpr int64_t STEPS = 384;                           // in a block of k: a panel's part stays in the first cache
+constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 24 : 30;   // whose part of x stays in the second
+constexpr int64_t GROUP = 256 / COLUMNS;                 // panels whose sums are held at once
+constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
 
-// Sixteen rows of sixteen pairs become sixteen pairs of sixteen rows.
-static inline void transpose(__m512i (&r)[LANES]) {
-    __m512i t[LANES];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+// A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
+// right one, and their products added to a sum.
+template <class T>
+struct Chain;
+template <>
+struct Chain<float> {
+    static constexpr int HALVES = 1;
+    typedef floats Right;
+    static words left(words x, int) { return x; }
+    static Right right(words w, int) { return (floats)w; }
+    static floats add(word x, Right w, floats sum) {
+        float factor;
+        std::memcpy(&factor, &x, sizeof factor);
+        return multiply_add(splat_part(factor), w, sum);
     }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-        }
-    for (int i = 0; i < 4; i++) {
-        const __m512i a = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), b = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        const __m512i c = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88),
-                      d = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-        t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-        t[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+};
+#ifdef LOCKSTEP_PAIRS
+template <>
+struct Chain<bf16> {
+    static constexpr int HALVES = 1;
+    typedef __m512bh Right;
+    static words left(words x, int) { return x; }
+    static Right right(words w, int) { return (__m512bh)w; }
+    static floats add(word x, Right w, floats sum) {
+        return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int32_t)x), w);
     }
-    for (int i = 0; i < 16; i++) r[i] = t[i];
-}
-
-// panel [pair][COLUMNS] from `pairs` pairs of COLUMNS rows of the weight; rows past the last repeat it.
-static void fill_panel(const bf16* weight, int64_t depth, int64_t columns, int64_t pairs, __m512i* panel) {
-    for (int64_t half = 0; half < COLUMNS / LANES; half++)
-        for (int64_t pair = 0; pair < pairs; pair += LANES) {
-            __m512i block[LANES];
-            for (int64_t n = 0; n < LANES; n++)
-                block[n] = _mm512_loadu_si512(weight + std::min(half * LANES + n, columns - 1) * depth + 2 * pair);
-            transpose(block);
-            for (int64_t k = 0; k < LANES; k++) panel[(pair + k) * (COLUMNS / LANES) + half] = block[k];
-        }
-}
-
-// sums [ROWS][COLUMNS] += x [ROWS][pairs] · panel. With FETCH the next panel's part of the weight is on its way
-// meanwhile: its lines lie in COLUMNS rows, a line being LANES pairs.
-template <int ROWS, bool FETCH>
-static inline void add_rows(const bf16* x, int64_t depth, const __m512i* panel, int64_t pairs, float* sums,
-                            const bf16* next) {
-    __m512 first[ROWS], second[ROWS];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-        first[r] = _mm512_loadu_ps(sums + r * COLUMNS);
-        second[r] = _mm512_loadu_ps(sums + r * COLUMNS + LANES);
-    }
-    for (int64_t k = 0; k < pairs; k++) {
-        if (FETCH) {
-            const int64_t line = 2 * k;
-            const bf16* row = next + line / (PAIRS / LANES) * depth + line % (PAIRS / LANES) * 2 * LANES;
-            _mm_prefetch((const char*)row, _MM_HINT_T1);
-            _mm_prefetch((const char*)(row + 2 * LANES), _MM_HINT_T1);
-        }
-        const __m512bh a = (__m512bh)panel[2 * k], b = (__m512bh)panel[2 * k + 1];
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            int32_t pair;
-            std::memcpy(&pair, x + r * depth + 2 * k, sizeof pair);
-            const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
-            first[r] = _mm512_dpbf16_ps(first[r], factor, a);
-            second[r] = _mm512_dpbf16_ps(second[r], factor, b);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-        _mm512_storeu_ps(sums + r * COLUMNS, first[r]);
-        _mm512_storeu_ps(sums + r * COLUMNS + LANES, second[r]);
-    }
-}
-
-template <int ROWS>
-static inline int64_t add_tiles(const bf16* x, int64_t row, int64_t rows, int64_t depth, const __m512i* panel,
-                                int64_t pairs, float* sums, const bf16* next) {
-    for (; row + ROWS <= rows; row += ROWS)
-        if (row == 0)
-            add_rows<ROWS, true>(x, depth, panel, pairs, sums, next);
-        else
-            add_rows<ROWS, false>(x + row * depth, depth, panel, pairs, sums + row * COLUMNS, next);
-    return row;
-}
-
-static void add_panel(const bf16* x, int64_t rows, int64_t depth, const __m512i* panel, int64_t pairs, float* sums,
-                      const bf16* next) {
-    int64_t row = add_tiles<12>(x, 0, rows, depth, panel, pairs, sums, next);
-    row = add_tiles<8>(x, row, rows, depth, panel, pairs, sums, next);
-    row = add_tiles<4>(x, row, rows, depth, panel, pairs, sums, next);
-    add_tiles<1>(x, row, rows, depth, panel, pairs, sums, next);
-}
-
-// x [rows][depth], weight [outputs][depth], out [rows][outputs]; depth divides by 32. Chains of `chain` pairs (a
-// multiple of PAIRS, or all) start from zero and are added in order.
-extern "C" void few_rows_product_bf16(const bf16* x, const bf16* weight, bf16* out, int64_t rows, int64_t depth,
-                                      int64_t outputs, int64_t chain) {
-    const int64_t panels = (outputs + COLUMNS - 1) / COLUMNS;
-#pragma omp parallel
-    {
-        std::vector<float> storage(PAIRS * COLUMNS + LANES);
-        __m512i* panel = (__m512i*)(((uintptr_t)storage.data() + 63) / 64 * 64);
-        std::vector<float> sums(rows * COLUMNS), totals(rows * COLUMNS);
-#pragma omp for schedule(static)
-        for (int64_t p = 0; p < panels; p++) {
-            const int64_t first = p * COLUMNS, columns = std::min(COLUMNS, outputs - first);
-            std::fill(totals.begin(), totals.end(), 0.f);
-            for (int64_t k = 0; k < depth / 2; k += PAIRS) {
-                const int64_t pairs = std::min(PAIRS, depth / 2 - k);
-                if (k % chain == 0) std::fill(sums.begin(), sums.end(), 0.f);
-                const bf16* here = weight + first * depth + 2 * k;
-                const bf16* next = k + PAIRS < depth / 2 ? here + 2 * PAIRS : weight + (first + COLUMNS) * depth;
-                fill_panel(here, depth, columns, pairs, panel);
-                add_panel(x + 2 * k, rows, depth, panel, pairs, sums.data(), next);
-                if ((k + pairs) % chain == 0 || k + pairs == depth / 2)
-                    for (int64_t i = 0; i < rows * COLUMNS; i += LANES)
-                        store(totals.data() + i, load(totals.data() + i) + load(sums.data() + i));
-            }
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t n = 0; n < columns; n += LANES)
-                    store_first(out + r * outputs + first + n, load(totals.data() + r * COLUMNS + n), columns - n);
-        }
-    }
-}
-
-extern "C" int64_t has_few_rows_product() { return 1; }
+};
 #else
-extern "C" void few_rows_product_bf16(const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t) {}
-extern "C" int64_t has_few_rows_product() { return 0; }
+template <>
+struct Chain<bf16> : Chain<float> {
+    static constexpr int HALVES = 2;
+    static words left(words x, int half) { return half ? x & 0xffff0000u : x << 16; }
+    static Right right(words w, int half) { return (floats)left(w, half); }
+};
 #endif
+
+// Rows of a tile: as many as there are registers for, beside the vectors of a panel.
+template <class T>
+constexpr int TILE_ROWS = WIDTH == 16 ? (Chain<T>::HALVES == 1 ? 14 : 12) : FUSED ? (Chain<T>::HALVES == 1 ? 6 : 5) : 2;
+
+// Where the next block of the right factor lies: STEPS words of each of COLUMNS rows, or a panel's block as a whole,
+// which is as many bytes in a row.
+struct Ahead {
+    const char* at = nullptr;
+    int64_t row_bytes = 0;
+    void fetch(int64_t step) const {
+        constexpr int64_t LINES = COLUMNS * sizeof(word) / 64, ROW = STEPS * sizeof(word) / 64;
+        if (at)
+            for (int64_t line = step * LINES; line < (step + 1) * LINES; line++)
+                __builtin_prefetch(at + line / ROW * row_bytes + line % ROW * 64, 0, 2);
+    }
+};
+
+// sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which lie `stride` words apart.
+template <class T, int ROWS, int PANELS>
+static void tile(const word* x, const word* panels, int64_t stride, int64_t steps, bool begin,
+                 float* sums, int64_t sums_stride, const Ahead& next) {
+    constexpr int VECTORS = COLUMNS / WIDTH;
+    floats s[PANELS][VECTORS][ROWS];
+    const auto place = [&](int p, int v, int r) { return sums + p * sums_stride + r * COLUMNS + v * WIDTH; };
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++)
+                if (begin)
+                    s[p][v][r] = floats{};
+                else
+                    std::memcpy(&s[p][v][r], place(p, v, r), sizeof(floats));
+#pragma GCC unroll(FUSED ? 4 : 1)
+    for (int64_t k = 0; k < steps; k++) {
+        next.fetch(k);
+#pragma GCC unroll 2
+        for (int half = 0; half < Chain<T>::HALVES; half++, x += ROWS) {
+            // Keeps the compiler from holding both halves' vectors at once, for which there are no registers.
+            if (Chain<T>::HALVES > 1) asm volatile("" : "+r"(x), "+r"(panels));
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) {
+                typename Chain<T>::Right w[VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    words panel;
+                    std::memcpy(&panel, panels + p * stride + k * COLUMNS + v * WIDTH, sizeof panel);
+                    w[v] = Chain<T>::right(panel, half);
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++) s[p][v][r] = Chain<T>::add(x[r], w[v], s[p][v][r]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) std::memcpy(place(p, v, r), &s[p][v][r], sizeof(floats));
+}
+
+// Few rows leave registers for several panels, whose chains hide each other's latency.
+template <class T>
+constexpr int panels_at_once(int rows) {
+    return rows == 1 ? 4 : rows <= TILE_ROWS<T> / 2 ? 2 : 1;
+}
+
+template <class T, int ROWS = TILE_ROWS<T>>
+static void tile_of(int64_t rows, const word* x, const word* panels, int64_t count, int64_t stride,
+                    int64_t steps, bool begin, float* sums, int64_t sums_stride, const Ahead& next) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS)
+            return tile_of<T, ROWS - 1>(rows, x, panels, count, stride, steps, begin, sums, sums_stride, next);
+    constexpr int PANELS = panels_at_once<T>(ROWS);
+    if (count == PANELS) return tile<T, ROWS, PANELS>(x, panels, stride, steps, begin, sums, sums_stride, next);
+    for (int64_t p = 0; p < count; p++)
+        tile<T, ROWS, 1>(x, panels + p * stride, stride, steps, begin, sums + p * sums_stride, sums_stride, next);
+}
+
+// Rows in tiles of as equal heights as can be.
+struct Tiling {
+    int64_t rows, count;
+    Tiling(int64_t rows, int64_t highest) : rows(rows), count((rows + highest - 1) / highest) {}
+    int64_t start(int64_t tile) const { return rows * tile / count; }
+};
+
+// Memory that threads keep from call to call.
+template <class T>
+static T* scratch(int64_t count, int which) {
+    static thread_local std::vector<char> kept[4];
+    if ((int64_t)kept[which].size() < count * (int64_t)sizeof(T) + 64) kept[which].resize(count * sizeof(T) + 64);
+    return (T*)(((uintptr_t)kept[which].data() + 63) / 64 * 64);
+}
+
+template <class T>
+struct Product {
+    static constexpr int64_t HALVES = Chain<T>::HALVES;
+    static constexpr int VECTORS = (TILE_ROWS<T> + WIDTH - 1) / WIDTH;  // that hold a tile's rows
+    const Matrix<T>& x;
+    const Matrix<T>& w;
+    const word* packed;  // all panels of w, or none
+    T* out;
+    const Tiling tiling;
+    const int64_t steps, panels;
+
+    Product(const Matrix<T>& x, const Matrix<T>& w, const word* packed, T* out)
+        : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
+          panels((w.rows + COLUMNS - 1) / COLUMNS) {}
+
+    // x as tiles read it: [block of k][tile][step][half][row of the tile].
+    void pack_left(word* left, int64_t tile, int64_t block) const {
+        const int64_t start = tiling.start(tile), rows = tiling.start(tile + 1) - start;
+        const int64_t from = block * STEPS, count = std::min(STEPS, steps - from);
+        word* target = left + (from * x.rows + start * count) * HALVES;
+        const auto put_step = [&](int64_t k, const auto& column) {
+#pragma GCC unroll 2
+            for (int half = 0; half < HALVES; half++)
+                for (int64_t r = 0; r < rows; r += WIDTH) {
+                    const words part = Chain<T>::left(column(r), half);
+                    std::memcpy(target + (k * HALVES + half) * rows + r, &part, sizeof part);
+                }
+        };
+        // A tile's rows are no whole vectors: what the last one writes too much is written over by the next half or step.
+        const int64_t whole = std::min(count - (WIDTH + rows - 1) / rows, x.depth / STEP<T> - from);
+        int64_t k = 0;
+        if (x.inner == 1)
+            for (; k + WIDTH <= whole; k += WIDTH) {
+                words columns[VECTORS][WIDTH];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+#pragma GCC unroll 16
+                    for (int r = 0; r < WIDTH; r++) {
+                        const int64_t row = start + std::min<int64_t>(v * WIDTH + r, rows - 1);
+                        std::memcpy(&columns[v][r], x.at + row * x.row + (from + k) * STEP<T>, sizeof(words));
+                    }
+                    transpose(columns[v]);
+                }
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDTH; i++) put_step(k + i, [&](int64_t r) { return columns[r / WIDTH][i]; });
+            }
+        else if (x.row == 1 && start + VECTORS * WIDTH <= x.rows)
+            for (; k < whole; k++) {
+                const T* row = x.at + start + (from + k) * STEP<T> * x.inner;
+                put_step(k, [&](int64_t r) { return words_at(row + r, row + r + x.inner); });
+            }
+        for (; k < count; k++)
+            for (int half = 0; half < HALVES; half++)
+                for (int64_t r = 0; r < rows; r++)
+                    target[(k * HALVES + half) * rows + r] = Chain<T>::left(words{} + x(start + r, from + k), half)[0];
+    }
+
+    // Tiles [first, last) with the panels of one group.
+    void group(const word* left, int64_t first, int64_t last, int64_t panel, int64_t count) const {
+        const word* ready = packed ? packed + panel * steps * COLUMNS : nullptr;
+        if (!ready && last - first > BLOCK_TILES) {
+            word* whole = scratch<word>(count * steps * COLUMNS, 0);
+            for (int64_t p = 0; p < count; p++)
+                pack_panel(w, (panel + p) * COLUMNS, 0, steps, whole + p * steps * COLUMNS);
+            ready = whole;
+        }
+        for (int64_t from = first; from < last; from += BLOCK_TILES) {
+            const int64_t to = std::min(last, from + BLOCK_TILES);
+            const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
+            float* sums = scratch<float>(count * rows * COLUMNS, 1);
+            for (int64_t k = 0; k < steps; k += STEPS) block(left, from, to, panel, count, ready, k, sums);
+        }
+    }
+
+    void block(const word* left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready, int64_t k,
+               float* sums) const {
+        const int64_t length = std::min(STEPS, steps - k), top = tiling.start(from), rows = tiling.start(to) - top;
+        const int64_t at_once = std::min<int64_t>(count, panels_at_once<T>(tiling.start(from + 1) - top));
+        for (int64_t p = 0; p < count; p += at_once) {
+            const int64_t now = std::min(at_once, count - p);
+            const word* right = ready ? ready + (p * steps + k) * COLUMNS : nullptr;
+            int64_t stride = steps * COLUMNS;
+            if (!right) {
+                word* here = scratch<word>(now * STEPS * COLUMNS, 2);
+                for (int64_t i = 0; i < now; i++)
+                    pack_panel(w, (panel + p + i) * COLUMNS, k, length, here + i * STEPS * COLUMNS);
+                right = here, stride = STEPS * COLUMNS;
+            }
+            Ahead next;
+            for (int64_t t = from; t < to; t++) {
+                const int64_t start = tiling.start(t), height = tiling.start(t + 1) - start;
+                float* here = sums + (p * rows + start - top) * COLUMNS;
+                tile_of<T>(height, left + (k * x.rows + start * length) * HALVES, right, now, stride, length, k == 0,
+                           here, rows * COLUMNS, next);
+                if (k + STEPS >= steps)
+                    for (int64_t i = 0; i < now; i++) put(here + i * rows * COLUMNS, start, height, panel + p + i);
+                next = {};
+            }
+        }
+    }
+
+    // A tile's sums, rounded to T.
+    void put(const float* sums, int64_t top, int64_t rows, int64_t panel) const {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t n = panel * COLUMNS; n < std::min(w.rows, (panel + 1) * COLUMNS); n += LANES)
+                store_first(out + (top + r) * w.rows + n, load(sums + r * COLUMNS + n - panel * COLUMNS), w.rows - n);
+    }
+
+    void run() const {
+        word* left = scratch<word>(x.rows * steps * HALVES, 3);
+        const int64_t blocks = (steps + STEPS - 1) / STEPS;
+        const bool split = x.rows * w.rows * x.depth > SPLIT_WORK;
+#pragma omp parallel if (split)
+        {
+            const int64_t threads = omp_get_num_threads();
+#pragma omp for collapse(2) schedule(static)
+            for (int64_t tile = 0; tile < tiling.count; tile++)
+                for (int64_t block = 0; block < blocks; block++) pack_left(left, tile, block);
+            // Where a thread shares its core with another process, the others take its groups. Where there are too few
+            // panels for all threads, rows are divided too.
+            const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
+            const int64_t parts = std::min(tiling.count, std::max<int64_t>(1, threads / groups));
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int64_t part = 0; part < parts; part++)
+                for (int64_t g = 0; g < groups; g++) {
+                    const int64_t first = panels * g / groups;
+                    group(left, tiling.count * part / parts, tiling.count * (part + 1) / parts, first,
+                          panels * (g + 1) / groups - first);
+                }
+        }
+    }
+};
+
+// out [rows][outputs] = x [rows][depth] · w [outputs][depth]ᵀ, x and w with any strides. `packed`: w's panels, or null.
+template <class T>
+static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row, int64_t w_inner,
+                    const word* packed, T* out, int64_t rows, int64_t depth, int64_t outputs) {
+    if (rows == 0 || outputs == 0) return;
+    const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
+    Product<T>(left, right, packed, out).run();
+}
+
+template <class T>
+static void pack(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64_t depth, int64_t outputs) {
+    const Matrix<T> right{w, outputs, depth, w_row, w_inner};
+#pragma omp parallel for schedule(static)
+    for (int64_t first = 0; first < outputs; first += COLUMNS)
+        pack_panel(right, first, 0, right.steps(), packed + first * right.steps());
+}
+
+#define EXPORT(T, suffix)                                                                                             \
+    extern "C" void product##suffix(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row,            \
+                                    int64_t w_inner, const word* packed, T* out, int64_t rows, int64_t depth,         \
+                                    int64_t outputs) {                                                                \
+        product<T>(x, x_row, x_inner, w, w_row, w_inner, packed, out, rows, depth, outputs);                          \
+    }                                                                                                                 \
+    extern "C" void pack##suffix(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64_t depth,             \
+                                 int64_t outputs) {                                                                   \
+        pack<T>(w, w_row, w_inner, packed, depth, outputs);                                                           \
+    }
+
+EXPORT(float, _f32)
+EXPORT(bf16, _bf16)
+
+extern "C" int64_t panel_columns() { return COLUMNS; }

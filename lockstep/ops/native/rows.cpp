@@ -15,9 +15,9 @@ static void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t
         f32x16 squares = {};
         for (int64_t i = 0; i < dim; i += LANES) {
             f32x16 v = load_first(in + i, dim - i);
-            squares += v * v;
+            squares = multiply_add(v, v, squares);
         }
-        float scale = 1.f / std::sqrt(sum(squares) / dim + eps);
+        const float scale = 1.f / std::sqrt(sum(squares) / (float)dim + eps);
         scales[row] = scale;
         for (int64_t i = 0; i < dim; i += LANES)
             store_first(out + row * dim + i, load_first(in + i, dim - i) * scale * load_first(weight + i, dim - i), dim - i);
@@ -40,13 +40,13 @@ static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, co
             f32x16 products = {};
             for (int64_t i = 0; i < dim; i += LANES) {
                 f32x16 grad = load_first(g + i, dim - i), v = load_first(in + i, dim - i);
-                products += grad * load_first(weight + i, dim - i) * v;
-                store(weight_sum + i, load(weight_sum + i) + grad * v * scale);
+                products = multiply_add(grad * load_first(weight + i, dim - i), v, products);
+                store(weight_sum + i, multiply_add(grad * v, scale, load(weight_sum + i)));
             }
-            const float along = sum(products) * scale * scale / dim;
+            const float along = sum(products) * scale * scale / (float)dim;
             for (int64_t i = 0; i < dim; i += LANES) {
                 f32x16 direct = load_first(g + i, dim - i) * load_first(weight + i, dim - i);
-                store_first(grad_x + row * dim + i, (direct - load_first(in + i, dim - i) * along) * scale, dim - i);
+                store_first(grad_x + row * dim + i, multiply_add(load_first(in + i, dim - i), -along, direct) * scale, dim - i);
             }
         }
     }
@@ -67,8 +67,8 @@ static void rotary(const T* x, const float* cosines, const float* sines, T* out,
                 const int64_t n = half - i;
                 f32x16 c = load_first(cosines + token * half + i, n), s = load_first(sines + token * half + i, n) * sign;
                 f32x16 first = load_first(x + base + i, n), second = load_first(x + base + half + i, n);
-                store_first(out + base + i, first * c - second * s, n);
-                store_first(out + base + half + i, second * c + first * s, n);
+                store_first(out + base + i, multiply_add(first, c, -(second * s)), n);
+                store_first(out + base + half + i, multiply_add(second, c, first * s), n);
             }
         }
 }
@@ -94,7 +94,7 @@ static void silu_mul_backward(const T* grad_out, const T* gate, const T* up, T* 
         const int64_t n = count - i;
         f32x16 grad = load_first(grad_out + i, n), g = load_first(gate + i, n), s = sigmoid(g);
         store_first(grad_up + i, grad * g * s, n);
-        store_first(grad_gate + i, grad * load_first(up + i, n) * s * (1.f + g * (1.f - s)), n);
+        store_first(grad_gate + i, grad * load_first(up + i, n) * s * multiply_add(g, 1.f - s, 1.f), n);
     }
 }
 

@@ -17,7 +17,7 @@ struct Mass {
 static Mass join(Mass a, Mass b) {
     if (b.m == -std::numeric_limits<float>::infinity()) return a;
     if (a.m == -std::numeric_limits<float>::infinity()) return b;
-    const float m = std::max(a.m, b.m), wa = std::exp(a.m - m), wb = std::exp(b.m - m);
+    const float m = std::max(a.m, b.m), wa = exp_float(a.m - m), wb = exp_float(b.m - m);
     return {m, a.s * wa + b.s * wb, a.t * wa + b.t * wb};
 }
 
@@ -36,7 +36,8 @@ static Mass reduce(const T* logits, int64_t count, float inverse_temperature) {
         f32x16 x = load_first(logits + i, count - i) * inverse_temperature;
         f32x16 weight = exp(keep_first(x - mass.m, count - i, lowest));
         s += weight;
-        t += weight > 0.f ? weight * x : f32x16{};  // 0 · -inf of a token that is cut out
+        // A token that is cut out has weight 0 and the logit -inf, whose product is no number.
+        t = where_less(f32x16{}, weight, multiply_add(weight, x, t), t);
     }
     mass.s = sum(s);
     mass.t = sum(t);
@@ -60,7 +61,7 @@ static Mass join(const Mass (&pieces)[PIECES]) {
 
 template <class T>
 static float element(const T* p) {
-    return load_first(p, 1)[0];
+    return first_of(load_first(p, 1));
 }
 
 template <class T>
@@ -72,7 +73,7 @@ static void log_probs(const T* logits, const int64_t* targets, const float* inve
         Mass pieces[PIECES];
         reduce_pieces(x, vocab, inverse_temperatures[row], pieces);
         const Mass all = join(pieces);
-        normalizers[row] = all.m + std::log(all.s);
+        normalizers[row] = all.m + log_float(all.s);
         out[row] = element(x + targets[row]) * inverse_temperatures[row] - normalizers[row];
         entropies[row] = normalizers[row] - all.t / all.s;
     }
@@ -89,7 +90,7 @@ static void log_probs_backward(T* logits, const int64_t* targets, const float* i
         const float inverse = inverse_temperatures[row], factor = grad_out[row] * inverse;
         const int64_t target = targets[row];
         float chosen = 0;
-        if (target >= 0) chosen = factor * (1.f - std::exp(element(x + target) * inverse - normalizers[row]));
+        if (target >= 0) chosen = factor * (1.f - exp_float(element(x + target) * inverse - normalizers[row]));
         for (int64_t i = 0; i < vocab; i += LANES) {
             f32x16 p = exp(load_first(x + i, vocab - i) * inverse - normalizers[row]);
             store_first(x + i, p * -factor, vocab - i);
@@ -117,7 +118,7 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
                 if (element(x + i) * inverse == all.m) token = i;
         } else {
             double total = 0, weights[PIECES];
-            for (int64_t p = 0; p < PIECES; p++) total += weights[p] = pieces[p].s * std::exp((double)pieces[p].m - all.m);
+            for (int64_t p = 0; p < PIECES; p++) total += weights[p] = (double)pieces[p].s * exp_float(pieces[p].m - all.m);
             double remaining = uniforms[row] * total;
             int64_t p = 0;
             while (p < PIECES - 1 && remaining >= weights[p]) remaining -= weights[p++];

@@ -1,0 +1,84 @@
+"""The instruction sets that the kernels are compiled for, and which of them this processor has."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """A name, the compiler's flags, and what /proc/cpuinfo must list."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str] = frozenset()
+
+    @property
+    def arithmetic(self) -> str:
+        """`portable`, the same bits on every processor, or `bf16_pairs`."""
+        return "bf16_pairs" if self.name == "avx512_bf16" else "portable"
+
+
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX512_NEEDS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+PLAIN = InstructionSet("plain", ("-DLOCKSTEP_PLAIN",))
+_NEON = (InstructionSet("neon", ()), PLAIN)
+# Best first.
+BY_MACHINE = {
+    "x86_64": (
+        InstructionSet("avx512_bf16", (*_AVX512, "-mavx512bf16"), _AVX512_NEEDS | {"avx512_bf16"}),
+        InstructionSet("avx512", _AVX512, _AVX512_NEEDS),
+        InstructionSet("avx2", _AVX2, frozenset({"avx2", "fma"})),
+        InstructionSet("plain", ("-march=x86-64-v2", "-DLOCKSTEP_PLAIN"), frozenset({"sse4_2", "ssse3", "popcnt"})),
+    ),
+    "aarch64": _NEON,
+    "arm64": _NEON,
+}
+NAMES = tuple(dict.fromkeys(each.name for sets in BY_MACHINE.values() for each in sets))
+
+
+@cache
+def supported() -> tuple[InstructionSet, ...]:
+    """What this processor has, best first, from LOCKSTEP_ISA down where that is set.
+
+    Raises ValueError where LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
+    """
+    own = tuple(each for each in _sets() if each.needs <= processor_flags())
+    highest = os.environ.get("LOCKSTEP_ISA", "")
+    if not highest:
+        return own
+    names = [each.name for each in own]
+    if highest not in names:
+        reason = "this processor lacks it" if highest in NAMES else "there is no such instruction set"
+        raise ValueError(f"LOCKSTEP_ISA is {highest}: {reason}; here it can be {', '.join(names)}")
+    return own[names.index(highest) :]
+
+
+def _sets() -> tuple[InstructionSet, ...]:
+    return BY_MACHINE.get(platform.machine().lower(), (PLAIN,))
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """The processor's features, by Linux's names for them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return _flags_from_torch()
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def _flags_from_torch() -> frozenset[str]:
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    base = frozenset({"sse4_2", "ssse3", "popcnt"})
+    if capability == "AVX512":
+        return base | _AVX512_NEEDS
+    return base | {"avx2", "fma"} if capability == "AVX2" else base

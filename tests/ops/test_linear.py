@@ -1,0 +1,134 @@
+"""Products: a chain of fused multiply-adds an element, on data whose sums cancel, so that a last bit shows."""
+
+import importlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import ops
+from lockstep.ops import native, packed_weights, plain
+
+# `ops.linear` is the function.
+module = importlib.import_module("lockstep.ops.linear")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def cancelling(seed: int, rows: int, depth: int, outputs: int, dtype: torch.dtype):
+    """Factors whose exact products are 0 or tiny: what comes out is what each rounding of the sum left."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp2(torch.randint(-6, 7, (depth // 2,), generator=generator).float())
+    x = torch.randn(rows, depth // 2, generator=generator) * scale
+    w = torch.randn(outputs, depth // 2, generator=generator)
+    order = torch.randperm(2 * (depth // 2), generator=generator)
+    x, w = torch.cat([x, -x], 1)[:, order], torch.cat([w, w], 1)[:, order]
+    if depth % 2:
+        x, w = (torch.cat([t, torch.full((len(t), 1), 1e-6)], 1) for t in (x, w))
+    return x.to(dtype), w.to(dtype)
+
+
+def assert_rows_agree(product, x, w, counts):
+    """Any number of first or last rows gives the bits that these rows have among all."""
+    whole = product(x, w)
+    for count in counts:
+        assert torch.equal(product(x[:count], w), whole[:count]), f"the first {count} rows"
+        assert torch.equal(product(x[-count:], w), whole[-count:]), f"the last {count} rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_of_rows_gives_a_row_the_same_bits(form, dtype):
+    counts = [1, 2, 3, 5, 8, 64] if form in ("pytorch", "plain") else range(1, 131)
+    assert_rows_agree(module.product, *cancelling(0, 130, 77, 45, dtype), counts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_order_for_a_single_row_would_be_noticed(dtype):
+    def reversed_when_alone(x, w):
+        return module.product(x.flip(1), w.flip(1)) if len(x) == 1 else module.product(x, w)
+
+    with pytest.raises(AssertionError, match="rows"):
+        assert_rows_agree(reversed_when_alone, *cancelling(0, 130, 77, 45, dtype), [1, 2, 3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_portable_products_are_the_chain_that_defines_them(form, dtype, data):
+    if form == "avx512_bf16" and dtype == torch.bfloat16:
+        pytest.skip("pairs are another arithmetic")
+    rows, depth, outputs = (data.draw(st.integers(1, most)) for most in (40, 90, 70))
+    x, w = cancelling(data.draw(st.integers(0, 99)), rows, depth, outputs, dtype)
+    assert torch.equal(module.product(x, w), plain.product(x, w.T).to(dtype))
+    # The gradients' products read both factors across.
+    grad = module.product(x, w).sign() + 1
+    if form != "pytorch":
+        assert torch.equal(module.input_gradient(grad, w), plain.product(grad, w).to(dtype))
+        assert torch.equal(module.weight_gradient(grad, x), plain.product(grad.T, x).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "depth", "outputs"), [(700, 1000, 130), (33, 3072, 64), (300, 770, 2050), (2, 64, 4099)]
+)
+def test_blocks_threads_slices_and_panels_change_no_bit(form, dtype, rows, depth, outputs):
+    if form in ("pytorch", "plain"):
+        rows, depth, outputs = min(rows, 40), depth // 16, outputs // 16
+    x, w = cancelling(1, rows, depth, outputs, dtype)
+    expected = module.product(x, w)
+    # Rows and columns that begin at any address, with other strides.
+    odd_x = torch.nn.functional.pad(x, (3, 2, 1, 0))[1:, 3:-2]
+    odd_w = torch.nn.functional.pad(w, (1, 4, 2, 1))[2:-1, 1:-4]
+    across = w.T.contiguous().T
+    for left, right in ((odd_x, w), (x, odd_w), (odd_x, across)):
+        assert torch.equal(module.product(left, right), expected)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(module.product(x, w), expected), f"{threads} threads"
+    finally:
+        torch.set_num_threads(before)
+    if form != "pytorch":
+        weights = ops.PackedWeights()
+        with weights.in_use():
+            for count in (1, 2, 5, 32, min(rows, packed_weights.FEW_ROWS)):
+                assert torch.equal(module.product(x[:count], w), expected[:count]), f"packed, {count} rows"
+
+
+def test_packed_panels_are_made_anew_when_the_weight_changes(form):
+    if form == "pytorch":
+        pytest.skip("the plain form packs nothing")
+    x, w = torch.randn(3, 64), torch.nn.Parameter(torch.randn(48, 64))
+    weights = ops.PackedWeights()
+    with torch.no_grad(), weights.in_use():
+        old = ops.linear(x, w)
+        w.mul_(2)
+        assert torch.equal(ops.linear(x, w), old * 2)
+        # A writer that leaves no trace, as a kernel called by address: forgetting is what helps.
+        w.data.numpy()[:] *= 2
+        weights.forget()
+        assert torch.equal(ops.linear(x, w), old * 4)
+
+
+def test_without_memory_for_panels_the_weight_is_read_as_it_lies(form, monkeypatch):
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: 1000)
+    x, w = torch.randn(3, 64), torch.randn(48, 64)
+    expected = ops.linear(x, w)
+    weights = ops.PackedWeights()
+    with weights.in_use():
+        assert torch.equal(ops.linear(x, w), expected)
+    assert not weights._panels
+
+
+def test_an_instruction_set_that_is_not_there_is_refused_by_name(monkeypatch):
+    from lockstep.ops.native.instruction_sets import supported
+
+    monkeypatch.setenv("LOCKSTEP_ISA", "avx1024")
+    supported.cache_clear()
+    with pytest.raises(ValueError, match="LOCKSTEP_ISA is avx1024: there is no such instruction set; here it can be"):
+        supported()
+    monkeypatch.undo()
+    supported.cache_clear()
+    with pytest.raises(ValueError, match='arithmetic is "exact"; it can be auto, portable, bf16_pairs'):
+        native.set_arithmetic("exact")
