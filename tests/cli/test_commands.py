@@ -90,3 +90,12 @@ def test_a_config_file_starts_a_run_and_the_command_line_overrides_it(tmp_path):
 
 def test_help_and_version_answer_at_once():
     assert "lockstep rl" in run("--help").stdout and run("--version").stdout.startswith("lockstep ")
+
+
+def test_a_cache_that_others_may_write_to_is_met_with_one_message_and_exit_code_2(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "lockstep").mkdir()
+    (tmp_path / "lockstep").chmod(0o777)
+    result = run("generate", "--model", str(model_folder), "--prompt", "a")
+    assert result.returncode == 2 and result.stderr.startswith("lockstep: ") and "others may write" in result.stderr
+    assert "Traceback" not in result.stderr
