@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lockstep.config import CompileConfig
+from lockstep.config import Arithmetic, CompileConfig
 from lockstep.errors import RunStopped, UserError, closest
 from lockstep.ops.cache import UnsafeCache
 
@@ -94,8 +94,10 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
 
 def demo(arguments: list[str]) -> int:
     """pretrain a small model from scratch, then improve it with GRPO, and show that the bits agree"""
+    from lockstep.parallel import refuse_ranks
     from lockstep.recipes.demo import DemoConfig, run_demo
 
+    refuse_ranks("demo")
     folder = run_demo(_parse(DemoConfig, arguments, "demo"))
     print_summary(folder)
     print("\ntry next:")
@@ -225,6 +227,12 @@ class GenerateOptions:
     """Fixes the draw."""
     stop: tuple[str, ...] = ()
     """Stop after any of these strings."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto: the files' own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
 
 
 def generate(arguments: list[str]) -> int:
@@ -232,10 +240,9 @@ def generate(arguments: list[str]) -> int:
     options = _parse(GenerateOptions, arguments, "generate")
     from lockstep.data import StreamDecoder, load_tokenizer
     from lockstep.generate import Engine, SamplingParams
-    from lockstep.model import load_model
 
+    model = _open_model(options, "generate", f"up to {options.max_tokens} tokens to go")
     folder = model_folder(options.model)
-    model = load_model(folder)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -256,6 +263,19 @@ def generate(arguments: list[str]) -> int:
     return 0
 
 
+def _open_model(options: GenerateOptions | ParityOptions, command: str, work: str) -> Any:
+    """The model that the options name, and on stderr what is computed where."""
+    from lockstep.checkpoint import open_model
+    from lockstep.observe import announce, start_line
+    from lockstep.parallel import refuse_ranks
+
+    refuse_ranks(command)
+    model = open_model(model_folder(options.model), options.dtype, options.device, options.arithmetic)
+    parameters = model.config.num_parameters
+    announce(f"{command}: " + start_line(options.model, parameters, model.device, model.dtype, work))
+    return model
+
+
 def engine_config_for(model: Any) -> Any:
     """A cache for one sequence of the model's whole context, at most 64k tokens."""
     from lockstep.config import EngineConfig
@@ -272,6 +292,9 @@ def serve(arguments: list[str]) -> int:
     config.admin_key = config.admin_key or os.environ.get("LOCKSTEP_ADMIN_KEY", "")
     validate(config)
     from lockstep.generate.server import serve as run
+    from lockstep.parallel import refuse_ranks
+
+    refuse_ranks("serve")
 
     return run(config, model_folder(config.model))
 
@@ -284,8 +307,12 @@ class ParityOptions:
     """Hugging Face folder, or a run's folder (its newest checkpoint)."""
     tokens: int = 4096
     """Sampled tokens to compare."""
-    dtype: Annotated[str, "dtype"] = ""
-    """`bfloat16` or `float32`; empty: the files' own."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto or empty: the files' own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     seed: int = 0
     """Of the load."""
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -294,19 +321,20 @@ class ParityOptions:
 def parity(arguments: list[str]) -> int:
     """compare the log-probabilities of trainer and generator, bit by bit, under a mixed load"""
     options = _parse(ParityOptions, arguments, "parity")
-    from lockstep.model import load_model
+    from lockstep.model import arithmetic_of
     from lockstep.parallel import apply_compile
     from lockstep.rl.parity_check import check_parity
 
-    if options.dtype not in ("", "bfloat16", "float32"):
-        raise UserError(f'dtype is "{options.dtype}"; give bfloat16 or float32')
-    model = load_model(model_folder(options.model), dtype=options.dtype or None)
+    if options.dtype not in ("", "auto", "bfloat16", "float32"):
+        raise UserError(f'dtype is "{options.dtype}"; give auto, bfloat16 or float32')
+    model = _open_model(options, "parity", f"{options.tokens} tokens to go")
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
     print(f"Bitwise identical : {result.tokens_different == 0}")
     print(f"Tokens checked    : {result.tokens_checked}")
     print(f"Tokens different  : {result.tokens_different}")
     print(f"Max delta         : {result.max_delta:e}")
+    print(f"Arithmetic        : {arithmetic_of(model.device)}, on both sides")
     print("\nload: " + ", ".join(f"{count} {name}" for name, count in load.items()))
     return 0 if result.tokens_different == 0 else 1
 
@@ -319,8 +347,8 @@ class ConvertOptions:
     """Hugging Face folder, a run's folder (its newest checkpoint), or Meta's params.json and consolidated.*.pth."""
     target: str
     """New folder to write."""
-    dtype: Annotated[str, "dtype"] = ""
-    """`bfloat16` or `float32`; empty: the source's own."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto or empty: the source's own."""
 
 
 def convert(arguments: list[str]) -> int:

@@ -19,7 +19,7 @@ class UnsafeCache(Exception):
 
 
 def cache_folder() -> Path:
-    """`lockstep` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache); made where it is missing, for its owner only.
+    """`lockstep` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache); made where it is missing, for its owner.
 
     Where nothing can be written there, a private folder for temporary files, with a warning. Raises UnsafeCache for a
     folder of another user, or one that others may write to.
