@@ -1,4 +1,4 @@
-"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity | compare.
+"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity | compare | convert | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -403,6 +403,36 @@ def compare(arguments: list[str]) -> int:
     return 0 if comparison.equal(options.tolerance) else 1
 
 
+@dataclass
+class DoctorOptions:
+    """What this machine offers to Lockstep, and what to do about what is missing."""
+
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def doctor(arguments: list[str]) -> int:
+    """examine this machine: speed, packages, GPU, folders, and what to do; exit code 1: something is broken"""
+    try:
+        from lockstep.observe.doctor import AREAS, as_json, as_text, examine, usable
+        from lockstep.observe.progress import Progress
+    except ModuleNotFoundError as error:
+        print(f"✗ {error.name} is not installed, and nothing runs without it: pip install {error.name}")
+        return 1
+    try:
+        options = _parse(DoctorOptions, arguments, "doctor")
+    except ModuleNotFoundError:
+        # What reads the command line is missing itself, and the report is to say so.
+        options = DoctorOptions("--json" in arguments)
+    if options.json or not sys.stdout.isatty():
+        findings = examine()
+    else:
+        with Progress("examining this machine", len(AREAS)) as bar:
+            findings = examine(lambda area: bar.advance(title=area))
+    print(as_json(findings) if options.json else as_text(findings, sys.stdout.encoding))
+    return 0 if usable(findings) else 1
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "pretrain": pretrain,
@@ -414,6 +444,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "parity": parity,
     "compare": compare,
     "convert": convert,
+    "doctor": doctor,
 }
 
 if __name__ == "__main__":
