@@ -1,4 +1,4 @@
-"""The commands on a real GPU: `rl`, `generate` and `parity`, as a user starts them. Run: make gpu-test PYTHON=python3."""
+"""The commands on a real GPU: `rl`, `generate` and `parity`. Run: make gpu-test PYTHON=python3."""
 
 import json
 import subprocess
@@ -34,6 +34,7 @@ def _run(*arguments):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device", ["", "cuda:0"])
 def test_rl_trains_and_samples_on_the_gpu_with_every_bit_compared(tmp_path, capsys, dtype, device):
+    pytest.importorskip("matplotlib")
     config = RLConfig(
         output=str(tmp_path / "run"), model=str(_folder(tmp_path / "model", dtype)), steps=2, prompts_per_step=4,
         samples_per_prompt=4, max_new_tokens=8, inner_steps=2, kl_coefficient=0.1, validation_examples=4,
