@@ -2,11 +2,15 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config import ParallelConfig, PretrainConfig
+import pytest
+import torch
+
+from lockstep.config import ParallelConfig, PretrainConfig, to_toml
 from lockstep.model import training_seconds
-from lockstep.parallel import close_world, open_world
+from lockstep.parallel import World, close_world, open_world
 from lockstep.train.settle import settle
 from tests.parallel.launch import launch
 
@@ -28,3 +32,13 @@ def _settle(folder: str) -> tuple[str, str]:
 def test_all_ranks_take_the_dtype_of_rank_0_and_one_arithmetic(tmp_path):
     first, second = launch(2, _settle, str(tmp_path))
     assert first == second and first[0] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_keeps_the_dtype_it_began_with_whatever_is_faster_now(tmp_path, dtype, capsys):
+    (tmp_path / "config.toml").write_text(to_toml(PretrainConfig(dtype=dtype)))
+    resumed = PretrainConfig(model="qwen3:micro", output=str(tmp_path), resume=True)
+    world = World(torch.device("cpu"))
+    assert settle(resumed, world).dtype == dtype
+    assert f"dtype auto: {dtype}, as the run began" in capsys.readouterr().err
+    assert settle(replace(resumed, dtype="float32"), world).dtype == "float32", "what is given goes first"
