@@ -48,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for asynchronous in (True, False):
             settings = CheckpointConfig(asynchronous=asynchronous)
-            config = PretrainConfig(checkpoint=settings, steps=1000)
+            config = PretrainConfig(dtype="bfloat16", checkpoint=settings, steps=1000)
             with Checkpoints(Path(folder) / str(asynchronous), trainer, ByteTokenizer(), config) as checkpoints:
                 for attempt in ("first", "second", "third"):
                     began = time.perf_counter()

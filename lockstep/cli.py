@@ -1,4 +1,4 @@
-"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity | compare.
+"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity | compare | convert | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lockstep.config import CompileConfig
+from lockstep.config import Arithmetic, CompileConfig
 from lockstep.errors import RunStopped, UserError, closest
+from lockstep.ops.cache import UnsafeCache
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in COMMANDS:
             raise UserError(f'unknown command "{name}".{closest(name, COMMANDS)} See lockstep --help')
         return COMMANDS[name](arguments[1:])
-    except UserError as error:
+    except (UserError, UnsafeCache) as error:
         rank = os.environ.get("RANK", "0")
         print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
         return 2
@@ -93,8 +94,10 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
 
 def demo(arguments: list[str]) -> int:
     """pretrain a small model from scratch, then improve it with GRPO, and show that the bits agree"""
+    from lockstep.parallel import refuse_ranks
     from lockstep.recipes.demo import DemoConfig, run_demo
 
+    refuse_ranks("demo")
     folder = run_demo(_parse(DemoConfig, arguments, "demo"))
     print_summary(folder)
     print("\ntry next:")
@@ -224,6 +227,12 @@ class GenerateOptions:
     """Fixes the draw."""
     stop: tuple[str, ...] = ()
     """Stop after any of these strings."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto: the files' own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
 
 
 def generate(arguments: list[str]) -> int:
@@ -231,10 +240,9 @@ def generate(arguments: list[str]) -> int:
     options = _parse(GenerateOptions, arguments, "generate")
     from lockstep.data import StreamDecoder, load_tokenizer
     from lockstep.generate import Engine, SamplingParams
-    from lockstep.model import load_model
 
+    model = _open_model(options, "generate", f"up to {options.max_tokens} tokens to go")
     folder = model_folder(options.model)
-    model = load_model(folder)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -255,6 +263,19 @@ def generate(arguments: list[str]) -> int:
     return 0
 
 
+def _open_model(options: GenerateOptions | ParityOptions, command: str, work: str) -> Any:
+    """The model that the options name, and on stderr what is computed where."""
+    from lockstep.checkpoint import open_model
+    from lockstep.observe import announce, start_line
+    from lockstep.parallel import refuse_ranks
+
+    refuse_ranks(command)
+    model = open_model(model_folder(options.model), options.dtype, options.device, options.arithmetic)
+    parameters = model.config.num_parameters
+    announce(f"{command}: " + start_line(options.model, parameters, model.device, model.dtype, work))
+    return model
+
+
 def engine_config_for(model: Any) -> Any:
     """A cache for one sequence of the model's whole context, at most 64k tokens."""
     from lockstep.config import EngineConfig
@@ -271,6 +292,9 @@ def serve(arguments: list[str]) -> int:
     config.admin_key = config.admin_key or os.environ.get("LOCKSTEP_ADMIN_KEY", "")
     validate(config)
     from lockstep.generate.server import serve as run
+    from lockstep.parallel import refuse_ranks
+
+    refuse_ranks("serve")
 
     return run(config, model_folder(config.model))
 
@@ -283,8 +307,12 @@ class ParityOptions:
     """Hugging Face folder, or a run's folder (its newest checkpoint)."""
     tokens: int = 4096
     """Sampled tokens to compare."""
-    dtype: Annotated[str, "dtype"] = ""
-    """`bfloat16` or `float32`; empty: the files' own."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto or empty: the files' own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     seed: int = 0
     """Of the load."""
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -293,19 +321,20 @@ class ParityOptions:
 def parity(arguments: list[str]) -> int:
     """compare the log-probabilities of trainer and generator, bit by bit, under a mixed load"""
     options = _parse(ParityOptions, arguments, "parity")
-    from lockstep.model import load_model
+    from lockstep.model import arithmetic_of
     from lockstep.parallel import apply_compile
     from lockstep.rl.parity_check import check_parity
 
-    if options.dtype not in ("", "bfloat16", "float32"):
-        raise UserError(f'dtype is "{options.dtype}"; give bfloat16 or float32')
-    model = load_model(model_folder(options.model), dtype=options.dtype or None)
+    if options.dtype not in ("", "auto", "bfloat16", "float32"):
+        raise UserError(f'dtype is "{options.dtype}"; give auto, bfloat16 or float32')
+    model = _open_model(options, "parity", f"{options.tokens} tokens to go")
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
     print(f"Bitwise identical : {result.tokens_different == 0}")
     print(f"Tokens checked    : {result.tokens_checked}")
     print(f"Tokens different  : {result.tokens_different}")
     print(f"Max delta         : {result.max_delta:e}")
+    print(f"Arithmetic        : {arithmetic_of(model.device)}, on both sides")
     print("\nload: " + ", ".join(f"{count} {name}" for name, count in load.items()))
     return 0 if result.tokens_different == 0 else 1
 
@@ -318,8 +347,8 @@ class ConvertOptions:
     """Hugging Face folder, a run's folder (its newest checkpoint), or Meta's params.json and consolidated.*.pth."""
     target: str
     """New folder to write."""
-    dtype: Annotated[str, "dtype"] = ""
-    """`bfloat16` or `float32`; empty: the source's own."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto or empty: the source's own."""
 
 
 def convert(arguments: list[str]) -> int:
@@ -374,6 +403,36 @@ def compare(arguments: list[str]) -> int:
     return 0 if comparison.equal(options.tolerance) else 1
 
 
+@dataclass
+class DoctorOptions:
+    """What this machine offers to Lockstep, and what to do about what is missing."""
+
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+def doctor(arguments: list[str]) -> int:
+    """examine this machine: speed, packages, GPU, folders, and what to do; exit code 1: something is broken"""
+    try:
+        from lockstep.observe.doctor import AREAS, as_json, as_text, examine, usable
+        from lockstep.observe.progress import Progress
+    except ModuleNotFoundError as error:
+        print(f"✗ {error.name} is not installed, and nothing runs without it: pip install {error.name}")
+        return 1
+    try:
+        options = _parse(DoctorOptions, arguments, "doctor")
+    except ModuleNotFoundError:
+        # What reads the command line is missing itself, and the report is to say so.
+        options = DoctorOptions("--json" in arguments)
+    if options.json or not sys.stdout.isatty():
+        findings = examine()
+    else:
+        with Progress("examining this machine", len(AREAS)) as bar:
+            findings = examine(lambda area: bar.advance(title=area))
+    print(as_json(findings) if options.json else as_text(findings, sys.stdout.encoding))
+    return 0 if usable(findings) else 1
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "pretrain": pretrain,
@@ -385,6 +444,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "parity": parity,
     "compare": compare,
     "convert": convert,
+    "doctor": doctor,
 }
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, 
 from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
-from lockstep.model import Decoder, resolve_dtype, write_description
+from lockstep.model import Decoder, arithmetic_of, resolve_dtype, write_description
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
@@ -82,6 +82,7 @@ class Checkpoints:
         tensors = tensors_to_save(trainer.model, trainer.optimizer, dtype, self.world.rank, model_only)
         parts = self._staging.copy(tensors)
         state = {**state, **trainer.counts(), "step": step, "model_only": model_only}
+        state["arithmetic"] = arithmetic_of(self.world.device)
         self._running = self._thread.submit(self._write, step, parts, dtype, state)
         if not settings.asynchronous:
             self.wait()
@@ -111,6 +112,7 @@ class Checkpoints:
                     self._load(folder)
                 if not state["model_only"] or state["step"] >= self.config.steps or state.get("data_ended"):
                     self.trainer.load_counts(state)
+                    self._name_other_arithmetic(folder, state.get("arithmetic", ""))
                     return state
                 problem = "it holds the model only (checkpoint.last_model_only)"
             if self.world.is_main:
@@ -121,6 +123,17 @@ class Checkpoints:
                 "anew with --overwrite, or from a checkpoint's weights with --model FOLDER and another --output"
             )
         return None
+
+    def _name_other_arithmetic(self, folder: Path, before: str) -> None:
+        now = arithmetic_of(self.world.device)
+        if self.world.is_main and before not in ("", now):
+            log.warning(
+                "%s was computed in %s arithmetic, and the run resumes in %s: results from here on are as good, but "
+                "not bit for bit those of a run that was never interrupted",
+                folder,
+                before,
+                now,
+            )
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -19,6 +19,7 @@ from lockstep.model import (
     Decoder,
     ModelConfig,
     hugging_face_name,
+    is_auto,
     is_ignored,
     read_config,
     resolve_dtype,
@@ -41,8 +42,8 @@ class Weights:
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]]
 
 
-def convert(source: str | Path, target: str | Path, dtype: str = "", max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Writes the model in `source` as a Hugging Face folder, in `dtype` (empty: its own), in files of limited size.
+def convert(source: str | Path, target: str | Path, dtype: str = "auto", max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: its own), in files of limited size.
 
     `source` is a Hugging Face folder, which a run's checkpoint is too, or one of Meta's with `params.json` and
     `consolidated.*.pth`. Memory holds one tensor at a time. Raises UserError, naming file and tensor, for a source
@@ -58,7 +59,7 @@ def convert(source: str | Path, target: str | Path, dtype: str = "", max_file_by
         raise UserError(f"{source}: is damaged: {problem}; take an older checkpoint of the run")
     weights = _open(source)
     _check(source, weights)
-    kind = resolve_dtype(dtype) if dtype else weights.dtype
+    kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
     if kind not in (torch.bfloat16, torch.float32):
         raise UserError(f"{source}: tensors are {DTYPES[kind]}; give --dtype bfloat16 or float32")
     unfinished = target.with_name(target.name + ".partial")

@@ -14,15 +14,17 @@ from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import from_toml, to_toml
-from lockstep.config.train import Dtype, TrainConfig
+from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
 
 __all__ = [
+    "Arithmetic",
     "CheckpointConfig",
     "CompileConfig",
     "DataConfig",
     "Dtype",
     "EngineConfig",
     "FaultConfig",
+    "ModelDtype",
     "ObserveConfig",
     "ParallelConfig",
     "PretrainConfig",

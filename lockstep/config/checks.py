@@ -138,8 +138,8 @@ def _serve_problems(config: ServeConfig) -> Iterator[str]:
             yield f"{name} is {_value(config, name)}; it must be 0 or more"
     if not 0 <= config.port < 2**16:
         yield f"port is {config.port}; it must be from 0 to 65535"
-    if config.dtype not in ("", "bfloat16", "float32"):
-        yield f'dtype is "{config.dtype}"; give bfloat16 or float32'
+    if config.dtype not in ("", "auto", "bfloat16", "float32"):
+        yield f'dtype is "{config.dtype}"; give auto, bfloat16 or float32'
     if config.admin_key and config.admin_key == config.api_key:
         yield "admin_key equals api_key; whoever may sample could change the weights, so give another"
     if not config.api_key and not _is_loopback(config.host):

@@ -12,7 +12,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
-from lockstep.config.train import Dtype, TrainConfig
+from lockstep.config.train import Arithmetic, ModelDtype, TrainConfig
 
 
 @dataclass
@@ -38,8 +38,12 @@ class PretrainConfig:
     """Tokens of one optimizer step, over all ranks and micro-batches: a multiple of sequence_length."""
     sequence_length: int = 256
     """Tokens of one row of documents; a micro-batch is as many rows as fit into train.tokens_per_microbatch."""
-    dtype: Dtype = "bfloat16"
-    """Of the weights in the forward pass; the optimizer keeps float32 master weights."""
+    dtype: ModelDtype = "auto"
+    """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own; for fresh
+    weights the one that this processor trains faster in."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` is faster in bfloat16 where there are
+    instructions for it; auto: the run's own when it is resumed, else the fastest here."""
     seed: int = 0
     """Fixes initial weights and the order of the data."""
     device: str = ""
@@ -128,10 +132,15 @@ class RLConfig:
     """Optimizer steps on each batch of rollouts; from the second on, the ratio leaves 1 and clipping bites."""
     on_parity_error: Literal["stop", "warn"] = "stop"
     """What to do when a token's log-probability differs between generator and trainer."""
-    dtype: Dtype = "bfloat16"
-    """Of the weights in the forward pass; the optimizer keeps float32 master weights."""
+    dtype: ModelDtype = "auto"
+    """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` is faster in bfloat16 where there are
+    instructions for it; auto: the run's own when it is resumed, else the fastest here."""
     seed: int = 0
     """Fixes the order of the prompts and every draw."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …, for trainer and generator; empty: the machine's accelerator where it has one."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -161,10 +170,12 @@ class ServeConfig:
     """Port to listen on; 0: any free one."""
     model_name: str = ""
     """Name that requests use for the model; empty: the folder's name."""
-    dtype: Annotated[str, "dtype"] = ""
-    """`bfloat16` or `float32`; empty: the files' own."""
-    device: str = "cpu"
-    """`cpu`, `cuda`, `cuda:1` …"""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto or empty: the files' own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     api_key: str = ""
     """Key that the /v1 routes ask for; empty: the environment's LOCKSTEP_API_KEY, and none if that is empty too."""
     admin_key: str = ""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Dtype = Literal["bfloat16", "float32"]
+ModelDtype = Literal["auto", "bfloat16", "float32"]
+Arithmetic = Literal["auto", "portable", "bf16_pairs"]
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from lockstep.data.stream import StreamedDocuments
 from lockstep.data.token_folder import Source, cached, open_token_folder
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
+from lockstep.ops.cache import cache_folder
 
 DataSource = Source | Path | TokenizedCorpus
 """Documents, a folder of tokens by its path, or a corpus."""
@@ -39,7 +39,7 @@ def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig) -
     size = sum(path.stat().st_size for path in source.files)
     workers = settings.workers if size > ALONE else 0
     if settings.cache or size > IN_MEMORY:
-        cache = Path(settings.cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "lockstep").expanduser())
+        cache = Path(settings.cache) if settings.cache else cache_folder()
         return cached(source, encoder, cache, workers)
     encoded = encode_all(source.read(), encoder, workers)
     corpus = collect(encoded, lambda: source.tally, token_dtype(encoder.tokenizer), source.skip_bad_lines)

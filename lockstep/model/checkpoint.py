@@ -160,6 +160,11 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); download it again") from error
 
 
+def folder_dtype(folder: Path) -> torch.dtype:
+    """The dtype of a folder's tensors. Raises UserError for one that is neither bfloat16 nor float32."""
+    return _dtype_of(tensor_files(folder), None)
+
+
 def _dtype_of(files: dict[str, Path], dtype: str | torch.dtype | None) -> torch.dtype:
     if dtype is not None or not files:
         return resolve_dtype(dtype or "bfloat16")

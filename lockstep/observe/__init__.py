@@ -9,6 +9,7 @@ from lockstep.observe.progress import Progress
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run
 from lockstep.observe.speed import memory_gib, peak_flops, training_flops
+from lockstep.observe.start import announce, in_short, start_line
 from lockstep.observe.timeline import Timeline, merge_timelines
 
 __all__ = [
@@ -18,8 +19,10 @@ __all__ = [
     "Progress",
     "RunFolder",
     "Timeline",
+    "announce",
     "compare_runs",
     "curves_png",
+    "in_short",
     "log",
     "memory_gib",
     "merge_timelines",
@@ -27,6 +30,7 @@ __all__ = [
     "peak_flops",
     "read_metrics",
     "require_observers",
+    "start_line",
     "training_flops",
     "write_report",
 ]

@@ -1,20 +1,82 @@
-"""Where compiled code is kept between processes, and what it depends on."""
+"""Where compiled code and measurements are kept between processes, and what they depend on."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import stat
+import tempfile
+import warnings
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 
+class UnsafeCache(Exception):
+    """Others could put code into the cache folder, which this process would run: says what to do about it."""
+
+
 def cache_folder() -> Path:
-    """`lockstep` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache); made where it is missing."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
-    folder.mkdir(parents=True, exist_ok=True)
+    """`lockstep` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache); made where it is missing, for its owner.
+
+    Where nothing can be written there, a private folder for temporary files, with a warning. Raises UnsafeCache for a
+    folder of another user, or one that others may write to.
+    """
+    folder = _wanted()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        problem = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    else:
+        require_private(folder)
+    if problem:
+        folder = _instead_of(folder, problem)
+        require_private(folder)
     return folder
+
+
+def require_private(folder: Path) -> None:
+    """Raises UnsafeCache unless this user alone may write to `folder`."""
+    if not hasattr(os, "geteuid"):
+        return
+    found, user = folder.stat(), os.geteuid()
+    elsewhere = "or set XDG_CACHE_HOME to a folder of your own"
+    if found.st_uid != user:
+        raise UnsafeCache(
+            f"{folder}: belongs to user {found.st_uid}, but this process is user {user}; compiled code from it could "
+            f"be anyone's. Give it to this user (chown -R {user} {folder}), {elsewhere}"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnsafeCache(
+            f"{folder}: others may write to it (mode {stat.S_IMODE(found.st_mode):o}), so compiled code from it could "
+            f"be theirs. Delete it (rm -r {folder}; it is made anew), {elsewhere}"
+        )
+
+
+def _wanted() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+    except RuntimeError:  # a user without a home
+        return Path("/nonexistent/.cache/lockstep")
+
+
+@lru_cache
+def _instead_of(folder: Path, problem: str) -> Path:
+    """A folder for temporary files that this user's processes share, so that they compile once."""
+    user = os.geteuid() if hasattr(os, "geteuid") else "user"
+    other = Path(tempfile.gettempdir()) / f"lockstep-{user}"
+    other.mkdir(exist_ok=True, mode=0o700)
+    if other.is_symlink():
+        raise UnsafeCache(f"{other}: is a link that anyone may have made; set XDG_CACHE_HOME to a folder of your own")
+    warnings.warn(
+        f"{folder}: cannot be used ({problem}); compiled code and measurements are kept in {other} instead, which may "
+        "not last. Set XDG_CACHE_HOME to a folder that can be written",
+        stacklevel=3,
+    )
+    return other
 
 
 def fingerprint(*more: str | bytes) -> str:

@@ -3,6 +3,15 @@
 from lockstep.parallel.apply import parallel_model
 from lockstep.parallel.compile import CompiledHalves, apply_compile
 from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.world import World, close_world, open_world
+from lockstep.parallel.world import World, close_world, open_world, refuse_ranks
 
-__all__ = ["CompiledHalves", "Pipeline", "World", "apply_compile", "close_world", "open_world", "parallel_model"]
+__all__ = [
+    "CompiledHalves",
+    "Pipeline",
+    "World",
+    "apply_compile",
+    "close_world",
+    "open_world",
+    "parallel_model",
+    "refuse_ranks",
+]

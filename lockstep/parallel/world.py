@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
+from lockstep.model.device import open_device
 
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
@@ -113,6 +114,22 @@ class World:
         if error or problem[0]:
             raise error or UserError(problem[0])
 
+    def from_main(self, choose: Callable[[], str]) -> str:
+        """What rank 0 chooses, on every rank. Where it fails they raise UserError with the same message."""
+        chosen: list[str] = []
+        self.on_main(lambda: chosen.append(choose()))
+        if self.mesh is not None:
+            chosen = chosen or [""]
+            dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
+        return chosen[0]
+
+    def gather(self, value: str) -> list[str]:
+        """Every rank's `value`, in the ranks' order, on every rank."""
+        values = [value] * self.size
+        if self.mesh is not None:
+            dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         if self.mesh is not None:
@@ -126,13 +143,11 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     degrees = resolve_degrees(config, size)
-    chosen = _device(device)
+    chosen = open_device(device)
     if config.cpu_offload and chosen.type == "cpu":
         raise UserError("parallel.cpu_offload is for CUDA devices: on a CPU all is in its memory already; leave it out")
     if size == 1:
         return World(chosen, degrees)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
     if not dist.is_initialized():
         # torch's Flight Recorder keeps the last collectives: the watchdog writes them down where one hangs.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -141,6 +156,15 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
             backend, store=_store(), rank=int(os.environ["RANK"]), world_size=size, timeout=PATIENCE
         )
     return World(chosen, degrees, _mesh(chosen, degrees))
+
+
+def refuse_ranks(command: str) -> None:
+    """Raises UserError under torchrun, for a command that has one process."""
+    if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise UserError(
+            f"{command} runs in one process so far, but torchrun started {size}; start it without torchrun "
+            "(pretrain and sft run on many ranks)"
+        )
 
 
 def _store() -> dist.Store:
@@ -199,19 +223,3 @@ def resolve_degrees(
 
 def _mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=AXES)
-
-
-def _device(name: str) -> torch.device:
-    if not name:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f'device is "{name}", but this machine has no CUDA device; leave --device out')
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if device.index >= torch.cuda.device_count():
-            raise UserError(
-                f"rank {os.environ['RANK']} is number {device.index} on this host, which has "
-                f"{torch.cuda.device_count()} CUDA devices; start as many with --nproc-per-node, or give --device cpu"
-            )
-    return device

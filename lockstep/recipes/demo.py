@@ -25,6 +25,8 @@ class DemoConfig:
     """Folder of the reinforcement run; pretraining writes OUTPUT-pretrain."""
     seed: int = 0
     """Fixes initial weights, data and draws."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     overwrite: bool = True
     """Replace an earlier demo in `output`."""
 
@@ -41,11 +43,12 @@ def run_demo(config: DemoConfig) -> Path:
         loader=DataConfig(packing="whole"),
         dtype="float32",
         seed=config.seed,
+        device=config.device,
         train=TrainConfig(learning_rate=3e-3, warmup_steps=30),
         overwrite=config.overwrite and Path(f"{config.output}-pretrain").is_dir(),
     )
     second = digit_sum()
-    second.output, second.seed = config.output, config.seed
+    second.output, second.seed, second.device = config.output, config.seed, config.device
     second.overwrite = config.overwrite and Path(config.output).is_dir()
     with Progress("demo", 1.0) as bar:
         documents = list(pretraining_text(40_000, error_rate=0.45, seed=config.seed))

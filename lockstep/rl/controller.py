@@ -6,13 +6,26 @@ import json
 import time
 from pathlib import Path
 
+import torch
+
 from lockstep.checkpoint import Checkpoints
 from lockstep.config import RLConfig, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
-from lockstep.model import load_model
-from lockstep.observe import Observer, Progress, log, open_run, read_metrics, require_observers, write_report
-from lockstep.parallel import apply_compile
+from lockstep.model import arithmetic_of, load_model, open_device
+from lockstep.observe import (
+    Observer,
+    Progress,
+    announce,
+    in_short,
+    log,
+    open_run,
+    read_metrics,
+    require_observers,
+    start_line,
+    write_report,
+)
+from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize
 from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
@@ -21,6 +34,7 @@ from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
+from lockstep.train.settle import settle
 from lockstep.train.stop_signal import StopSignal
 
 
@@ -31,12 +45,15 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
     RunStopped where the run ends early.
     """
     validate(config)
+    refuse_ranks("rl")
+    device = open_device(config.device)
+    config = settle(config, World(device))
     environment = load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
-    model = load_model(config.model, dtype=config.dtype)
+    model = load_model(config.model, config.dtype, device)
     apply_compile(model, config.compile)
-    reference = load_model(config.model, dtype=config.dtype) if config.kl_coefficient > 0 else None
+    reference = load_model(config.model, config.dtype, device) if config.kl_coefficient > 0 else None
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.
     engine = Engine(model, config.engine, tokenizer)
@@ -52,6 +69,11 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
         # Without a checkpoint the validation before the first step is made again, too.
         run.truncate(start or -1)
 
+    samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
+    work = f"{in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
+    announce("rl: " + start_line(config.model, model.config.num_parameters, device, model.dtype, work))
+    if device.type == "cuda" and (count := torch.cuda.device_count()) > 1:
+        announce(f"rl uses one GPU so far: {device} of {count}; --device chooses another")
     clock = time.perf_counter()
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     with (
@@ -74,7 +96,7 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
                 assign_rewards(rollouts, environment)
                 assign_advantages(rollouts, config.normalize_advantages)
                 stopwatch.lap("time/reward")
-                batches = policy_batches(rollouts, config, reference)
+                batches = policy_batches(rollouts, config, reference, device)
                 metrics: dict[str, float] = {}
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0)
@@ -103,7 +125,10 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
                 raise stop.error(stopped_by, step, config.output)
 
     if start < config.steps or not run.summary.is_file():
-        summary = summarize(read_metrics(run.metrics)) | {"seconds": {"rl": time.perf_counter() - clock}}
+        summary = summarize(read_metrics(run.metrics)) | {
+            "seconds": {"rl": time.perf_counter() - clock},
+            "arithmetic": arithmetic_of(device),
+        }
         run.summary.write_text(json.dumps(summary, indent=1))
         write_report(run.path, f"GRPO on {config.environment}")
     return run.path

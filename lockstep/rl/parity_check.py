@@ -44,6 +44,6 @@ def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Par
         for prompt, param, group in zip(prompts, params, groups):
             scores = score(model, [prompt + c.token_ids for c in group], param.temperature)
             for completion, trainer in zip(group, scores):
-                parity.compare(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
+                parity.compare(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :].cpu())
     statistics = engine.statistics
     return parity, {"preemptions": statistics.preemptions, "reused prompt tokens": statistics.prompt_tokens_reused}

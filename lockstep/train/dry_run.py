@@ -43,13 +43,16 @@ class DryRun:
     """So many micro-batches: one, or as many as are under way in a pipeline."""
     microbatches: int
     """Of a step, on each rank."""
+    dtype: str
+    """Of the weights in the forward pass."""
 
     def text(self) -> str:
         """Tables for a terminal."""
         degrees = ", ".join(f"{axis} {degree}" for axis, degree in self.world.degrees.items() if degree > 1)
         lines = [
             f"{self.world.size} ranks ({degrees or 'alone'})",
-            f"{self.parameters / 1e9:.3f} B parameters, {self.microbatches} micro-batches a rank and step",
+            f"{self.parameters / 1e9:.3f} B parameters in {self.dtype}",
+            f"{self.microbatches} micro-batches per rank and step",
             "",
             "memory of a rank, GiB",
             *(f"  {name:28}{size / 2**30:10.3f}" for name, size in self.memory.items()),
@@ -105,7 +108,7 @@ def dry_run(
             memory = _persistent(model, optimizer) | {"a micro-batch at its peak": _transient(tracker)}
     finally:
         close_world(world)
-    return DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share)
+    return DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
 
 
 def _leave(model: Decoder) -> None:

@@ -7,9 +7,11 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lockstep.checkpoint import Checkpoints
@@ -31,16 +33,29 @@ from lockstep.data import (
     tokenize_documents,
 )
 from lockstep.errors import UserError
-from lockstep.model import Decoder, ModelConfig, initialize, load_weights, preset, read_config, resolve_dtype
+from lockstep.model import (
+    Decoder,
+    ModelConfig,
+    choose_dtype,
+    initialize,
+    is_auto,
+    load_weights,
+    preset,
+    read_config,
+    resolve_dtype,
+)
 from lockstep.observe import (
     Observer,
     Progress,
     RunFolder,
+    announce,
+    in_short,
     log,
     merge_timelines,
     open_run,
     read_metrics,
     require_observers,
+    start_line,
     write_report,
 )
 from lockstep.parallel import Pipeline, World, close_world, open_world, parallel_model
@@ -49,6 +64,7 @@ from lockstep.train.context import shard_row
 from lockstep.train.dry_run import DryRun, dry_run
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
+from lockstep.train.settle import recorded_settings, settle
 from lockstep.train.stop_signal import StopSignal
 from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
@@ -63,7 +79,7 @@ def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, pro
     validate(config)
     world = open_world(config.parallel, config.device)
     try:
-        return _pretrain(config, world, documents, progress)
+        return _pretrain(settle(config, world), world, documents, progress)
     finally:
         close_world(world)
 
@@ -114,8 +130,13 @@ def run_training(
     if config.resume and world.is_main:
         run.truncate(start)
 
+    compute = resolve_dtype(config.dtype)
+    tokens = max(config.steps - start, 0) * config.tokens_per_step
+    work = f"{in_short(tokens)} tokens to go, {in_short(config.tokens_per_step)} per step"
+    parameters = model.config.num_parameters
+    announce(f"{command}: " + start_line(config.model, parameters, world.device, compute, work, world.size))
     began = time.perf_counter()
-    speed = Throughput(model.config, world, resolve_dtype(config.dtype))
+    speed = Throughput(model.config, world, compute)
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     metrics: dict[str, float] = {}
     stopped_by = 0
@@ -234,7 +255,14 @@ def foresee(config: PretrainConfig) -> DryRun:
     validate(config)
     folder = Path(config.model)
     shape = read_config(folder) if folder.is_dir() else preset(config.model)
-    return dry_run(config, shape, config.dry_run, NextTokenLoss(config.train.tokens_per_microbatch))
+    # The ranks are somewhere else, so nothing is measured for them, but where it is said that they are CPUs.
+    on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
+    dtype, why = recorded_settings(config).get("dtype", ""), "as the run began"
+    if not is_auto(config.dtype) or not dtype:
+        dtype, why = choose_dtype(config.dtype, config.model, torch.device("cpu" if on_cpu else "cuda"))
+    loss = NextTokenLoss(config.train.tokens_per_microbatch)
+    found = dry_run(replace(config, dtype=dtype), shape, config.dry_run, loss)  # type: ignore[arg-type]
+    return replace(found, dtype=f"{dtype} (auto: {why})" if why else dtype)
 
 
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:

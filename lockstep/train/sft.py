@@ -22,6 +22,7 @@ from lockstep.errors import UserError
 from lockstep.observe import Progress
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.pretrain import make_loader, make_model, run_training
+from lockstep.train.settle import settle
 from lockstep.train.validation import validation_rows
 
 
@@ -34,7 +35,7 @@ def sft(config: SFTConfig, progress: Progress | None = None) -> Path:
     validate(config)
     world = open_world(config.parallel, config.device)
     try:
-        return _sft(config, world, progress)
+        return _sft(settle(config, world), world, progress)
     finally:
         close_world(world)
 

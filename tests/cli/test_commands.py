@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
+from lockstep.checkpoint.manifest import MANIFEST, write_manifest
 from lockstep.cli import main
 
 
@@ -18,6 +20,7 @@ def test_parity_prints_its_table_and_exits_0(model_folder):
     lines = result.stdout.splitlines()
     assert result.returncode == 0, result.stderr
     assert lines[0] == "Bitwise identical : True" and lines[2] == "Tokens different  : 0"
+    assert lines[4].startswith("Arithmetic        : ") and lines[4].endswith(", on both sides")
     assert lines[3] == "Max delta         : 0.000000e+00" and int(lines[1].split(":")[1]) >= 200
 
 
@@ -90,3 +93,78 @@ def test_a_config_file_starts_a_run_and_the_command_line_overrides_it(tmp_path):
 
 def test_help_and_version_answer_at_once():
     assert "lockstep rl" in run("--help").stdout and run("--version").stdout.startswith("lockstep ")
+
+
+def test_a_cache_that_others_may_write_to_is_met_with_one_message_and_exit_code_2(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "lockstep").mkdir()
+    (tmp_path / "lockstep").chmod(0o777)
+    result = run("generate", "--model", str(model_folder), "--prompt", "a")
+    last = result.stderr.splitlines()[-1]
+    assert result.returncode == 2 and last.startswith("lockstep: ") and "others may write" in last
+    assert "Traceback" not in result.stderr
+
+
+def _tiny_run(tmp_path, *more):
+    (tmp_path / "t.txt").write_text("some text to learn from. " * 50)
+    options = ["--model", "qwen3:micro", "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "run")]
+    return ["pretrain", *options, "--tokens-per-step", "256", "--sequence-length", "32", "--device", "cpu", *more]
+
+
+def test_a_run_says_at_start_what_runs_where_and_records_what_it_chose_by_itself(tmp_path, capsys):
+    assert main(_tiny_run(tmp_path, "--steps", "2")) == 0
+    output = capsys.readouterr()
+    chosen, line = output.err.splitlines()[-2:]
+    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    dtype, arithmetic = config["dtype"], config["arithmetic"]
+    assert dtype in ("float32", "bfloat16") and arithmetic in ("portable", "bf16_pairs")
+    assert chosen.startswith(f"dtype auto: {dtype}, ") and chosen.endswith("on this processor")
+    assert line.startswith("pretrain: qwen3:micro, 821k parameters | cpu (") and " thread" in line
+    assert line.endswith(f"| {dtype}, {arithmetic} arithmetic | 512 tokens to go, 256 per step")
+    assert "pretrain: qwen3" not in output.out
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step_00000002" / "state.json").read_text())
+    assert state["arithmetic"] == arithmetic
+
+
+def test_resuming_in_another_arithmetic_is_named_with_both(tmp_path, caplog, capsys):
+    assert main(_tiny_run(tmp_path, "--steps", "1", "--dtype", "float32")) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"arithmetic": "cuda sm_90"}, indent=1))
+    (checkpoint / MANIFEST).unlink()
+    write_manifest(checkpoint, [])
+    assert main(_tiny_run(tmp_path, "--steps", "2", "--resume")) == 0
+    assert "dtype auto: float32, as the run began" in capsys.readouterr().err
+    assert f"computed in cuda sm_90 arithmetic, and the run resumes in {state['arithmetic']}" in caplog.text
+
+
+def test_a_dry_run_of_a_cluster_measures_nothing_and_says_what_it_takes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    assert main(["pretrain", "--model", "qwen3:micro", "--dry-run", "4"]) == 0
+    assert "parameters in bfloat16 (auto: which GPUs train faster in)" in capsys.readouterr().out
+    assert not list((tmp_path / "none").glob("**/dtype-*"))
+
+
+def test_generate_prints_only_its_result_on_stdout(model_folder):
+    result = run("generate", "--model", str(model_folder), "--prompt", "a", "--max-tokens", "3", "--device", "cpu")
+    assert result.returncode == 0 and result.stdout.startswith("a") and "parameters" not in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"generate: {model_folder}, ") and line.endswith("arithmetic | up to 3 tokens to go")
+
+
+@pytest.mark.parametrize("command", ["rl", "generate", "parity", "serve", "demo"])
+def test_commands_of_one_process_are_refused_under_torchrun_by_name(command, model_folder, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = {"generate": ["--prompt", "a"]}.get(command, [])
+    model = [] if command == "demo" else ["--model", str(model_folder)]
+    assert main([command, *model, *options]) == 2
+    assert f"{command} runs in one process so far, but torchrun started 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["rl"], ["generate", "--prompt", "a"], ["parity"], ["serve", "--port", "0"], ["pretrain"]]
+)
+def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folder, capsys, tmp_path):
+    output = ["--output", str(tmp_path / "run")] if arguments[0] in ("rl", "pretrain") else []
+    assert main([*arguments, *output, "--model", str(model_folder), "--device", "cuda:99"]) == 2
+    assert 'device is "cuda:99"' in capsys.readouterr().err and not (tmp_path / "run").exists()

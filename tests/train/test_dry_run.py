@@ -19,7 +19,11 @@ SHAPE = preset("llama3:tiny", 512)
 
 def _config(parallel: ParallelConfig) -> PretrainConfig:
     return PretrainConfig(
-        sequence_length=64, tokens_per_step=512, parallel=parallel, train=TrainConfig(tokens_per_microbatch=128)
+        dtype="bfloat16",
+        sequence_length=64,
+        tokens_per_step=512,
+        parallel=parallel,
+        train=TrainConfig(tokens_per_microbatch=128),
     )
 
 

@@ -89,6 +89,7 @@ def test_masters_of_float32_weights_are_the_weights():
 def _config(tmp_path, name, **changes):
     defaults = dict(
         output=str(tmp_path / name), model="qwen3:micro", tokens_per_step=512, sequence_length=64, steps=6,
+        dtype="bfloat16",
         train=TrainConfig(learning_rate=3e-3, warmup_steps=2, tokens_per_microbatch=256),
         checkpoint=CheckpointConfig(every=3),
     )  # fmt: skip

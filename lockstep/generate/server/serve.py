@@ -11,6 +11,7 @@ from types import FrameType
 
 import uvicorn
 
+from lockstep.checkpoint import open_model
 from lockstep.config import ServeConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
@@ -20,7 +21,7 @@ from lockstep.generate.server.api_error import shutting_down
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.weights import step_of
-from lockstep.model import load_model
+from lockstep.observe import start_line
 from lockstep.parallel import apply_compile
 
 SECONDS_TO_READ = 5
@@ -31,7 +32,7 @@ logger = logging.getLogger("lockstep.server")
 
 def build_service(config: ServeConfig, folder: Path) -> Service:
     """Loads model, tokenizer and chat template of `folder`. Raises UserError for a folder that lacks them."""
-    model = load_model(folder, config.dtype or None, config.device)
+    model = open_model(folder, config.dtype, config.device, config.arithmetic)
     apply_compile(model, config.compile)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     engine = Engine(model, config.engine, tokenizer)
@@ -51,6 +52,9 @@ def serve(config: ServeConfig, folder: Path) -> int:
     access_logger.propagate = False
     _require_address(config.host, config.port)
     service = build_service(config, folder)
+    model = service.engine.model
+    work = f"up to {config.engine.max_sequences} sequences at a time"
+    logger.info("%s", start_line(str(folder), model.config.num_parameters, model.device, model.dtype, work))
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)

@@ -1,0 +1,44 @@
+"""A folder's model, ready to compute on this machine: for commands that only read it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lockstep.checkpoint.checkpoints import STATE
+from lockstep.errors import UserError
+from lockstep.model import Decoder, arithmetic_of, is_auto, load_model, open_device, set_arithmetic
+from lockstep.observe.logs import log
+
+
+def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: str = "auto") -> Decoder:
+    """The model in its own dtype, on the accelerator, in the arithmetic of its run, unless others are given.
+
+    Where this machine cannot compute as the run did, a warning names both. Raises UserError for what cannot be had.
+    """
+    place = open_device(device)
+    trained_in = trained_arithmetic(folder)
+    try:
+        set_arithmetic(arithmetic, place, trained_in)
+    except UserError:
+        if arithmetic != "auto":
+            raise
+        set_arithmetic("auto", place)
+    model = load_model(folder, None if is_auto(dtype) else dtype, place)
+    if trained_in not in ("", arithmetic_of(place)):
+        log.warning(
+            "%s was trained in %s arithmetic and is computed in %s here: log-probabilities differ from those of its "
+            "run in their last bits",
+            folder,
+            trained_in,
+            arithmetic_of(place),
+        )
+    return model
+
+
+def trained_arithmetic(folder: Path) -> str:
+    """The arithmetic that a run's checkpoint was made in; empty for any other folder."""
+    try:
+        return str(json.loads((folder / STATE).read_text()).get("arithmetic", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""

@@ -1,0 +1,61 @@
+"""Which arithmetic the operators compute in: chosen once a process, and written beside everything that depends on it.
+
+`portable` gives the same bits on every CPU; `bf16_pairs` is faster in bfloat16 where the processor has instructions
+for pairs, with bits of its own. GPUs have theirs, which nobody chooses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep import ops
+from lockstep.errors import UserError
+
+
+def _only_portable(name: str) -> str:
+    if name == "bf16_pairs":
+        raise ValueError("the operators of this build are portable only")
+    return "portable"
+
+
+# The operators' own, which may be older than this file.
+_set: Any = getattr(ops, "set_arithmetic", _only_portable)
+_current: Any = getattr(ops, "arithmetic", lambda: "portable")
+_instructions: Any = getattr(ops, "instruction_set", lambda: torch.backends.cpu.get_cpu_capability().lower())
+
+
+def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str:
+    """Makes the CPU's operators compute in `wanted`; returns its name, or `auto` where `device` is no CPU.
+
+    auto: `recorded`, that of the run or the checkpoint gone on with, or where nothing is recorded the fastest of this
+    processor. Raises UserError for one that this processor has not, naming both sides.
+    """
+    if device.type != "cpu":
+        if wanted != "auto":
+            raise UserError(f"arithmetic {wanted} is one of the CPU's, but the device is {device}; leave it out")
+        return "auto"
+    chosen = recorded if wanted == "auto" and recorded in ("portable", "bf16_pairs") else wanted
+    try:
+        return str(_set(chosen))
+    except ValueError as error:
+        if chosen == wanted:
+            raise UserError(f"arithmetic {wanted} cannot be had here: {error}; give portable or auto") from error
+        raise UserError(
+            f"computed so far in {recorded} arithmetic, which cannot be had here: {error}. Resume where it can, or "
+            "accept other bits from here on with --arithmetic portable"
+        ) from error
+
+
+def arithmetic_of(device: torch.device) -> str:
+    """The arithmetic in use: equal names on two machines are equal bits."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"cuda sm_{major}{minor}"
+    return str(_current())
+
+
+def instruction_set() -> str:
+    """Of the CPU's operators, such as `avx2`; it has no say in the bits."""
+    return str(_instructions())

@@ -1,0 +1,102 @@
+"""`dtype = "auto"`: a folder's own; for fresh weights the one that this processor trains faster in, as measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from lockstep import ops
+from lockstep.model.arithmetic import arithmetic_of, instruction_set
+from lockstep.model.checkpoint import folder_dtype
+from lockstep.model.dtypes import DTYPES, resolve_dtype
+from lockstep.ops.cache import cache_folder, fingerprint
+
+ROWS, FEATURES = 256, 512
+"""Of the product that is timed, with its gradients: a small model's, far beyond what its launch costs."""
+ROUNDS, SECONDS, CLEAR = 5, 0.3, 4.0
+"""Products in each dtype: so many, for so long in all, or until one dtype is so many times as fast."""
+MARGIN = 1.1
+"""bfloat16 must be so many times as fast: what is no faster had better be exact."""
+
+
+def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, str]:
+    """The dtype that `wanted` (a dtype, `auto` or empty) means for `model` (a folder, or fresh weights), and why.
+
+    Nothing is measured for a GPU. Raises UserError for an unknown dtype, and for a folder in one that is not supported.
+    """
+    if not is_auto(wanted):
+        return name_of(resolve_dtype(wanted)), ""
+    if Path(model).is_dir():
+        return name_of(folder_dtype(Path(model))), "the folder's own"
+    if device.type != "cpu":
+        return "bfloat16", "which GPUs train faster in"
+    seconds = training_seconds()
+    ratio = seconds["float32"] / seconds["bfloat16"]
+    if ratio >= MARGIN:
+        return "bfloat16", f"{ratio:.1f} times as fast as float32 on this processor"
+    faster = f"{1 / ratio:.1f} times as fast as bfloat16" if ratio * MARGIN <= 1 else "about as fast as bfloat16"
+    return "float32", f"{faster} on this processor"
+
+
+def is_auto(wanted: str) -> bool:
+    """Whether nobody chose a dtype."""
+    return wanted in ("", "auto")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def training_seconds() -> dict[str, float]:
+    """Median time of a product and its gradients on the CPU, by dtype; measured once a processor and arithmetic.
+
+    What was found stays in the cache folder, so that a run does not choose otherwise because the machine is busy.
+    """
+    of = (arithmetic_of(torch.device("cpu")), instruction_set(), os.environ.get("LOCKSTEP_NATIVE", "1"))
+    path = cache_folder() / f"dtype-{fingerprint('dtype', *of)}.json"
+    if path.is_file():
+        try:
+            return {name: float(json.loads(path.read_text())[name]) for name in DTYPES}
+        except (ValueError, KeyError, TypeError):
+            pass  # a file that is damaged is measured anew
+    measured = _measure()
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(measured))
+    partial.replace(path)
+    return measured
+
+
+def _measure() -> dict[str, float]:
+    work = {name: _product(dtype) for name, dtype in DTYPES.items()}
+    for tensors in work.values():
+        _seconds(*tensors)
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    until = time.perf_counter() + SECONDS
+    # In turn, so that whatever else is running slows both.
+    medians = dict.fromkeys(work, 1.0)
+    while len(seconds["float32"]) < ROUNDS or time.perf_counter() < until:
+        for name, tensors in work.items():
+            seconds[name].append(_seconds(*tensors))
+        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        if len(seconds["float32"]) > 1 and max(medians.values()) > CLEAR * min(medians.values()):
+            break
+    return medians
+
+
+def _product(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(n, FEATURES, generator=draw).to(dtype) for n in (ROWS, FEATURES, ROWS))
+    return x.requires_grad_(), weight.requires_grad_(), grad
+
+
+def _seconds(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> float:
+    with torch.enable_grad():
+        began = time.perf_counter()
+        torch.autograd.grad(ops.linear(x, weight), (x, weight), grad)
+        return time.perf_counter() - began

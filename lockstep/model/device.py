@@ -1,0 +1,36 @@
+"""The device that a command's model, engine and batches live on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lockstep.errors import UserError
+
+
+def open_device(name: str = "") -> torch.device:
+    """`cpu`, `cuda` or `cuda:1` …, made current for what is launched later; empty: the accelerator where there is one.
+
+    Under torchrun `cuda` is the device of this rank. Raises UserError, with the devices that there are, for any other.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, colon, index = (name or ("cuda" if count else "cpu")).partition(":")
+    if kind == "cpu" and not colon:
+        return torch.device("cpu")
+    if kind == "cuda" and (index.isdigit() or not colon) and not count:
+        raise UserError(
+            f'device is "{name}", but this machine has no CUDA device that torch can use; leave --device out '
+            "(lockstep doctor says what is missing)"
+        )
+    if kind != "cuda" or (colon and not (index.isdigit() and int(index) < count)):
+        known = ["cpu", *(f"cuda:{i}" for i in range(count))]
+        raise UserError(f'device is "{name}"; this machine has {", ".join(known)}. Empty takes the accelerator, if any')
+    number = int(index or os.environ.get("LOCAL_RANK", "0"))
+    if number >= count:
+        raise UserError(
+            f"rank {os.environ['RANK']} is number {number} on this host, which has {count} CUDA devices; start as many "
+            "with --nproc-per-node, or give --device cpu"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)

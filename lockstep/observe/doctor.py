@@ -1,0 +1,302 @@
+"""`lockstep doctor`: what this machine offers, how fast it is, and what to do about each thing that is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lockstep.model import arithmetic_of, instruction_set
+from lockstep.observe import machine
+from lockstep.ops import native
+from lockstep.ops.cache import UnsafeCache, cache_folder
+
+State = Literal["ok", "absent", "note", "bad"]
+"""Fine; not here and not needed; worth a look, though commands run; broken, so that some command does not run."""
+REQUIRED = {
+    "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers", "jinja2": "jinja2",
+    "jaxtyping": "jaxtyping", "tyro": "tyro", "rich": "rich", "matplotlib": "matplotlib",
+    "math-verify": "math_verify", "fastapi": "fastapi", "uvicorn": "uvicorn",
+    "prometheus-client": "prometheus_client",
+}  # fmt: skip
+"""Packages and the modules they bring."""
+OPTIONAL = {
+    "datasets": "hf:… data sets",
+    "pyarrow": "Parquet data",
+    "tensorboard": "observe.tensorboard",
+    "wandb": "observe.wandb",
+    "trackio": "observe.trackio",
+}
+"""Packages and what they are for."""
+VARIABLES = (
+    "LOCKSTEP_ISA", "LOCKSTEP_NATIVE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
+    "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME",
+)  # fmt: skip
+"""Settings of the environment that change speed, bits or places."""
+PORT = 8000
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    """`area/thing`."""
+    state: State
+    value: Any
+    """For JSON."""
+    text: str
+    """The value in words."""
+    remedy: str = ""
+    """What to do, where it is not fine."""
+
+
+def examine(checked: Callable[[str], None] = lambda area: None) -> list[Finding]:
+    """Everything there is to say about this machine; calls `checked` with each area that is done."""
+    findings: list[Finding] = []
+    for area in AREAS:
+        findings += AREAS[area]()
+        checked(area)
+    return findings
+
+
+def usable(findings: Iterable[Finding]) -> bool:
+    """Whether nothing that commands need is broken."""
+    return all(finding.state != "bad" for finding in findings)
+
+
+def as_json(findings: list[Finding]) -> str:
+    """One object: whether all is usable, and each finding by its name."""
+    entries = {f.name: {"state": f.state, "value": f.value, "text": f.text, "remedy": f.remedy} for f in findings}
+    return json.dumps({"usable": usable(findings), "findings": entries}, indent=1)
+
+
+def as_text(findings: list[Finding], encoding: str = "utf-8") -> str:
+    """A table for a terminal, area by area; what to do stands below what it is about."""
+    marks = {"ok": "✓", "absent": "·", "note": "!", "bad": "✗"}
+    try:
+        "".join(marks.values()).encode(encoding)
+    except UnicodeEncodeError:
+        marks = {"ok": "ok", "absent": "-", "note": "!!", "bad": "XX"}
+    lines, before = [], ""
+    for finding in findings:
+        area, _, name = finding.name.partition("/")
+        lines.append(f"{area if area != before else '':11}{marks[finding.state]:>2}  {name:18} {finding.text}".rstrip())
+        if finding.remedy:
+            lines.append(f"{'':34}→ {finding.remedy}" if marks["ok"] == "✓" else f"{'':34}-> {finding.remedy}")
+        before = area
+    notes, broken = (sum(f.state == state for f in findings) for state in ("note", "bad"))
+    lines.append("")
+    if broken:
+        lines.append(f"{broken} broken; what to do stands beside each" + (f", {notes} worth a look" if notes else ""))
+    else:
+        lines.append("everything that commands need is here" + (f"; {notes} worth a look" if notes else ""))
+    return "\n".join(lines)
+
+
+def _processor() -> Iterator[Finding]:
+    yield Finding("processor/name", "ok", machine.processor(), machine.processor())
+    has = machine.instructions()
+    yield Finding("processor/instructions", "ok", has, ", ".join(has) or "unknown")
+    yield Finding("processor/used", "ok", instruction_set(), f"{instruction_set()}, the operators' instruction set")
+    arithmetic = arithmetic_of(torch.device("cpu"))
+    yield Finding("processor/arithmetic", "ok", arithmetic, arithmetic)
+    cpus, threads = machine.usable_cpus(), torch.get_num_threads()
+    too_many = f"threads would wait for each other: set OMP_NUM_THREADS={cpus}" if threads > cpus else ""
+    text = f"{threads} on {cpus} CPU{'s' * (cpus > 1)}"
+    yield Finding("processor/threads", "note" if too_many else "ok", threads, text, too_many)
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    remedy = (
+        "other work is running: every speed below is lower than this machine's" if busy > cpus * 0.75 + 0.25 else ""
+    )
+    yield Finding("processor/load", "note" if remedy else "ok", round(busy, 2), f"{busy:.1f} processes", remedy)
+    for name in VARIABLES:
+        if (value := os.environ.get(name)) is not None:
+            slow = "this asks for the plain operators, which are slow: unset it"
+            remedy = slow if (name, value) == ("LOCKSTEP_NATIVE", "0") else ""
+            yield Finding(f"processor/{name}", "note" if remedy else "ok", value, value, remedy)
+
+
+def _operators() -> Iterator[Finding]:
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), "")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            built = native.library() is not None
+    except UnsafeCache:
+        # The folders say what to do.
+        yield Finding("operators/native", "bad", False, "the cache folder is refused", "see folders/cache")
+        return
+    if built:
+        yield Finding("operators/native", "ok", True, "compiled operators serve")
+        yield Finding("operators/compiler", "ok", compiler, compiler or "none, and none is needed")
+    else:
+        text = "the plain PyTorch operators serve, several times slower"
+        off = os.environ.get("LOCKSTEP_NATIVE", "1") == "0"
+        yield Finding(
+            "operators/native", "note", False, text, "" if off else "install g++ (apt install g++), or set CXX"
+        )
+        yield Finding("operators/compiler", "ok" if compiler else "note", compiler, compiler or "none")
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        flops = machine.product_flops(dtype)
+        yield Finding(
+            f"operators/{name}",
+            "ok",
+            flops,
+            f"{flops / 1e9:,.0f} GF/s in a product of {machine.ROWS} x {machine.FEATURES}²",
+        )
+
+
+def _memory() -> Iterator[Finding]:
+    total, free = machine.memory_bytes()
+    if total:
+        little = "close other programs, or take a smaller model" if free < 2 * GIB else ""
+        text = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
+        yield Finding("memory/free", "note" if little else "ok", {"free": free, "total": total}, text, little)
+    speed = machine.copied_bytes()
+    yield Finding("memory/speed", "ok", speed, f"{speed / 1e9:.1f} GB/s read and written in a copy")
+    if Path("/dev/shm").is_dir():
+        shared = shutil.disk_usage("/dev/shm").free
+        little = "ranks and loader workers share memory there: docker run --shm-size 1g" if shared < GIB // 4 else ""
+        text = f"{shared / GIB:.1f} GiB free in /dev/shm"
+        yield Finding("memory/shared", "note" if little else "ok", shared, text, little)
+
+
+def _gpu() -> Iterator[Finding]:
+    driver = machine.driver_version()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            value = {
+                "name": properties.name,
+                "memory": properties.total_memory,
+                "capability": [properties.major, properties.minor],
+            }
+            text = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, capability {properties.major}."
+            old = "the kernels are made for capability 8.0 and later" if properties.major < 8 else ""
+            yield Finding(f"gpu/cuda:{index}", "note" if old else "ok", value, f"{text}{properties.minor}", old)
+        yield Finding(
+            "gpu/driver", "ok", driver, f"{driver or 'unknown'}; torch is built for CUDA {torch.version.cuda}"
+        )
+        triton = importlib.util.find_spec("triton") is not None
+        remedy = "" if triton else "without it GPUs compute with plain operators, slowly: pip install triton"
+        yield Finding("gpu/triton", "ok" if triton else "note", triton, _version("triton") or "missing", remedy)
+    elif driver:
+        if torch.version.cuda is None:
+            remedy = "this torch is built without CUDA: pip install torch from https://pytorch.org/get-started"
+        else:
+            remedy = (
+                f"torch is built for CUDA {torch.version.cuda}: update the driver, and look at CUDA_VISIBLE_DEVICES"
+            )
+        yield Finding("gpu/cuda", "note", driver, f"driver {driver}, but torch sees no GPU", remedy)
+    else:
+        yield Finding("gpu/cuda", "absent", None, "none; everything runs on the CPU")
+
+
+def _packages() -> Iterator[Finding]:
+    python = sys.version.split()[0]
+    yield Finding("packages/python", "ok", python, python)
+    for package, module in REQUIRED.items():
+        found = importlib.util.find_spec(module) is not None
+        version = _version(package)
+        wanted = _wanted(package)
+        fits = found and _fits(version, wanted)
+        remedy = "" if fits else f'pip install "{package}{wanted}"'
+        state: State = "bad" if not found else "ok" if fits else "note"
+        yield Finding(f"packages/{package}", state, version, version or ("found" if found else "missing"), remedy)
+    for package, purpose in OPTIONAL.items():
+        found = importlib.util.find_spec(package) is not None
+        text = f"{_version(package)}" if found else f"not installed; for {purpose}: pip install {package}"
+        yield Finding(f"packages/{package}", "ok" if found else "absent", _version(package) if found else None, text)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _wanted(package: str) -> str:
+    """The versions that this installation asks for, such as `>=2.11,<2.14`; empty where it does not say."""
+    try:
+        lines = importlib.metadata.requires("lockstep-lm") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    for line in lines:
+        name = line.split(";")[0].replace(" ", "")
+        if name.startswith(package) and name[len(package) :][:1] in tuple("<>=!~"):
+            return name[len(package) :]
+    return ""
+
+
+def _fits(version: str, wanted: str) -> bool:
+    if not version or not wanted or importlib.util.find_spec("packaging") is None:
+        return True
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(wanted).contains(version.split("+")[0], prereleases=True)
+
+
+def _folders() -> Iterator[Finding]:
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cache = cache_folder()
+    except UnsafeCache as error:
+        place, _, remedy = str(error).partition(": ")
+        yield Finding("folders/cache", "bad", place, place, remedy)
+    else:
+        away = "it may not last: set XDG_CACHE_HOME to a folder that can be written"
+        lasting = not said and Path(tempfile.gettempdir()) not in cache.parents
+        yield Finding("folders/cache", "ok" if lasting else "note", str(cache), str(cache), "" if lasting else away)
+    here = Path.cwd()
+    writable = os.access(here, os.W_OK)
+    remedy = "" if writable else "runs are written here: change to another folder, or give --output"
+    yield Finding("folders/current", "ok" if writable else "note", str(here), str(here), remedy)
+    free = shutil.disk_usage(here).free
+    remedy = "" if free > 2 * GIB else "checkpoints may not fit: free some space, or give --output on another disk"
+    state: State = "ok" if free > 2 * GIB else "note" if free > GIB // 16 else "bad"
+    yield Finding("folders/disk", state, free, f"{free / GIB:,.1f} GiB free here", remedy)
+
+
+def _network() -> Iterator[Finding]:
+    try:
+        socket.create_server(("127.0.0.1", PORT)).close()
+    except OSError as error:
+        text = f"{PORT} cannot be listened on ({error.strerror or error})"
+        yield Finding("network/port", "note", False, text, "give lockstep serve --port 0 (any free one), or another")
+    else:
+        yield Finding("network/port", "ok", True, f"{PORT} is free, for lockstep serve")
+    try:
+        import resource
+    except ImportError:
+        return
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = "" if files >= 1024 or files < 0 else "a server needs one for each client: ulimit -n 4096"
+    yield Finding("network/open files", "note" if few else "ok", files, f"{files} at a time", few)
+
+
+AREAS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "processor": _processor,
+    "operators": _operators,
+    "memory": _memory,
+    "gpu": _gpu,
+    "packages": _packages,
+    "folders": _folders,
+    "network": _network,
+}

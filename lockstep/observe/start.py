@@ -1,0 +1,36 @@
+"""What a command says before it computes: which model, where, in which arithmetic, and how much there is to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from lockstep.model import arithmetic_of, instruction_set, name_of
+
+
+def start_line(model: str, parameters: int, device: torch.device, dtype: torch.dtype, work: str, ranks: int = 1) -> str:
+    """One line for the terminal or a log; `work` says how many tokens there are to go."""
+    if device.type == "cuda":
+        where = f"{device} ({torch.cuda.get_device_name(device)})"
+    else:
+        where = f"{device} ({instruction_set()})"
+    threads = torch.get_num_threads()
+    where += f", {threads} thread{'s' * (threads > 1)}" + (f", {ranks} ranks" if ranks > 1 else "")
+    arithmetic = f"{name_of(dtype)}, {arithmetic_of(device)} arithmetic"
+    return " | ".join([f"{model}, {in_short(parameters)} parameters", where, arithmetic, work])
+
+
+def announce(text: str) -> None:
+    """Says it on stderr, since stdout is for results; on one rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+def in_short(count: int) -> str:
+    """A count in three digits: 1.05M, 8.03B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return str(count)

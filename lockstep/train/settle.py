@@ -1,0 +1,63 @@
+"""What a run leaves to the machine, settled before it starts: its arithmetic and its dtype, alike on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.config import PretrainConfig, RLConfig
+from lockstep.errors import UserError
+from lockstep.model import choose_dtype, is_auto, set_arithmetic
+from lockstep.observe.run_folder import CONFIG
+from lockstep.observe.start import announce
+from lockstep.parallel import World
+
+Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
+
+
+def settle(config: Config, world: World) -> Config:
+    """`config` with `arithmetic` and `dtype` as they are used, which a run's config.toml then records.
+
+    A resumed run keeps its own, unless others are given. Rank 0 chooses the dtype; where ranks would compute in
+    different arithmetics, all take the portable one. Raises UserError for what cannot be had here.
+    """
+    recorded = json.loads(world.from_main(lambda: json.dumps(recorded_settings(config))))
+    arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""))
+    dtype, why = recorded.get("dtype", ""), "as the run began"
+    if not is_auto(config.dtype) or not dtype:
+        # Measured on one rank: others may find otherwise.
+        dtype, why = json.loads(
+            world.from_main(lambda: json.dumps(choose_dtype(config.dtype, config.model, world.device)))
+        )
+    if why:
+        announce(f"dtype auto: {dtype}, {why}")
+    settled: Any = {"arithmetic": arithmetic, "dtype": dtype}
+    return dataclasses.replace(config, **settled)
+
+
+def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
+    """Arithmetic and dtype of the run that is resumed; empty where there is none."""
+    path = Path(config.output) / CONFIG
+    if not config.resume or not path.is_file():
+        return {}
+    try:
+        values = tomllib.loads(path.read_text())
+    except ValueError:
+        return {}  # open_run says so
+    return {name: str(values[name]) for name in ("arithmetic", "dtype") if values.get(name, "auto") != "auto"}
+
+
+def _arithmetic(config: PretrainConfig | RLConfig, world: World, recorded: str) -> str:
+    problem = chosen = ""
+    try:
+        chosen = set_arithmetic(config.arithmetic, world.device, recorded)
+    except UserError as error:
+        problem = str(error)
+    if problem := next(filter(None, world.gather(problem)), ""):
+        raise UserError(problem)
+    if len(set(world.gather(chosen))) > 1:
+        chosen = set_arithmetic("portable", world.device)
+    return chosen

@@ -1,0 +1,88 @@
+"""Where a model computes, in which dtype and arithmetic: as asked, and as chosen where nothing is."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep import load_model
+from lockstep.checkpoint import open_model
+from lockstep.errors import UserError
+from lockstep.model import arithmetic_of, choose_dtype, open_device, set_arithmetic, training_seconds
+from lockstep.train import pack
+
+CPU = torch.device("cpu")
+
+
+def test_an_empty_device_is_the_accelerator_where_there_is_one():
+    assert open_device("").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert open_device("cpu") == CPU
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:1", "cuda:x", "cuda:", "mps", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(name):
+    with pytest.raises(UserError, match=f'device is "{name}".*(this machine has cpu|no CUDA device)'):
+        open_device(name)
+
+
+def test_a_folder_keeps_its_dtype_and_a_gpu_is_not_measured(model_folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent/place")
+    for wanted in ("auto", ""):
+        assert choose_dtype(wanted, str(model_folder), CPU) == ("bfloat16", "the folder's own")
+    assert choose_dtype("float32", str(model_folder), CPU) == ("float32", "")
+    assert choose_dtype("auto", "qwen3:micro", torch.device("cuda"))[0] == "bfloat16"
+    with pytest.raises(UserError, match='dtype "float16" is not supported'):
+        choose_dtype("float16", "qwen3:micro", CPU)
+
+
+def test_fresh_weights_get_the_dtype_that_was_measured_to_be_faster_and_keep_it(tmp_path, monkeypatch):
+    from lockstep.ops import native
+
+    native.library()  # compiled before the cache folder is another
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured = training_seconds()
+    (kept,) = (tmp_path / "lockstep").glob("dtype-*.json")
+    assert json.loads(kept.read_text()) == measured and min(measured.values()) > 0
+    for seconds, expected in (
+        ({"bfloat16": 1.0, "float32": 2.0}, "bfloat16"),
+        ({"bfloat16": 1.0, "float32": 1.0}, "float32"),
+    ):
+        kept.write_text(json.dumps(seconds))
+        assert choose_dtype("auto", "qwen3:micro", CPU)[0] == expected
+    kept.write_text("{")
+    assert training_seconds().keys() == measured.keys(), "a damaged file is measured anew"
+
+
+def test_another_arithmetic_is_taken_or_refused_by_name():
+    before = arithmetic_of(CPU)
+    assert set_arithmetic("portable", CPU) == arithmetic_of(CPU) == "portable"
+    try:
+        assert set_arithmetic("bf16_pairs", CPU) == arithmetic_of(CPU) == "bf16_pairs"
+        assert set_arithmetic("auto", CPU, recorded="portable") == "portable", "a resumed run keeps its own"
+    except UserError as error:
+        assert "arithmetic bf16_pairs cannot be had here" in str(error)
+        with pytest.raises(UserError, match="computed so far in bf16_pairs arithmetic.*--arithmetic portable"):
+            set_arithmetic("auto", CPU, recorded="bf16_pairs")
+    finally:
+        set_arithmetic(before, CPU)
+    with pytest.raises(UserError, match="arithmetic portable is one of the CPU's, but the device is cuda:0"):
+        set_arithmetic("portable", torch.device("cuda:0"))
+    assert set_arithmetic("auto", torch.device("cuda:0")) == "auto"
+
+
+def test_a_checkpoint_of_another_arithmetic_is_named_where_it_is_opened(tmp_path, model_folder, caplog):
+    import shutil
+
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "state.json").write_text('{"arithmetic": "cuda sm_90"}')
+    model = open_model(tmp_path / "model", device="cpu")
+    assert model.dtype == torch.bfloat16
+    assert f"was trained in cuda sm_90 arithmetic and is computed in {arithmetic_of(CPU)} here" in caplog.text
+
+
+def test_model_and_batch_are_made_where_they_are_asked_to_be(model_folder):
+    """The meta device stands for one that is not there: nothing of the model or the row stays on the CPU."""
+    model = load_model(model_folder, device="meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"} and model.frequencies.device.type == "meta"
+    row = pack([[1, 2, 3], [4, 5]], device="meta")
+    assert {getattr(row, n).device.type for n in ("tokens", "positions", "predictors", "targets")} == {"meta"}

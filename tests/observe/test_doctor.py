@@ -1,0 +1,77 @@
+"""`lockstep doctor` on this very machine, and on it with one thing broken after the other."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+from lockstep.observe import doctor
+from lockstep.observe.doctor import as_json, as_text, usable
+
+
+def _found(area):
+    return {finding.name: finding for finding in doctor.AREAS[area]()}
+
+
+def test_the_command_prints_one_json_object_within_ten_seconds():
+    command = [sys.executable, "-m", "lockstep", "doctor", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    report = json.loads(result.stdout)
+    findings = report["findings"]
+    assert report["usable"] is (result.returncode == 0) is True, result.stdout
+    assert {name.split("/")[0] for name in findings} == set(doctor.AREAS)
+    assert findings["operators/float32"]["value"] > 1e8 and findings["memory/speed"]["value"] > 1e8
+    assert findings["processor/arithmetic"]["value"] in ("portable", "bf16_pairs")
+    assert all(finding["remedy"] for finding in findings.values() if finding["state"] in ("note", "bad"))
+
+
+def test_a_missing_package_is_broken_and_named_with_its_command(monkeypatch):
+    monkeypatch.setitem(doctor.REQUIRED, "no-such-package", "no_such_package")
+    findings = list(doctor.AREAS["packages"]())
+    assert not usable(findings) and json.loads(as_json(findings))["usable"] is False
+    text = as_text(findings)
+    assert "✗  no-such-package    missing\n" in text and 'pip install "no-such-package"' in text
+    assert text.endswith("1 broken; what to do stands beside each")
+
+
+def test_a_package_of_a_version_that_this_one_does_not_take_is_noted(monkeypatch):
+    monkeypatch.setattr(doctor, "_wanted", lambda package: ">=1000" if package == "numpy" else "")
+    findings = _found("packages")
+    assert findings["packages/numpy"].state == "note"
+    assert findings["packages/numpy"].remedy == 'pip install "numpy>=1000"' and findings["packages/torch"].state == "ok"
+
+
+def test_a_cache_that_others_may_write_to_is_broken_and_the_rest_is_examined(monkeypatch, tmp_path):
+    from lockstep.ops import native
+
+    (tmp_path / "lockstep").mkdir()
+    (tmp_path / "lockstep").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("LOCKSTEP_NATIVE", raising=False)
+    native.library.cache_clear()
+    assert _found("operators")["operators/native"].state in ("bad", "ok"), "ok: shipped with the package"
+    native.library.cache_clear()
+    cache = _found("folders")["folders/cache"]
+    assert cache.state == "bad" and cache.value == str(tmp_path / "lockstep") and "rm -r" in cache.remedy
+
+
+def test_a_port_in_use_a_busy_machine_and_few_files_are_noted_but_not_broken(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(doctor, "PORT", taken.getsockname()[1])
+        port = _found("network")["network/port"]
+    assert port.state == "note" and "--port 0" in port.remedy
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    load = _found("processor")["processor/load"]
+    assert load.state == "note" and "other work is running" in load.remedy
+    assert usable([port, load])
+
+
+def test_a_terminal_without_these_characters_gets_others():
+    findings = list(doctor.AREAS["network"]())
+    assert "✓" in as_text(findings) and as_text(findings, "ascii").encode("ascii")
+
+
+def test_the_wanted_version_is_read_from_the_installation(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torchmonarch>=1", "torch>=2.11,<2.14"])
+    assert doctor._wanted("torch") == ">=2.11,<2.14" and doctor._wanted("jinja2") == ""

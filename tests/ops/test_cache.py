@@ -1,0 +1,66 @@
+"""The cache of compiled code: made for its owner only, and refused where others could put code into it."""
+
+import os
+import stat
+
+import pytest
+
+from lockstep.ops import cache
+from lockstep.ops.cache import UnsafeCache, cache_folder
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    cache._instead_of.cache_clear()
+    return tmp_path / "home"
+
+
+def test_the_cache_folder_is_made_for_its_owner_only_under_any_umask(home):
+    before = os.umask(0)
+    try:
+        folder = cache_folder()
+    finally:
+        os.umask(before)
+    assert folder == home / "lockstep" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert cache_folder() == folder
+
+
+def test_a_folder_that_others_may_read_is_used(home):
+    (home / "lockstep").mkdir(parents=True)
+    (home / "lockstep").chmod(0o755)
+    assert cache_folder() == home / "lockstep"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused_with_what_to_do(home, mode):
+    (home / "lockstep").mkdir(parents=True)
+    (home / "lockstep").chmod(mode)
+    with pytest.raises(UnsafeCache, match=rf"others may write to it \(mode {mode:o}\).*rm -r .*XDG_CACHE_HOME"):
+        cache_folder()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(home):
+    (home / "lockstep").mkdir(parents=True)
+    os.chown(home / "lockstep", 4242, 4242)
+    with pytest.raises(UnsafeCache, match="belongs to user 4242, but this process is user 0"):
+        cache_folder()
+
+
+def test_where_nothing_can_be_written_a_private_temporary_folder_serves_with_a_warning(home, monkeypatch, tmp_path):
+    # A file in its way stops root too.
+    home.write_text("")
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match="cannot be used .*Set XDG_CACHE_HOME"):
+        folder = cache_folder()
+    assert folder == tmp_path / f"lockstep-{os.geteuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_temporary_folder_that_someone_else_made_ready_is_refused(home, monkeypatch, tmp_path):
+    home.write_text("")
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "trap").mkdir()
+    (tmp_path / f"lockstep-{os.geteuid()}").symlink_to(tmp_path / "trap")
+    with pytest.raises(UnsafeCache, match="is a link"):
+        cache_folder()
