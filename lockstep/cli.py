@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from lockstep.config import Arithmetic, CompileConfig
 from lockstep.errors import RunStopped, UserError, closest
-from lockstep.ops.cache import UnsafeCache
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in COMMANDS:
             raise UserError(f'unknown command "{name}".{closest(name, COMMANDS)} See lockstep --help')
         return COMMANDS[name](arguments[1:])
-    except (UserError, UnsafeCache) as error:
+    except UserError as error:
         rank = os.environ.get("RANK", "0")
         print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ from typing import Literal
 
 Dtype = Literal["bfloat16", "float32"]
 ModelDtype = Literal["auto", "bfloat16", "float32"]
-Arithmetic = Literal["auto", "portable", "bf16_pairs"]
+Arithmetic = Literal["auto", "portable", "bf16_pairs", "pytorch"]
 
 
 @dataclass

@@ -6,24 +6,10 @@ for pairs, with bits of its own. GPUs have theirs, which nobody chooses.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lockstep import ops
 from lockstep.errors import UserError
-
-
-def _only_portable(name: str) -> str:
-    if name == "bf16_pairs":
-        raise ValueError("the operators of this build are portable only")
-    return "portable"
-
-
-# The operators' own, which may be older than this file.
-_set: Any = getattr(ops, "set_arithmetic", _only_portable)
-_current: Any = getattr(ops, "arithmetic", lambda: "portable")
-_instructions: Any = getattr(ops, "instruction_set", lambda: torch.backends.cpu.get_cpu_capability().lower())
 
 
 def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str:
@@ -36,9 +22,9 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
         if wanted != "auto":
             raise UserError(f"arithmetic {wanted} is one of the CPU's, but the device is {device}; leave it out")
         return "auto"
-    chosen = recorded if wanted == "auto" and recorded in ("portable", "bf16_pairs") else wanted
+    chosen = recorded if wanted == "auto" and recorded in ("portable", "bf16_pairs", "pytorch") else wanted
     try:
-        return str(_set(chosen))
+        return ops.set_arithmetic(chosen)
     except ValueError as error:
         if chosen == wanted:
             raise UserError(f"arithmetic {wanted} cannot be had here: {error}; give portable or auto") from error
@@ -53,9 +39,9 @@ def arithmetic_of(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda sm_{major}{minor}"
-    return str(_current())
+    return ops.arithmetic()
 
 
 def instruction_set() -> str:
     """Of the CPU's operators, such as `avx2`; it has no say in the bits."""
-    return str(_instructions())
+    return ops.instruction_set()

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from lockstep.errors import UserError
 
-class UnsafeCache(Exception):
+
+class UnsafeCache(UserError):
     """Others could put code into the cache folder, which this process would run: says what to do about it."""
 
 

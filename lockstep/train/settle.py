@@ -32,6 +32,9 @@ def settle(config: Config, world: World) -> Config:
         dtype, why = json.loads(
             world.from_main(lambda: json.dumps(choose_dtype(config.dtype, config.model, world.device)))
         )
+    if dtype == "float32" and config.arithmetic == "auto" and arithmetic == "bf16_pairs":
+        # Pairs are of bfloat16 alone: what such a run computes has the same bits everywhere.
+        arithmetic = set_arithmetic("portable", world.device)
     if why:
         announce(f"dtype auto: {dtype}, {why}")
     settled: Any = {"arithmetic": arithmetic, "dtype": dtype}

@@ -130,5 +130,5 @@ def test_an_instruction_set_that_is_not_there_is_refused_by_name(monkeypatch):
         supported()
     monkeypatch.undo()
     supported.cache_clear()
-    with pytest.raises(ValueError, match='arithmetic is "exact"; it can be auto, portable, bf16_pairs'):
+    with pytest.raises(ValueError, match='arithmetic is "exact"; it can be auto, portable, bf16_pairs, pytorch'):
         native.set_arithmetic("exact")

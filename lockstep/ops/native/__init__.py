@@ -25,7 +25,7 @@ from lockstep.ops.native.instruction_sets import InstructionSet, supported
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 
 
-ARITHMETICS = ("auto", "portable", "bf16_pairs")
+ARITHMETICS = ("auto", "portable", "bf16_pairs", "pytorch")
 
 
 @lru_cache(maxsize=1)
@@ -62,11 +62,17 @@ def _chosen() -> InstructionSet:
 def set_arithmetic(name: str) -> str:
     """Chooses the arithmetic of this process: `portable`, `bf16_pairs`, or `auto`, the fastest. Returns what it is.
 
+    `pytorch` is the arithmetic of the plain PyTorch forms: it can be asked for where they serve, and nothing else can there.
+
     Tensors that were computed before keep their bits. Raises ValueError where the processor cannot do it.
     """
     global _wanted_arithmetic
     if name not in ARITHMETICS:
         raise ValueError(f'arithmetic is "{name}"; it can be {", ".join(ARITHMETICS)}')
+    if (name == "pytorch") != (library() is None) and name != "auto":
+        raise ValueError(f"arithmetic is {name}, but the operators here are {arithmetic()}")
+    if library() is None:
+        return arithmetic()
     before, _wanted_arithmetic = _wanted_arithmetic, name
     try:
         _chosen()
@@ -79,16 +85,16 @@ def set_arithmetic(name: str) -> str:
 
 
 def arithmetic() -> str:
-    """Whose bits the CPU's operators compute: `portable`, those of every processor, `bf16_pairs`, or `plain`.
+    """Whose bits the CPU's operators compute: `portable`, those of every processor, `bf16_pairs`, or `pytorch`.
 
-    `plain` are the PyTorch forms, which serve where there are no compiled kernels.
+    `pytorch` are the plain forms, which serve where there are no compiled kernels.
     """
-    return "plain" if library() is None else _chosen().arithmetic
+    return "pytorch" if library() is None else _chosen().arithmetic
 
 
 def instruction_set() -> str:
-    """The instructions that the CPU's operators use, such as `avx2`; `plain` where they are not compiled."""
-    return "plain" if library() is None else _chosen().name
+    """The instructions that the CPU's operators use, such as `avx2`; `pytorch` where they are not compiled."""
+    return "pytorch" if library() is None else _chosen().name
 
 
 def usable(x: Tensor) -> bool:

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from lockstep.errors import UserError
+
+
+class UnknownInstructions(UserError, ValueError):
+    """LOCKSTEP_ISA asks for what is not there."""
+
 
 @dataclass(frozen=True)
 class InstructionSet:
@@ -46,7 +52,7 @@ NAMES = tuple(dict.fromkeys(each.name for sets in BY_MACHINE.values() for each i
 def supported() -> tuple[InstructionSet, ...]:
     """What this processor has, best first, from LOCKSTEP_ISA down where that is set.
 
-    Raises ValueError where LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
+    Raises UnknownInstructions where LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
     """
     own = tuple(each for each in _sets() if each.needs <= processor_flags())
     highest = os.environ.get("LOCKSTEP_ISA", "")
@@ -55,7 +61,7 @@ def supported() -> tuple[InstructionSet, ...]:
     names = [each.name for each in own]
     if highest not in names:
         reason = "this processor lacks it" if highest in NAMES else "there is no such instruction set"
-        raise ValueError(f"LOCKSTEP_ISA is {highest}: {reason}; here it can be {', '.join(names)}")
+        raise UnknownInstructions(f"LOCKSTEP_ISA is {highest}: {reason}; here it can be {', '.join(names)}")
     return own[names.index(highest) :]
 
 
