@@ -120,7 +120,7 @@ class BlockGradient {
 
     // Two rows side by side, rounded; returns one after the other.
     static __m512i store_pairs(const f32x16 (&rows)[2], __m512i* pairs) {
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)rows[1], (__m512)rows[0]);
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)rows[1].parts[0], (__m512)rows[0].parts[0]);
         *pairs = (__m512i)interleaved(both);
         return both;
     }

@@ -1,0 +1,101 @@
+// Prints a digest of what every portable kernel computes on fixed data: the same on every processor.
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+struct bf16;
+extern "C" {
+void product_f32(const float*, int64_t, int64_t, const float*, int64_t, int64_t, const uint32_t*, float*, int64_t,
+                 int64_t, int64_t);
+void product_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, const uint32_t*, bf16*, int64_t,
+                  int64_t, int64_t);
+void rms_norm_f32(const float*, const float*, float*, float*, int64_t, int64_t, float);
+void silu_mul_f32(const float*, const float*, float*, int64_t, int64_t);
+void rotary_f32(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, float);
+void write_pages_f32(const float*, const float*, const int64_t*, float*, float*, int64_t, int64_t, int64_t);
+void attend_f32(const float*, float*, float*, const float*, const float*, const int32_t*, const int32_t*,
+                const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float);
+void attend_backward_f32(const float*, const float*, const float*, const float*, const float*, const float*, float*,
+                         float*, float*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t,
+                         int64_t, float);
+void log_probs_f32(const float*, const int64_t*, const float*, float*, float*, float*, int64_t, int64_t);
+void draw_f32(const float*, const float*, const double*, int64_t*, int64_t, int64_t);
+}
+
+static uint64_t state = 1, hash = 14695981039346656037u;
+
+// Random signs and mantissas over thirteen powers of two; each second half of a row takes the first one back.
+static std::vector<float> values(int64_t rows, int64_t columns) {
+    std::vector<float> out(rows * columns);
+    for (int64_t i = 0; i < rows * columns; i++) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        const float mantissa = (float)((int64_t)(state >> 40) - (1 << 23)) / (1 << 23);
+        out[i] = mantissa * (float)(1 << (state >> 33) % 13) / 64;
+        if (i % columns >= (columns + 1) / 2) out[i] = -out[i - columns / 2];
+    }
+    return out;
+}
+
+template <class T>
+static void digest(const char* what, const std::vector<T>& data) {
+    const unsigned char* bytes = (const unsigned char*)data.data();
+    for (size_t i = 0; i < data.size() * sizeof(T); i++) hash = (hash ^ bytes[i]) * 1099511628211u;
+    std::printf("%s %016llx\n", what, (unsigned long long)hash);
+}
+
+int main() {
+    for (const int64_t rows : {1, 7, 33}) {
+        const int64_t depth = 437, outputs = 75;
+        const auto x = values(rows, depth), w = values(outputs, depth);
+        std::vector<float> out(rows * outputs);
+        product_f32(x.data(), depth, 1, w.data(), depth, 1, nullptr, out.data(), rows, depth, outputs);
+        digest("product", out);
+        product_f32(w.data(), 1, depth, w.data(), 1, depth, nullptr, out.data(), rows, outputs, rows);
+        digest("product across", out);
+        std::vector<uint16_t> narrow_x(x.size()), narrow_w(w.size()), narrow(rows * outputs);
+        for (size_t i = 0; i < x.size(); i++) narrow_x[i] = *(const uint32_t*)&x[i] >> 16;
+        for (size_t i = 0; i < w.size(); i++) narrow_w[i] = *(const uint32_t*)&w[i] >> 16;
+        product_bf16((const bf16*)narrow_x.data(), depth, 1, (const bf16*)narrow_w.data(), depth, 1, nullptr,
+                     (bf16*)narrow.data(), rows, depth, outputs);
+        digest("product in bfloat16", narrow);
+    }
+    const int64_t tokens = 150, heads = 4, kv_heads = 2, dim = 32, pages = 10;
+    const auto q = values(tokens, heads * dim), k = values(tokens, kv_heads * dim), v = values(tokens, kv_heads * dim);
+    std::vector<float> key_pages(pages * 16 * kv_heads * dim), value_pages(key_pages.size()), attended(q.size());
+    std::vector<float> log_sums(tokens * heads), grad_q(q.size()), grad_k(k.size()), grad_v(k.size());
+    std::vector<int64_t> slots(tokens);
+    for (int64_t i = 0; i < tokens; i++) slots[i] = i;
+    std::vector<int32_t> table(pages), starts = {0, (int32_t)tokens}, contexts = {(int32_t)tokens}, first = {0};
+    for (int64_t i = 0; i < pages; i++) table[i] = i;
+    write_pages_f32(k.data(), v.data(), slots.data(), key_pages.data(), value_pages.data(), tokens, kv_heads, dim);
+    attend_f32(q.data(), attended.data(), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
+               starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f);
+    digest("attention", attended);
+    digest("its log-sums", log_sums);
+    attend_backward_f32(q.data(), q.data(), k.data(), v.data(), attended.data(), log_sums.data(), grad_q.data(),
+                        grad_k.data(), grad_v.data(), starts.data(), contexts.data(), first.data(), 1, heads, kv_heads,
+                        dim, 0.01f);
+    digest("its gradient", grad_q);
+    digest("its gradient of keys", grad_k);
+    const int64_t rows = 9, width = 531;
+    const auto x = values(rows, width), up = values(rows, width), weight = values(1, width);
+    std::vector<float> out(x.size()), scales(rows);
+    rms_norm_f32(x.data(), weight.data(), out.data(), scales.data(), rows, width, 1e-6f);
+    digest("norm", out);
+    silu_mul_f32(x.data(), up.data(), out.data(), rows, width);
+    digest("activation", out);
+    const auto angles = values(rows, 32);
+    std::vector<float> rotated(rows * 2 * 64);
+    rotary_f32(q.data(), angles.data(), angles.data() + 5, rotated.data(), rows - 1, 2, 64, 1.f);
+    digest("rotation", rotated);
+    std::vector<int64_t> targets(rows), drawn(rows);
+    std::vector<float> inverse(rows), chosen(rows), entropies(rows), normalizers(rows);
+    std::vector<double> uniforms(rows);
+    for (int64_t r = 0; r < rows; r++) targets[r] = 3 * r, inverse[r] = 1.f / (1 + r), uniforms[r] = r / 9.0;
+    log_probs_f32(x.data(), targets.data(), inverse.data(), chosen.data(), entropies.data(), normalizers.data(), rows,
+                  width);
+    digest("log-probabilities", chosen);
+    digest("entropies", entropies);
+    draw_f32(x.data(), inverse.data(), uniforms.data(), drawn.data(), rows, width);
+    digest("draws", drawn);
+}
