@@ -8,13 +8,18 @@ from lockstep.ops.activation import silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention, attend
 from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.embedding import embedding
+from lockstep.ops.exponential import exp, log
+from lockstep.ops.first_calls import call_once
 from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import ROW_MULTIPLE, linear, padded_rows, row_multiple
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.norm import rms_norm
+from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
+from lockstep.ops.sums import sum_of_squares, total
+from lockstep.ops.temperature import inverse_temperature
 
 __all__ = [
     "BLOCK",
@@ -27,10 +32,15 @@ __all__ = [
     "PackedAttention",
     "PagedAttention",
     "PieceAttention",
+    "adamw_factors",
+    "adamw_step",
     "attend",
     "draw",
     "embedding",
+    "exp",
+    "inverse_temperature",
     "linear",
+    "log",
     "log_prob_sum",
     "logits_log_probs",
     "padded_rows",
@@ -39,7 +49,11 @@ __all__ = [
     "row_multiple",
     "sample",
     "silu_mul",
+    "sum_of_squares",
     "token_log_probs",
     "top_log_probs",
+    "total",
     "uniforms",
 ]
+
+call_once()

@@ -21,7 +21,7 @@ FLAGS = [
     "-shared",
     "-fopenmp",
     "-fno-math-errno",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
 ]
 
 
