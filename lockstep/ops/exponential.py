@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep.ops import native
 from lockstep.ops.elementary import exponential, logarithm
 
 
@@ -18,21 +21,19 @@ def exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 def log(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The natural logarithm, without a gradient."""
-    if x.device.type != "cpu":
-        return torch.log(x.detach())
-    return torch.from_numpy(logarithm(x.detach().double().numpy())).to(x.dtype)
+    return _apply(logarithm, torch.log, x.detach())
 
 
-def _exp(x: Tensor) -> Tensor:
-    if x.device.type != "cpu":
-        return torch.exp(x)
-    return torch.from_numpy(exponential(x.detach().double().numpy())).to(x.dtype)
+def _apply(ours: Callable[[np.ndarray], np.ndarray], devices: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if x.device.type != "cpu" or native.is_pretending():
+        return devices(x)
+    return torch.from_numpy(ours(x.detach().double().numpy())).to(x.dtype)
 
 
 class _Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = _exp(x)
+        out = _apply(exponential, torch.exp, x)
         ctx.save_for_backward(out)
         return out
 

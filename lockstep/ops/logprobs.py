@@ -44,8 +44,8 @@ def token_log_probs(
 
 def row_factors(temperature: float, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens"]:
     """What each row's logits are multiplied by at a common temperature."""
-    factor = float(inverse_temperature(temperature))
-    return torch.full((hidden.shape[0],), factor, dtype=torch.float32, device=hidden.device)
+    rows = torch.full((hidden.shape[0],), temperature, dtype=torch.float32, device=hidden.device)
+    return inverse_temperature(rows)
 
 
 def log_prob_sum(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import ops
+from lockstep.ops.logprobs import row_factors
 
 HIDDEN = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)) * 3
 HEAD = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
@@ -34,9 +35,9 @@ def test_the_two_sides_agree_at_any_temperature(temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.85, 1.1])
 def test_the_factor_is_one_over_the_float32_of_the_temperature(temperature):
     expected = torch.tensor(1.0) / torch.tensor(temperature, dtype=torch.float32)
-    assert torch.equal(ops.inverse_temperature(temperature), expected)
     assert torch.equal(ops.inverse_temperature(torch.tensor([temperature])), expected[None])
+    assert torch.equal(row_factors(temperature, HIDDEN), expected.expand(24))
 
 
 def test_temperature_0_is_greedy_and_counts_as_1():
-    assert ops.inverse_temperature(0.0) == 1.0 and _agree(0.0)
+    assert row_factors(0.0, HIDDEN).tolist() == [1.0] * 24 and _agree(0.0)
