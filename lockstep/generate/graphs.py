@@ -22,7 +22,6 @@ from lockstep.generate.batch import StepBatch
 from lockstep.generate.runner import Decoded, Runner
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.model.layers import rotary_tables
 
 Tensors = tuple[Tensor, ...]
 Replay = Callable[[], Tensors]
@@ -101,6 +100,8 @@ class GraphRunner(Runner):
             temperature=torch.ones(largest, dtype=torch.float32, device=device),
             uniform=torch.zeros(largest, dtype=torch.float64, device=device),
         )
+        # Graphs read the very tables they were recorded with, which the model replaces by larger ones.
+        self._tables = model.rotary.reserve(width * ops.PAGE, device)
         self._attended = torch.zeros(largest, heads, head_dim, dtype=model.dtype, device=device)
 
     def decode(self, batch: StepBatch) -> Decoded | None:
@@ -148,7 +149,7 @@ class GraphRunner(Runner):
         blocks: list[Any] = list(model.layers)
 
         def first() -> Tensors:
-            cos, sin = rotary_tables(model.frequencies, positions)
+            cos, sin = model.rotary(positions)
             hidden = F.embedding(tokens, model.embed_tokens.weight)
             return (hidden, cos, sin, *model.halves.before_attention(blocks[0], hidden, cos, sin))
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
+from lockstep.model.rotary import RotaryTables
+from lockstep.ops import native
 
 
 class Block(nn.Module):
@@ -63,7 +65,7 @@ class Decoder(nn.Module):
         self.norm = layers.Weight(config.dim, dtype=dtype, device=device)
         if not config.tie_embeddings:
             self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
-        self._frequencies: Tensor | None = None
+        self.rotary = RotaryTables(config)
         self.halves: Halves = Block
         """Part of the model, for it has a say in the bits: trainer and generator cannot but share it."""
 
@@ -85,10 +87,15 @@ class Decoder(nn.Module):
         self, hidden: Float[Tensor, "tokens dim"], positions: Int[Tensor, "tokens"], attention: ops.Attention
     ) -> Float[Tensor, "tokens dim"]:
         """The residual stream after this module's blocks."""
-        cos, sin = layers.rotary_tables(self.frequencies, positions)
+        cos, sin = self.rotary(positions)
         for index, block in enumerate(self.layers):
             hidden = block(hidden, cos, sin, partial(ops.attend, attention, index), self.halves)
         return hidden
+
+    def reserve_positions(self, length: int) -> None:
+        """Readies the rotary tables for sequences of so many tokens, so that no forward waits to learn of them."""
+        if not native.is_pretending() and self.device.type != "meta":
+            self.rotary.reserve(length, self.device)
 
     def final_norm(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
         """What the head reads."""
@@ -102,12 +109,6 @@ class Decoder(nn.Module):
     def head_weight(self) -> Float[Tensor, "vocab dim"]:
         """The output projection: the embedding's own weight where they are tied."""
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
-
-    @property
-    def frequencies(self) -> Tensor:
-        if self._frequencies is None or self._frequencies.device != self.device:
-            self._frequencies = layers.rotary_frequencies(self.config, self.device)
-        return self._frequencies
 
     @property
     def dtype(self) -> torch.dtype:

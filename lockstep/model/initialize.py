@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
+from lockstep.model.normal import normal
 from lockstep.model.shard import local_part
 
 BLOCK = 1 << 16
@@ -21,8 +23,8 @@ def build_model(
 ) -> Decoder:
     """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1.
 
-    The draws are made in float32, so a seed gives the same weights in every dtype, rounded. On the `meta` device
-    nothing is allocated.
+    The draws are made in float32, so a seed gives the same weights in every dtype, rounded, and on every processor.
+    On the `meta` device nothing is allocated.
     """
     model = Decoder(config, resolve_dtype(dtype), device)
     if torch.device(device).type != "meta":
@@ -44,7 +46,7 @@ def initialize(model: Decoder, seed: int) -> None:
 
 def _standard_deviation(name: str, num_layers: int) -> float:
     into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return 0.02 / (2 * num_layers) ** 0.5 if into_residual else 0.02
+    return 0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02
 
 
 def _draw(out: Tensor, place: tuple[slice, ...], columns: int, deviation: float, key: str) -> None:
@@ -52,7 +54,7 @@ def _draw(out: Tensor, place: tuple[slice, ...], columns: int, deviation: float,
     height = max(1, BLOCK // columns)
     for block in range(rows.start // height, -(-rows.stop // height)):
         seed = int.from_bytes(hashlib.blake2b(f"{key}/{block}".encode(), digest_size=8).digest(), "little")
-        drawn = torch.randn(height, columns, generator=torch.Generator().manual_seed(seed))
+        drawn = torch.from_numpy(normal(seed, height * columns)).view(height, columns)
         start, stop = max(rows.start, block * height), min(rows.stop, (block + 1) * height)
         part = drawn[start - block * height : stop - block * height, cut]
         out[start - rows.start : stop - rows.start].copy_(part * deviation)

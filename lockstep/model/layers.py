@@ -1,15 +1,12 @@
-"""The two halves of a block around attention, and the rotary angles they share."""
+"""The two halves of a block around attention."""
 
 from __future__ import annotations
 
-import math
-
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lockstep import ops
-from lockstep.model.config import ModelConfig, RopeScaling
+from lockstep.model.config import ModelConfig
 
 
 class Weight(nn.Module):
@@ -59,25 +56,3 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gated = ops.silu_mul(ops.linear(x, self.gate_proj.weight), ops.linear(x, self.up_proj.weight))
         return ops.linear(gated, self.down_proj.weight)
-
-
-def rotary_frequencies(config: ModelConfig, device: str | torch.device = "cpu") -> Float[Tensor, "half"]:
-    """Radians a position for each pair of a head's dimensions, float32."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
-
-
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0, 1))
-
-
-def rotary_tables(
-    frequencies: Float[Tensor, "half"], positions: Int[Tensor, "tokens"]
-) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
-    """Cosine and sine of every position's angles, float32."""
-    angles = positions[:, None].float() * frequencies
-    return angles.cos(), angles.sin()

@@ -8,15 +8,20 @@ from lockstep.ops.activation import silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention, attend
 from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.embedding import embedding
+from lockstep.ops.exponential import exp, log
+from lockstep.ops.first_calls import call_once
 from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import linear
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.native import arithmetic, instruction_set, set_arithmetic
 from lockstep.ops.norm import rms_norm
+from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.packed_weights import PackedWeights
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
+from lockstep.ops.sums import sum_of_squares, total
+from lockstep.ops.temperature import inverse_temperature
 
 __all__ = [
     "BLOCK",
@@ -29,12 +34,17 @@ __all__ = [
     "PackedWeights",
     "PagedAttention",
     "PieceAttention",
+    "adamw_factors",
+    "adamw_step",
     "arithmetic",
     "attend",
     "draw",
     "embedding",
+    "exp",
     "instruction_set",
+    "inverse_temperature",
     "linear",
+    "log",
     "log_prob_sum",
     "logits_log_probs",
     "rms_norm",
@@ -42,7 +52,11 @@ __all__ = [
     "sample",
     "set_arithmetic",
     "silu_mul",
+    "sum_of_squares",
     "token_log_probs",
     "top_log_probs",
+    "total",
     "uniforms",
 ]
+
+call_once()

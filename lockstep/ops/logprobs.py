@@ -15,6 +15,8 @@ from torch import Tensor
 from lockstep.ops import cuda, native, plain
 from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import linear, linear_gradients
+from lockstep.ops.sums import total
+from lockstep.ops.temperature import inverse_temperature
 
 PIECES = 8
 SLICE_BYTES = 1 << 27
@@ -34,10 +36,16 @@ def token_log_probs(
     """
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature)
-    inverse = torch.full((hidden.shape[0],), 1.0 / temperature, dtype=torch.float32, device=hidden.device)
+    inverse = row_factors(temperature, hidden)
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _TokenLogProbs.apply(hidden, head, targets, inverse)
     return _forward(hidden, head, targets, inverse)[:2]
+
+
+def row_factors(temperature: float, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens"]:
+    """What each row's logits are multiplied by at a common temperature."""
+    rows = torch.full((hidden.shape[0],), temperature, dtype=torch.float32, device=hidden.device)
+    return inverse_temperature(rows)
 
 
 def log_prob_sum(
@@ -51,7 +59,7 @@ def log_prob_sum(
     plain = type(hidden) is Tensor and type(head) in (Tensor, torch.nn.Parameter)
     if plain and torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _LogProbSum.apply(hidden, head, targets, weight)
-    return token_log_probs(hidden, head, targets)[0].sum() * weight
+    return total(token_log_probs(hidden, head, targets)[0]) * weight
 
 
 def logits_log_probs(
@@ -165,7 +173,7 @@ class _LogProbSum(torch.autograd.Function):
             grad_head = part if grad_head is None else grad_head.float().add_(part)
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
-        return torch.cat(parts).sum() * weight if parts else ones.sum()
+        return total(torch.cat(parts)) * weight if parts else ones.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

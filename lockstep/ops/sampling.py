@@ -8,7 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
+from lockstep.ops.elementary import exponential
 from lockstep.ops.logprobs import logits_log_probs
+from lockstep.ops.temperature import inverse_temperature
 
 
 def sample(
@@ -25,7 +27,7 @@ def sample(
     switch a cut off. Cuts apply to the draw alone: the log-probability is over the whole vocabulary.
     """
     greedy = temperature == 0
-    inverse = _inverse(temperature)
+    inverse = inverse_temperature(temperature)
     allowed = logits
     cut = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     if cut.any():
@@ -38,7 +40,7 @@ def draw(
     logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
     """`sample` without cuts. Nothing in it waits for the device: a CUDA graph can record it."""
-    inverse = _inverse(temperature)
+    inverse = inverse_temperature(temperature)
     tokens = _draw(logits.contiguous(), inverse, torch.where(temperature == 0, -1.0, uniform))
     return tokens, logits_log_probs(logits, tokens, inverse)[0]
 
@@ -47,7 +49,7 @@ def top_log_probs(
     logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], counts: list[int]
 ) -> list[list[tuple[int, float]]]:
     """Of each row, the `counts[row]` likeliest tokens with their log-probabilities, best first."""
-    inverse = _inverse(temperature)
+    inverse = inverse_temperature(temperature)
     result: list[list[tuple[int, float]]] = [[] for _ in counts]
     for row in (row for row, count in enumerate(counts) if count):
         likeliest = logits[row].topk(min(counts[row], logits.shape[1])).indices
@@ -57,25 +59,26 @@ def top_log_probs(
     return result
 
 
-def _inverse(temperature: Tensor) -> Tensor:
-    return torch.where(temperature == 0, 1.0, 1.0 / temperature)
-
-
 def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """`logits` with -inf for every token that the row's cuts leave out; rows without a cut are untouched."""
     rows = cut.nonzero()[:, 0]
     ordered, order = (logits[rows].float() * inverse[rows, None]).sort(dim=-1, descending=True, stable=True)
     # Sums in float64 and along one row: neither the row's neighbours nor their number matter.
-    probabilities = ordered.double().softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
+    weights = _weights(ordered.double() - ordered[:, :1].double())
+    sums = weights.cumsum(-1)
+    before = sums - weights
     rank = torch.arange(logits.shape[1], device=logits.device)
     limit = torch.where(top_k[rows] > 0, top_k[rows], logits.shape[1])
-    out = (rank >= limit[:, None]) | (before >= top_p[rows, None])
-    out |= probabilities < min_p[rows, None] * probabilities[:, :1]
+    out = (rank >= limit[:, None]) | (before >= top_p[rows, None] * sums[:, -1:])
+    out |= weights < min_p[rows, None] * weights[:, :1]
     out[:, 0] = False
     allowed = logits.clone()
     allowed[rows] = allowed[rows].masked_fill(torch.zeros_like(out).scatter(1, order, out), float("-inf"))
     return allowed
+
+
+def _weights(x: Tensor) -> Tensor:
+    return torch.from_numpy(exponential(x.numpy())) if x.device.type == "cpu" else x.exp()
 
 
 def _draw(logits: Tensor, inverse: Tensor, uniform: Tensor) -> Tensor:

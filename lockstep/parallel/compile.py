@@ -23,7 +23,6 @@ from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.model.layers import rotary_tables
 from lockstep.ops.cache import cache_folder, fingerprint
 
 PROBE_ROWS = 96
@@ -123,7 +122,7 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
     hidden = torch.randn(PROBE_ROWS, config.dim, generator=generator).to(model.device, dtype)
     attended = torch.randn(PROBE_ROWS, config.num_heads, config.head_dim, generator=generator)
     attended = attended.to(model.device, dtype)
-    tables = rotary_tables(model.frequencies, torch.arange(PROBE_ROWS, device=model.device))
+    tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))
 
     def outputs(rows: slice) -> list[Tensor]:
         cos, sin = (t[rows] for t in tables)

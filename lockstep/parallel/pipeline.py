@@ -74,6 +74,10 @@ class Pipeline(Decoder):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
+    def reserve_positions(self, length: int) -> None:
+        for stage in self.stages:
+            stage.reserve_positions(length)
+
     def forward(self, tokens: Tensor, positions: Tensor, attention: ops.Attention) -> Tensor:
         raise RuntimeError("a rank of a pipeline cannot run the model alone; call accumulate or evaluate on all ranks")
 
@@ -85,6 +89,7 @@ class Pipeline(Decoder):
         """
         self.tied.lend_weight()
         rows = _equally_long(rows)
+        self.reserve_positions(max((n for row in rows for n in row.lengths), default=0))
         schedule, stages, self.bubble = self._schedule(len(rows), rows[0].tokens.shape[0])
         self._loss_of = loss_of
         losses: list[Tensor] = []
@@ -108,6 +113,7 @@ class Pipeline(Decoder):
         self.tied.lend_weight()
         loss = 0.0
         for row in rows:
+            self.reserve_positions(max(row.lengths, default=0))
             hidden = row.tokens
             for stage in self.stages:
                 if not stage.is_first and self.plan.rank_of(stage.index - 1) != self.rank:

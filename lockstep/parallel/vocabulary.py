@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops.linear import linear_gradients
-from lockstep.ops.logprobs import logits_gradient, row_slices
+from lockstep.ops.logprobs import logits_gradient, row_factors, row_slices
 
 
 def sharded_token_log_probs(
@@ -29,7 +29,7 @@ def sharded_token_log_probs(
 
     `hidden`, `targets` and the results are equal on all ranks, and so is the gradient of `hidden`.
     """
-    inverse = torch.full((hidden.shape[0],), 1.0 / temperature, dtype=torch.float32, device=hidden.device)
+    inverse = row_factors(temperature, hidden)
     first = dist.get_rank(group) * head.shape[0]
     if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _ShardedLogProbs.apply(hidden, head, targets - first, inverse, group)
@@ -55,11 +55,20 @@ def _join(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor
     parts = own.new_empty(dist.get_world_size(group), *own.shape)
     dist.all_gather(list(parts.unbind()), own, group=group)
     normalizers, means, chosen = parts.unbind(1)
-    normalizer = torch.logsumexp(normalizers, 0)
+    highest = normalizers.amax(0)
+    normalizer = highest + ops.log(_added(ops.exp(normalizers - highest)))
     # A part without mass, all of whose logits are -inf, has no mean.
-    shares = torch.exp(normalizers - normalizer)
-    mean = torch.where(shares > 0, shares * means, 0.0).sum(0)
-    return chosen.sum(0) - normalizer, normalizer - mean, normalizer
+    shares = ops.exp(normalizers - normalizer)
+    mean = _added(torch.where(shares > 0, shares * means, 0.0))
+    return _added(chosen) - normalizer, normalizer - mean, normalizer
+
+
+def _added(parts: Float[Tensor, "ranks tokens"]) -> Float[Tensor, "tokens"]:
+    """The sum over ranks, one after the other."""
+    result, *others = parts.unbind()
+    for part in others:
+        result = result + part
+    return result
 
 
 class _ShardedLogProbs(torch.autograd.Function):

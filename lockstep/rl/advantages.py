@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,9 +19,18 @@ def group_advantages(
     With the division: GRPO (arXiv 2402.03300). Without: Dr. GRPO (arXiv 2503.20783), which does not weigh groups of
     nearly equal rewards up. A group of equal rewards gets exactly 0.
     """
+    rows = [_advantages(row, normalize) for row in rewards.tolist()]
+    return torch.tensor(rows, dtype=rewards.dtype, device=rewards.device).reshape(rewards.shape)
+
+
+def _advantages(rewards: list[float], normalize: bool) -> list[float]:
     # A group of equal rewards may have a mean that is rounded; its advantages are 0 all the same.
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)
-    centered = (rewards - rewards.mean(1, keepdim=True)).masked_fill(equal, 0.0)
+    if all(reward == rewards[0] for reward in rewards):
+        return [0.0] * len(rewards)
+    # Sums without rounding, so that no library's order of adding counts.
+    mean = math.fsum(rewards) / len(rewards)
+    centered = [reward - mean for reward in rewards]
     if not normalize:
         return centered
-    return centered / (rewards.std(1, keepdim=True, correction=0) + EPSILON)
+    deviation = math.sqrt(math.fsum(c * c for c in centered) / len(rewards))
+    return [c / (deviation + EPSILON) for c in centered]

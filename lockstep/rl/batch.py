@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.model import Decoder
 from lockstep.rl.losses import PolicyLossInputs, policy_loss, token_weights
@@ -85,7 +86,7 @@ class PolicyLoss:
             clip_high=self.config.clip_high,
             kl_coefficient=self.config.kl_coefficient,
         )
-        metrics["policy/entropy"] = (entropy * batch.weights).sum()
+        metrics["policy/entropy"] = ops.total(entropy * batch.weights)
         self.ratio_max = max(self.ratio_max, float(metrics.pop("policy/ratio_max")))
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lockstep.config import RLConfig
 from lockstep.observe import Timeline
@@ -53,15 +52,16 @@ def accepted(parity: Parity, config: RLConfig, step: int) -> Parity:
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Means over a step's rollouts, under the run's metric names."""
-    rewards = torch.tensor([r.reward for r in rollouts])
-    advantages = torch.tensor([r.advantage for r in rollouts])
+    rewards = [r.reward for r in rollouts]
+    advantages = [r.advantage for r in rollouts]
     count = len(rollouts)
+    mean = math.fsum(rewards) / count
     return {
-        "reward/mean": rewards.mean().item(),
-        "reward/std": rewards.std(correction=0).item(),
+        "reward/mean": mean,
+        "reward/std": math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / count),
         **{f"reward/{name}/mean": sum(r.rewards[name] for r in rollouts) / count for name in rollouts[0].rewards},
-        "advantage/mean": advantages.mean().item(),
-        "advantage/abs_max": advantages.abs().max().item(),
+        "advantage/mean": math.fsum(advantages) / count,
+        "advantage/abs_max": max(map(abs, advantages)),
         "rollout/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
         "policy/staleness_max": 0.0,

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep import ops
+
 
 @dataclass
 class PolicyLossInputs:
@@ -38,17 +40,17 @@ def policy_loss(
     Everything is a sum over this micro-batch with weights of the whole step, so the losses, gradients and weighted sums
     of micro-batches add up to the step's; `policy/ratio_max` combines by maximum.
     """
-    ratio = torch.exp(inputs.log_probs - inputs.old_log_probs)
+    ratio = ops.exp(inputs.log_probs - inputs.old_log_probs)
     unclipped = -inputs.advantages * ratio
     clipped = -inputs.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = (torch.maximum(unclipped, clipped) * inputs.weights).sum()
+    loss = ops.total(torch.maximum(unclipped, clipped) * inputs.weights)
     metrics = {
         "policy/ratio_max": ratio.detach().max() if ratio.numel() else torch.tensor(1.0),
-        "policy/clip_fraction": ((clipped > unclipped).float() * inputs.weights).sum(),
+        "policy/clip_fraction": ops.total((clipped > unclipped).float() * inputs.weights),
     }
     if inputs.reference_log_probs is not None:
         distance = inputs.reference_log_probs - inputs.log_probs
-        divergence = ((torch.exp(distance) - distance - 1) * inputs.weights).sum()
+        divergence = ops.total((ops.exp(distance) - distance - 1) * inputs.weights)
         loss = loss + kl_coefficient * divergence
         metrics["policy/kl"] = divergence.detach()
     return loss, metrics

@@ -32,15 +32,20 @@ class Parity:
         trainer: Float[Tensor, "tokens"],
         rollouts: Sequence[Rollout] = (),
     ) -> None:
-        """Compares the bits of both sides' log-probabilities, of the rollouts' sampled tokens one after the other."""
+        """Compares the bits of both sides' log-probabilities, of the rollouts' sampled tokens one after the other.
+
+        What is not finite counts as different, by infinity, though both sides have it.
+        """
         trainer = trainer.detach()
         self.tokens_checked += generator.numel()
-        different = generator.view(torch.int32) != trainer.view(torch.int32)
+        # Equal bits of what is no number prove nothing.
+        different = (generator.view(torch.int32) != trainer.view(torch.int32)) | ~generator.isfinite()
         count = int(different.sum())
         if not count:
             return
         self.tokens_different += count
-        self.max_delta = max(self.max_delta, float((generator - trainer).abs().max()))
+        delta = (generator - trainer)[different].abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        self.max_delta = max(self.max_delta, float(delta.max()))
         if not self.first:
             index = int(different.nonzero()[0, 0])
             values = f"generator {float(generator[index])!r}, trainer {float(trainer[index])!r}"

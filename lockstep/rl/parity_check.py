@@ -33,7 +33,7 @@ def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Par
             params.append(
                 SamplingParams(
                     max_tokens=draw.randint(1, longest // 2),
-                    temperature=draw.choice([0.7, 1.0, 1.3]),
+                    temperature=draw.uniform(0.05, 3.0),
                     top_p=draw.choice([1.0, 0.9]),
                     n=draw.choice([1, 1, 4]),
                     seed=draw.randrange(2**31),

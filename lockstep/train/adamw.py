@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from lockstep import ops
 from lockstep.config import TrainConfig
 from lockstep.model.shard import local_values
+from lockstep.ops import native
 
 State = dict[str, Tensor]
 """What an optimizer keeps of one parameter."""
@@ -36,8 +38,36 @@ def adamw_update(
 ) -> None:
     """One step of every master, in place; of a sharded one this rank's shard, for AdamW mixes no elements.
 
-    Where `skip` holds true nothing changes: known on the device alone, it costs no wait.
+    Where `skip` holds true nothing changes: known on the device alone, it costs no wait. On a CPU every
+    operation is rounded by itself, so the bits are those of every other CPU.
     """
+    if masters[0].device.type != "cpu":
+        return _fused_update(masters, grads, states, learning_rate, weight_decay, config, skip)
+    if native.is_pretending() or (skip is not None and bool(skip)):
+        return
+    for master, grad, state in zip(masters, grads, states):
+        state["step"] += 1
+        factors = ops.adamw_factors(
+            int(state["step"]), learning_rate, weight_decay, config.beta1, config.beta2, config.epsilon
+        )
+        ops.adamw_step(
+            local_values(master),
+            local_values(grad),
+            local_values(state["exp_avg"]),
+            local_values(state["exp_avg_sq"]),
+            factors,
+        )
+
+
+def _fused_update(
+    masters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    learning_rate: float,
+    weight_decay: float,
+    config: TrainConfig,
+    skip: Tensor | None,
+) -> None:
     # Moments in bfloat16 one parameter at a time, so that only one's exist in float32.
     size = len(masters) if states[0]["exp_avg"].dtype == torch.float32 else 1
     for start in range(0, len(masters), size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
+
+from lockstep import ops
 
 PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "other")
 
@@ -25,11 +28,13 @@ def gradient_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.Pr
 
 
 def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum of the squares of every gradient's part on this rank, float32."""
+    """The sum of the squares of every gradient's part on this rank, float64."""
     if not grads:
         return {}
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads.values()]
-    squares = torch.stack([n.float() for n in torch._foreach_norm(parts)]).square()
+    if parts[0].device.type == "cpu":
+        return {name: ops.sum_of_squares(part) for name, part in zip(grads, parts)}
+    squares = torch.stack([n.double() for n in torch._foreach_norm(parts)]).square()
     return dict(zip(grads, squares.unbind()))
 
 
@@ -40,18 +45,19 @@ def norms_of_squares(
     names: dict[tuple[dist.ProcessGroup, ...], list[str]] = defaultdict(list)
     for name in squares:
         names[_groups(placed[name])].append(name)
-    sums = torch.zeros(len(PARTS), dtype=torch.float32)
+    sums = torch.zeros(len(PARTS), dtype=torch.float64)
     for groups, members in names.items():
         own = torch.stack([squares[name] for name in members])
         for group in groups:
             dist.all_reduce(own, group=group)
         places = [[i for i, name in enumerate(members) if part_of(name) == part] for part in PARTS]
         # Added part by part: a scattered addition has no fixed order on a GPU.
-        sums = sums.to(own.device) + torch.stack([own[place].sum() for place in places])
+        sums = sums.to(own.device) + torch.stack([ops.total(own[place]) for place in places])
     sums = sums.cpu()  # where a stage without a gradient, whose layers are frozen, has its zeros too
     for group in further_groups:
         dist.all_reduce(sums, group=group)
-    norms = torch.cat([sums.sum()[None], sums]).sqrt().tolist()
+    squared = sums.tolist()
+    norms = [math.sqrt(square) for square in (sum(squared), *squared)]
     by_part = {f"grad_norm/{part}": norm for part, norm in zip(PARTS, norms[1:]) if norm > 0 or norm != norm}
     return {"grad_norm": norms[0], **by_part}
 

@@ -84,6 +84,8 @@ def target_log_prob_sum(model: Decoder, row: PackedRow, weight: float) -> Float[
 
 
 def _predicting(model: Decoder, row: PackedRow) -> Float[Tensor, "targets dim"]:
+    if row.lengths:
+        model.reserve_positions(max(row.lengths))
     attention = row.attention or ops.PackedAttention(row.lengths, row.tokens.device)
     return model(row.tokens, row.positions, attention)[row.predictors]
 

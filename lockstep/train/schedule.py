@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lockstep.config import TrainConfig
 from lockstep.errors import UserError
+from lockstep.ops.elementary import cosine
 
 Schedule = Callable[[int], float]
 """From a step, counted from 0, to its learning rate."""
@@ -38,7 +39,7 @@ def _relative(step: int, total_steps: int, config: TrainConfig) -> float:
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "cosine": lambda progress: 0.5 * (1.0 + cosine(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
 """From 1 at progress 0 to 0 at progress 1."""

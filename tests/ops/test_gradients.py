@@ -122,7 +122,7 @@ def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, mo
         if summed:
             value = ops.log_prob_sum(hidden, head, targets, -0.02)
         else:
-            value = ops.token_log_probs(hidden, head, targets)[0].sum() * -0.02
+            value = ops.total(ops.token_log_probs(hidden, head, targets)[0]) * -0.02
         (value * 3.0).backward()
         values.append(value)
         gradients.append([hidden.grad.double(), head.grad.double()])

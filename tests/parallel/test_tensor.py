@@ -11,7 +11,6 @@ from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, validate
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
-from lockstep.model.layers import rotary_tables
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.train import pack, target_log_probs
@@ -116,7 +115,7 @@ def compare_pieces(model, dtype):
     cut.to_empty(device="cpu")
     initialize(cut, seed=3)
     row = pack(SEQUENCES)
-    tables = rotary_tables(whole.frequencies, row.positions)
+    tables = whole.rotary(row.positions)
     attention = ops.PackedAttention(row.lengths)
 
     def pieces(decoder):

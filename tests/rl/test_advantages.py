@@ -26,6 +26,14 @@ def test_a_group_does_not_see_the_others(rewards, normalize):
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=20), st.booleans(), st.randoms())
+def test_a_reward_has_its_advantage_wherever_it_stands_in_the_group(rewards, normalize, random):
+    order = random.sample(range(len(rewards)), len(rewards))
+    expected = group_advantages(torch.tensor([rewards]), normalize)[:, order]
+    assert torch.equal(group_advantages(torch.tensor([rewards])[:, order], normalize), expected)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.booleans())
 def test_equal_rewards_are_exactly_zero_even_where_their_mean_is_rounded(reward, samples, normalize):
     assert not group_advantages(torch.full((2, samples), reward), normalize).any()

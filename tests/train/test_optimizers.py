@@ -10,6 +10,7 @@ from lockstep.config import ParallelConfig, PretrainConfig, TrainConfig, from_to
 from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.train import MasterOptimizer, Trainer, make_schedule, pack
+from lockstep.train.gradient_norm import gradient_norms
 from lockstep.train.muon import orthogonalize
 from lockstep.train.pretrain import NextTokenLoss
 from tests.parallel.launch import launch
@@ -156,8 +157,8 @@ def test_an_orthogonalized_matrix_has_singular_values_near_one():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_moments_in_bfloat16_learn_as_float32_ones_do(optimizer):
-    trainer, narrow = _trained(12, learning_rate=1e-2, optimizer=optimizer, moments_dtype="bfloat16")
-    _, wide = _trained(12, learning_rate=1e-2, optimizer=optimizer)
+    trainer, narrow = _trained(20, learning_rate=1e-2, optimizer=optimizer, moments_dtype="bfloat16")
+    _, wide = _trained(20, learning_rate=1e-2, optimizer=optimizer)
     kept = trainer.optimizer.state_tensors()
     assert {t.dtype for n, t in kept.items() if n.startswith(("exp_avg", "momentum"))} == {torch.bfloat16}
     assert narrow[-1]["loss"] == pytest.approx(wide[-1]["loss"], abs=0.1) and wide[-1]["loss"] < 2.0
@@ -170,8 +171,7 @@ def test_an_update_in_backward_is_the_very_update_and_keeps_no_gradient(dtype):
     for (name, mine), theirs in zip(now.optimizer.masters.items(), later.optimizer.masters.values()):
         assert torch.equal(mine, theirs) and mine.grad is None, name
     assert [m["loss"] for m in metrics] == [m["loss"] for m in expected]
-    # The same squares, summed by one call or by several.
-    assert [m["grad_norm"] for m in metrics] == pytest.approx([m["grad_norm"] for m in expected], rel=1e-5)
+    assert [m["grad_norm"] for m in metrics] == [m["grad_norm"] for m in expected]
 
 
 def test_an_update_in_backward_skips_a_gradient_that_is_not_finite():
@@ -202,6 +202,12 @@ def test_the_norm_of_the_whole_is_that_of_its_parts():
     parts = {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
     assert parts.keys() == {f"grad_norm/{p}" for p in ("embedding", "attention", "feed-forward", "norms")}
     assert metrics["grad_norm"] == pytest.approx(math.hypot(*parts.values()), rel=1e-6)
+
+
+def test_the_norm_of_a_large_gradient_is_right():
+    # A sum of so many squares in float32 is a percent short.
+    (norm, part) = gradient_norms({"layers.0.mlp.up_proj.weight": torch.full((1 << 27,), 0.1)}).values()
+    assert norm == part == pytest.approx(math.sqrt((1 << 27) * float(torch.tensor(0.1)) ** 2), rel=1e-12)
 
 
 FSDP = (2, ParallelConfig())

@@ -62,7 +62,7 @@ def _chosen() -> InstructionSet:
 def set_arithmetic(name: str) -> str:
     """Chooses the arithmetic of this process: `portable`, `bf16_pairs`, or `auto`, the fastest. Returns what it is.
 
-    `pytorch` is the arithmetic of the plain PyTorch forms: it can be asked for where they serve, nothing else can there.
+    `pytorch` is the arithmetic of the plain PyTorch forms: where they serve, and nothing else can be asked for.
 
     Tensors that were computed before keep their bits. Raises ValueError where the processor cannot do it.
     """

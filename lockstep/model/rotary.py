@@ -1,0 +1,94 @@
+"""Cosines and sines of the rotary embedding, by position: the same bits on every processor."""
+
+from __future__ import annotations
+
+import decimal
+import math
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from lockstep.model.config import ModelConfig, RopeScaling
+from lockstep.ops import native
+from lockstep.ops.elementary import cosine_and_sine
+
+SMALLEST = 256
+"""Positions of the first tables on a CPU."""
+CHUNK = 1 << 14
+"""Angles that are worked on at once, so that what lies between stays in the cache."""
+
+
+class RotaryTables:
+    """Rows of cosines and sines, made on the CPU when a position first needs them and kept on each device.
+
+    On a CPU they grow to twice the size with the positions they are asked for. Elsewhere the largest position is not
+    known without waiting for the device: there they hold all of the model's positions at once, more after `reserve`.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self._kept: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self, positions: Int[Tensor, "tokens"]
+    ) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
+        """Cosine and sine of every position's angles, float32."""
+        if native.is_pretending() or positions.device.type == "meta":
+            shape = positions.shape[0], self.config.head_dim // 2
+            return torch.empty(2, *shape, dtype=torch.float32, device=positions.device).unbind()  # type: ignore[return-value]
+        known = positions.device.type == "cpu" and len(positions) > 0
+        cosines, sines = self.reserve(int(positions.max()) + 1 if known else 0, positions.device)
+        return cosines[positions], sines[positions]
+
+    def reserve(
+        self, length: int, device: torch.device
+    ) -> tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]]:
+        """The tables on `device`, of at least `length` positions."""
+        held = self._kept.get(device)
+        if held is None or len(held[0]) < length:
+            smallest = SMALLEST if device.type == "cpu" else self.config.max_positions
+            tables = rotary_tables(rotary_frequencies(self.config), max(smallest, 1 << max(length - 1, 0).bit_length()))
+            held = self._kept[device] = tables[0].to(device), tables[1].to(device)
+        return held
+
+
+def rotary_tables(
+    frequencies: Float32[np.ndarray, "half"], length: int
+) -> tuple[Float[Tensor, "length half"], Float[Tensor, "length half"]]:
+    """Cosine and sine of the float32 product of each position below `length` with each frequency, float32."""
+    cosines, sines = (np.empty((length, len(frequencies)), dtype=np.float32) for _ in range(2))
+    step = max(1, CHUNK // len(frequencies))
+    for start in range(0, length, step):
+        rows = slice(start, min(start + step, length))
+        angles = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] * frequencies
+        cosines[rows], sines[rows] = cosine_and_sine(angles.astype(np.float64))
+    return torch.from_numpy(cosines), torch.from_numpy(sines)
+
+
+def rotary_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
+    """Radians a position for each pair of a head's dimensions: powers in software, rounded to float32 as others do."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    with decimal.localcontext(decimal.Context(prec=40)):
+        theta = decimal.Decimal(config.rope_theta)
+        powers = np.array([float(theta ** decimal.Decimal(float(e))) for e in exponents], dtype=np.float32)
+    frequencies: np.ndarray = np.float32(1.0) / powers
+    return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
+
+
+def _stretched(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
+    factor, low, high, positions, turn = map(
+        np.float32,
+        (
+            scaling.factor,
+            scaling.low_freq_factor,
+            scaling.high_freq_factor,
+            scaling.original_max_positions,
+            2 * math.pi,
+        ),
+    )
+    turns = positions / (turn / frequencies)
+    kept = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
+    return (np.float32(1) - kept) * frequencies / factor + kept * frequencies

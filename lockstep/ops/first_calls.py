@@ -1,0 +1,25 @@
+"""One call of each of the library's vector functions while there is one thread.
+
+MKL chooses a function's kernel at its first call, and where two threads make that call at once, one of them may run a
+kernel of low accuracy: wrong by up to 1.5e-4, once in a process (pytorch/pytorch#188792). No forward pass calls such a
+function, but optimizers and users' own code do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FUNCTIONS = (
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
+    "lgamma", "log", "log10", "log1p", "log2", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh",
+)  # fmt: skip
+
+
+def call_once() -> None:
+    """Calls each on one element, in float32 and float64."""
+    for dtype in (torch.float32, torch.float64):
+        x = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        for name in FUNCTIONS:
+            getattr(torch, name)(x)
+        torch.pow(x, x)
+        torch.atan2(x, x)

@@ -1,0 +1,72 @@
+"""AdamW's update of one tensor on the CPU: every operation rounded by itself, so with the same bits everywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.elementary import power
+
+
+@dataclass(frozen=True)
+class AdamWFactors:
+    """What is the same for all elements of a step, as `adamw_step` and optimizer.cpp take it."""
+
+    decay: float
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    step_size: float
+    inverse_root: float
+    epsilon: float
+
+
+def adamw_factors(
+    step: int, learning_rate: float, weight_decay: float, beta1: float, beta2: float, epsilon: float
+) -> AdamWFactors:
+    """Of step number `step`, counted from 1 (arXiv 1711.05101)."""
+    return AdamWFactors(
+        decay=1.0 - learning_rate * weight_decay,
+        beta1=beta1,
+        rest1=1.0 - beta1,
+        beta2=beta2,
+        rest2=1.0 - beta2,
+        step_size=learning_rate / (1.0 - power(beta1, step)),
+        inverse_root=1.0 / math.sqrt(1.0 - power(beta2, step)),
+        epsilon=epsilon,
+    )
+
+
+@torch.no_grad()
+def adamw_step(
+    master: Float[Tensor, "*shape"],
+    grad: Float[Tensor, "*shape"],
+    mean: Float[Tensor, "*shape"],
+    square: Float[Tensor, "*shape"],
+    factors: AdamWFactors,
+) -> None:
+    """Updates float32 `master`, and the moments `mean` and `square` (float32 or bfloat16), in place, all on the CPU."""
+    if not (native.usable(mean) and master.is_contiguous() and mean.is_contiguous() and square.is_contiguous()):
+        return _reference(master, grad, mean, square, factors)
+    native.call("adamw", mean.dtype, master, grad.contiguous(), mean, square, master.numel(), *astuple(factors))
+    # Written behind autograd's back: whoever keeps something made of a weight, by its version, must know.
+    torch.autograd.graph.increment_version([master, mean, square])
+
+
+def _reference(master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, factors: AdamWFactors) -> None:
+    wide_mean = mean.float() * factors.beta1 + grad * factors.rest1
+    wide_square = square.float() * factors.beta2 + grad * factors.rest2 * grad
+    mean.copy_(wide_mean)
+    square.copy_(wide_square)
+    # NumPy's root is the processor's own, correctly rounded; torch may call a library's.
+    root = torch.from_numpy(np.sqrt(wide_square.numpy()))
+    master.copy_(
+        master * factors.decay - wide_mean * factors.step_size / (root * factors.inverse_root + factors.epsilon)
+    )

@@ -1,0 +1,89 @@
+"""Rotary tables: right, the same bits everywhere, and no larger than what was asked for."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep import build_model
+from lockstep.model import preset
+from lockstep.model.rotary import RotaryTables, rotary_frequencies, rotary_tables
+
+QWEN, LLAMA = preset("qwen3:micro"), preset("llama3:1b")
+
+
+def test_cosines_and_sines_are_those_of_the_float32_angle():
+    tables = RotaryTables(QWEN)
+    positions = torch.tensor([0, 1, 2, 1000, 77_777])
+    angles = np.float32(positions.numpy())[:, None] * rotary_frequencies(QWEN)
+    cosines, sines = tables(positions)
+    # Half an ulp of float32 below 1.
+    assert np.abs(cosines.numpy() - np.cos(np.longdouble(angles))).max() <= 2.0**-25
+    assert np.abs(sines.numpy() - np.sin(np.longdouble(angles))).max() <= 2.0**-25
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["qwen3", "llama3"])
+def test_frequencies_are_the_powers_that_others_take(config):
+    exact = np.longdouble(config.rope_theta) ** -(
+        np.arange(0, config.head_dim, 2, dtype=np.longdouble) / config.head_dim
+    )
+    plain = rotary_frequencies(replace(config, rope_scaling=None))
+    # A power and a quotient, each rounded to float32.
+    assert np.abs(plain / exact - 1).max() < 2.0**-23
+    stretched = rotary_frequencies(config)
+    if config.rope_scaling is None:
+        assert np.array_equal(stretched, plain)
+    else:
+        ratio = plain / stretched
+        assert ratio[0] == 1.0 and ratio[-1] == config.rope_scaling.factor
+        assert (np.diff(ratio) >= -1e-6).all()
+
+
+def test_the_tables_bits_are_those_of_every_processor():
+    tables = torch.stack(rotary_tables(rotary_frequencies(LLAMA), 3000))
+    assert hashlib.sha256(tables.numpy().tobytes()).hexdigest() == DIGEST
+
+
+DIGEST = "e8a6c26e3301067c4b3961a6db17d366f77efb48e06700d8193ca8277938ce2f"
+
+
+def test_rows_do_not_depend_on_how_far_the_tables_reach():
+    small, large = RotaryTables(QWEN), RotaryTables(QWEN)
+    positions = torch.tensor([3, 100, 255])
+    large(torch.tensor([40_000]))
+    for a, b in zip(small(positions), large(positions)):
+        assert torch.equal(a, b)
+
+
+def test_tables_grow_to_the_largest_position_met_and_stay():
+    tables, cpu = RotaryTables(QWEN), torch.device("cpu")
+    tables(torch.tensor([5]))
+    assert len(tables.reserve(0, cpu)[0]) == 256
+    tables(torch.tensor([5, 256]))
+    assert len(tables.reserve(0, cpu)[0]) == 512
+    kept = tables.reserve(512, cpu)[0]
+    assert tables.reserve(1, cpu)[0] is kept
+    assert [len(t) for t in tables(torch.tensor([], dtype=torch.int64))] == [0, 0]
+
+
+def test_a_model_on_the_meta_device_needs_no_tables():
+    model = build_model(QWEN, device="meta")
+    cosines, sines = model.rotary(torch.empty(7, dtype=torch.int64, device="meta"))
+    assert cosines.shape == sines.shape == (7, QWEN.head_dim // 2) and cosines.is_meta
+
+
+def test_a_forward_pass_calls_no_function_of_a_library(monkeypatch):
+    from lockstep import score
+
+    model = build_model(QWEN, dtype="float32")
+    expected = score(model, [[1, 2, 3, 4]])
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a library's function was called in a forward pass")
+
+    for name in ("cos", "sin", "exp", "log", "pow", "log_softmax", "softmax"):
+        monkeypatch.setattr(torch, name, refuse)
+        monkeypatch.setattr(torch.Tensor, name, refuse, raising=False)
+    assert torch.equal(score(model, [[1, 2, 3, 4]])[0], expected[0])

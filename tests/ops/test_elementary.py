@@ -1,0 +1,65 @@
+"""Elementary functions against wider arithmetic, and exponential and logarithm as operators."""
+
+import math
+
+import numpy as np
+import torch
+
+from lockstep import ops
+from lockstep.ops.elementary import cosine_and_sine, exponential, logarithm, power
+
+WIDE = np.longdouble
+DRAW = np.random.default_rng(0)
+
+
+def _ulps(got, expected):
+    return float((np.abs(got - expected) / np.spacing(np.abs(got))).max())
+
+
+def test_cosine_and_sine_are_right_for_angles_of_millions():
+    for largest in (1.0, 100.0, 1e7):
+        angles = DRAW.uniform(-largest, largest, 100_000)
+        cosines, sines = cosine_and_sine(angles)
+        # 1 ulp below 1 is 1.1e-16.
+        assert np.abs(cosines - np.cos(WIDE(angles))).max() < 2e-16
+        assert np.abs(sines - np.sin(WIDE(angles))).max() < 2e-16
+
+
+def test_exponential_and_logarithm_are_within_an_ulp():
+    x = np.concatenate([np.linspace(-1, 1, 1001), DRAW.uniform(-700, 700, 100_000)])
+    assert _ulps(exponential(x), np.exp(WIDE(x))) < 1
+    x = np.concatenate([np.exp(DRAW.uniform(-700, 700, 100_000)), DRAW.uniform(0.5, 2.0, 100_000)])
+    assert _ulps(logarithm(x), np.log(WIDE(x))) < 1
+
+
+def test_they_end_where_float64_ends():
+    x = np.array([0.0, -0.0, -1000.0, 1000.0, -math.inf, math.inf])
+    assert exponential(x).tolist() == [1.0, 1.0, 0.0, math.inf, 0.0, math.inf]
+    assert logarithm(np.array([1.0, 0.0, math.inf])).tolist() == [0.0, -math.inf, math.inf]
+    assert np.isnan(exponential(np.array([math.nan]))).all() and np.isnan(logarithm(np.array([-1.0, math.nan]))).all()
+    assert logarithm(np.array([5e-324]))[0] == np.float64(np.log(WIDE(5e-324)))
+
+
+def test_their_bits_are_those_of_this_file():
+    # Sums of bits: they hold on every processor.
+    x = np.float64(np.arange(-40_000, 40_000)) / 1024
+    results = [*cosine_and_sine(x * 1000), exponential(x), logarithm(np.abs(x) + 2.0**-30)]
+    sums = [int(np.add.reduce(result.view(np.uint64))) % 2**64 for result in results]
+    assert sums == SUMS
+
+
+SUMS = [18038558529237465561, 4271625225276104521, 6217711554624181719, 1018690640886441767]
+
+
+def test_a_whole_power_is_made_by_squaring():
+    assert [power(0.5, n) for n in (0, 1, 3, 1074)] == [1.0, 0.5, 0.125, 5e-324]
+    assert math.isclose(power(0.95, 1000), 0.95**1000, rel_tol=1e-13)
+
+
+def test_exp_is_1_at_0_rounded_once_and_its_own_gradient():
+    x = torch.cat([torch.zeros(1), torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 20]).requires_grad_()
+    y = ops.exp(x)
+    assert y[0] == 1.0 and torch.equal(y.detach(), x.detach().double().exp().float())
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert torch.equal(ops.log(y.detach()), y.detach().double().log().float())

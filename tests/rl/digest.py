@@ -1,0 +1,86 @@
+"""A small pretraining and a small reinforcement run, hashed: `python -m tests.rl.digest FOLDER` prints the digests."""
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+from lockstep.rl.environments.digit_sum import DigitSum
+
+ROOT = Path(__file__).parents[2]
+
+
+class Digits(DigitSum):
+    """Sums of digits, where any digit earns something: a model that can add nothing yet has something to learn."""
+
+    def reward(self, example, completion):
+        return super().reward(example, completion) + sum(c.isdigit() for c in completion) / max(1, len(completion))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of both runs' losses and gradient norms, and of the rollouts' tokens and log-probabilities."""
+    from lockstep.config import EngineConfig, PretrainConfig, RLConfig, TrainConfig
+    from lockstep.data import ByteTokenizer
+    from lockstep.model import ModelConfig, build_model, save_model
+    from lockstep.rl.controller import reinforce
+    from lockstep.rl.environments.digit_sum import pretraining_text
+    from lockstep.train.pretrain import pretrain
+
+    shape = ModelConfig(
+        family="qwen3", vocab_size=258, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+        intermediate_size=160, qk_norm=True,
+    )  # fmt: skip
+    save_model(build_model(shape, dtype="float32", seed=0), folder / "fresh")
+    ByteTokenizer().save(folder / "fresh")
+    first = PretrainConfig(
+        output=str(folder / "pretrain"), model=str(folder / "fresh"), steps=10, tokens_per_step=1024,
+        sequence_length=128, dtype="float32", train=TrainConfig(learning_rate=1e-2, warmup_steps=2),
+    )  # fmt: skip
+    pretrain(first, list(pretraining_text(400, error_rate=0.45, seed=0)))
+    second = RLConfig(
+        output=str(folder / "rl"), model=str(folder / "pretrain" / "checkpoints" / "step_00000010"),
+        environment=f"{__file__}:Digits", steps=20, prompts_per_step=4, samples_per_prompt=4, max_new_tokens=8,
+        temperature=0.85, top_p=0.95, kl_coefficient=0.05, inner_steps=2, validation_examples=8, dtype="float32",
+        train=TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=128),
+        engine=EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=1024),
+    )  # fmt: skip
+    reinforce(second)
+    return {
+        "pretrain": _of_metrics(folder / "pretrain", ("loss", "grad_norm")),
+        "rl": _of_metrics(folder / "rl", ("loss", "grad_norm", "policy/kl", "policy/entropy", "reward/mean")),
+        "rollouts": _of_rollouts(folder / "rl"),
+    }
+
+
+def digests_of_a_process(folder: Path, **environment: str) -> dict[str, str]:
+    """`digests` in a fresh process with these variables set."""
+    command = [sys.executable, "-m", "tests.rl.digest", str(folder)]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _of_metrics(run: Path, names: tuple[str, ...]) -> str:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return _sha256([float(line[name]) for line in lines for name in names if name in line])
+
+
+def _of_rollouts(run: Path) -> str:
+    values: list[float] = []
+    for path in sorted((run / "rollouts").iterdir()):
+        for line in path.read_text().splitlines():
+            rollout = json.loads(line)
+            values += [*rollout["token_ids"], *rollout["log_probs"], rollout["advantage"]]
+    return _sha256(values)
+
+
+def _sha256(values: list[float]) -> str:
+    assert len(values) > 0
+    return hashlib.sha256(struct.pack(f"<{len(values)}d", *values)).hexdigest()
+
+
+if __name__ == "__main__":
+    print(json.dumps(digests(Path(sys.argv[1]))))
