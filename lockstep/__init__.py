@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 # Large tensors in huge pages: on the CPU a training step spends a fifth of its time on page faults without them.
 # torch reads this at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# Threads that wait for others sleep after some 50 microseconds. By default they spin for 5 to 20 milliseconds, and on
+# a machine with other work they spend the time that those they wait for need. libgomp reads this when it is loaded,
+# with torch: it has no effect where torch was imported first.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Imported at first use: `lockstep --help` need not wait for torch.
 _HOMES = {
