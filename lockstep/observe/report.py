@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +14,7 @@ from lockstep.observe.run_folder import CONFIG, METRICS
 
 SAMPLES = 12
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
+PRETRAINING_LOSS = replace(LOSS, title="Loss in pretraining")
 STAGES = {"pretrain": "pretraining", "rl": "reinforcement", "sft": "fine-tuning"}
 
 
@@ -56,8 +57,7 @@ def write_report(
         title=title,
         introduction=introduction,
         figures=[*_results(summary), *_speed(metrics), *_parity_figure(parity), *_totals(summary)],
-        before=curves_svg(pretraining, [LOSS]) if pretraining is not None else [],
-        curves=curves_svg(run),
+        curves=[*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)],
         parity=parity,
         samples=_samples(run),
         rollouts=_rollouts(run),
@@ -146,9 +146,9 @@ def _totals(summary: dict[str, Any]) -> list[Figure]:
 
 def tokens_meaning(tokens: dict[str, int]) -> str:
     """`{"pretrained": 8e5, "generated": 9e4, "trained": 4e5}` in words."""
-    words = {"pretrained": "in pretraining", "trained": "in reinforcement", "generated": "generated"}
-    parts = [f"{in_tokens(count)} {words.get(name, name)}" for name, count in tokens.items()]
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1] + "."
+    words = {"pretrained": "in pretraining", "trained": "in reinforcement"}
+    parts = " and ".join(f"{in_tokens(tokens[name])} {word}" for name, word in words.items() if name in tokens)
+    return f"{parts}, where the model generated {in_tokens(tokens['generated'])} of them itself."
 
 
 def duration(seconds: float) -> str:

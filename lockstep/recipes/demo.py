@@ -15,8 +15,8 @@ from lockstep.train.pretrain import pretrain
 
 PRETRAIN_SHARE = 0.6
 """Of the demo's time, for the progress bar."""
-PRETRAIN_STEPS = 400
-LINES, ERROR_RATE = 50_000, 0.5
+PRETRAIN_STEPS = 600
+LINES, ERROR_RATE = 65_000, 0.5
 """Of the text to pretrain on; each line is seen about once."""
 
 INTRODUCTION = (

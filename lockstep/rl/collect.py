@@ -1,4 +1,4 @@
-"""Asking the generator: rollouts to train on, and the held-out accuracy."""
+"""Asking the generator: rollouts to train on, and held-out ones to judge by."""
 
 from __future__ import annotations
 

@@ -131,4 +131,4 @@ def test_what_is_drawn_depends_on_what_was_measured(tmp_path):
     assert [curve.title for curve in curves_svg(rl.path)] == ["Reward", "Held-out accuracy"], "no picture twice"
     assert all(curve.meaning.endswith(".") and "<text" in curve.svg for curve in curves_svg(rl.path))
     page = write_report(rl.path, "both", "An introduction.", pretraining=pretrain.path).read_text()
-    assert "<h2>Pretraining</h2>" in page and "An introduction." in page and len(page) < 5e6
+    assert "Loss in pretraining" in page and "An introduction." in page and len(page) < 5e6
