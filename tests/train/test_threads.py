@@ -1,5 +1,10 @@
 """Small work runs on one thread, and no bit depends on how many there are."""
 
+import os
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from lockstep.model import preset
@@ -18,3 +23,16 @@ def test_small_work_gets_one_thread_and_other_work_all_of_them():
                 assert threads == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
+def test_waiting_threads_do_not_spin_for_long():
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    shown = subprocess.run(
+        [sys.executable, "-c", "import lockstep.train"],
+        env=environment | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "GOMP_SPINCOUNT = '1000'" in shown.stderr, "set before torch loads the library that reads it"
