@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 
-.PHONY: gpu-check gpu-test gpu-bench demo test test-slow lint format bench clean
+.PHONY: gpu-check gpu-test gpu-bench demo demo-picture test test-slow lint format bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,10 @@ $(VENV)/.installed: pyproject.toml
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/lockstep demo
+
+# The picture in the README, of the demo that ran last.
+demo-picture: $(VENV)/.installed
+	$(VENV)/bin/python -c "from pathlib import Path; from lockstep.observe import curves_png; curves_png(Path('run'), Path('docs/demo.png'))"
 
 test: $(VENV)/.installed
 	$(RUN) pytest
@@ -33,6 +37,7 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python benchmarks/generation.py
 	$(VENV)/bin/python benchmarks/training.py
 	$(VENV)/bin/python benchmarks/grpo.py
+	$(VENV)/bin/python benchmarks/company.py
 	$(VENV)/bin/python benchmarks/compile.py
 	$(VENV)/bin/python benchmarks/serving.py
 

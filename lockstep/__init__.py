@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 # Large tensors in huge pages: on the CPU a training step spends a fifth of its time on page faults without them.
 # torch reads this at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# Threads that wait for others sleep after some 50 microseconds. By default they spin for 5 to 20 milliseconds, and on
+# a machine with other work they spend the time that those they wait for need. libgomp reads this when it is loaded,
+# with torch: it has no effect where torch was imported first.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# The CPU library compiles a product for every number of rows it meets, and keeps 1024 of them: 300 MB in a run whose
+# micro-batches vary. As many as a model's shapes are enough.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 # Imported at first use: `lockstep --help` need not wait for torch.
 _HOMES = {

@@ -191,15 +191,26 @@ def rl(arguments: list[str]) -> int:
 
 
 def print_summary(folder: Path) -> None:
-    """The run's result in three lines."""
+    """The run's result in a few lines, and what they mean."""
     import json
 
+    from lockstep.observe.report import duration, in_tokens, parity_meaning
+
     summary = json.loads((folder / "summary.json").read_text())
-    print(f"\naccuracy {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f} on held-out examples")
+    measured = "accuracy" if "accuracy_after" in summary else "reward"
+    name = "accuracy" if measured == "accuracy" else summary["reward_name"]
+    before, after = summary[f"{measured}_before"], summary[f"{measured}_after"]
+    print(f"\n{name} {before:.3f} -> {after:.3f} on held-out examples")
+    checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
     print(
-        f"{summary['parity_tokens_checked']} log-probabilities compared, "
-        f"{summary['parity_tokens_different']} different; "
+        f"{checked} log-probabilities compared, {different} different; "
         f"largest ratio on a first inner step: {summary['ratio_max_on_first_inner_step']!r}"
+    )
+    print(f"  {parity_meaning(checked, different)}")
+    tokens, seconds = summary["tokens"], sum(summary["seconds"].values())
+    trained = sum(count for stage, count in tokens.items() if stage != "generated")
+    print(
+        f"{duration(seconds)} in all: {in_tokens(trained)} tokens trained on, {in_tokens(tokens['generated'])} sampled"
     )
     print(f"report: {folder / 'report.html'}")
 

@@ -1,81 +1,194 @@
-"""A run's curves as figures."""
+"""A run's curves as pictures, each with a sentence that says what it shows."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.run_folder import METRICS
 
-# Title, unit, and the metrics drawn in it; panels without data, or with nothing but zeros, are left out.
-PANELS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("Reward", "mean a completion", ("reward/mean",)),
-    ("Held-out accuracy", "share correct", ("validation/accuracy",)),
-    ("Rewards by name", "mean a completion", ("reward/correct/mean", "reward/format/mean")),
-    ("Completion length", "tokens", ("rollout/tokens_mean",)),
-    ("Loss", "nats a target", ("loss", "validation/loss")),
-    ("Policy entropy", "nats a token", ("policy/entropy",)),
-    ("Gradient norm", "before clipping", ("grad_norm",)),
-    ("Learning rate", "", ("learning_rate",)),
-    ("Throughput", "tokens a second", ("tokens_per_second", "rollout/tokens_per_second")),
-    ("Share of the device's peak (MFU)", "", ("mfu",)),
-    ("Memory", "GiB, the most so far", ("memory_gib",)),
-    ("Steps skipped", "not finite, so far", ("skipped_steps",)),
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: the metrics drawn in it, and what a reader should make of them."""
+
+    title: str
+    unit: str
+    names: tuple[str, ...]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A panel drawn."""
+
+    title: str
+    svg: str
+    meaning: str
+
+
+LOSS = Panel(
+    "Loss",
+    "nats per target",
+    ("loss", "validation/loss"),
+    "Mean cross-entropy of the next token: how surprised the model is by the text. It should fall, first fast, then "
+    "slowly.",
+)
+# Panels without data, or with nothing but zeros, are left out.
+REINFORCEMENT = [
+    Panel(
+        "Reward",
+        "mean per completion",
+        ("reward/mean",),
+        "What the completions of each step earned. This is what GRPO pushes up; the pale line is every step, the dark "
+        "one its moving average.",
+    ),
+    Panel(
+        "Held-out accuracy",
+        "share correct",
+        ("validation/accuracy",),
+        "Share of right answers to prompts that are never trained on, so a rise is learning and not memory.",
+    ),
+    Panel(
+        "Held-out reward",
+        "mean per completion",
+        ("validation/reward",),
+        "The reward on prompts that are never trained on, so a rise is learning and not memory.",
+    ),
+    Panel("Rewards by name", "mean per completion", (), "The parts that the reward is made of."),
+    Panel(
+        "Completion length",
+        "tokens",
+        ("rollout/tokens_mean",),
+        "Mean tokens per completion. Growth without more reward can mean that the model rambles.",
+    ),
+    Panel(
+        "Policy entropy",
+        "nats per token",
+        ("policy/entropy",),
+        "How undecided the model is about the next token. It falls as answers settle; near 0 nothing new is tried.",
+    ),
+]
+TRAINING = [
+    Panel(
+        "Gradient norm",
+        "before clipping",
+        ("grad_norm",),
+        "The size of each update's gradient. A spike marks a step that the model was not prepared for.",
+    ),
+    Panel(
+        "Learning rate",
+        "",
+        ("learning_rate",),
+        "How far each update moves the weights: up in warm-up, then along the schedule.",
+    ),
+    Panel(
+        "Throughput",
+        "tokens per second",
+        ("tokens_per_second", "rollout/tokens_per_second"),
+        "Tokens trained on, or sampled, per second. A dip means that something else had the machine.",
+    ),
+    Panel(
+        "Share of the device's peak (MFU)",
+        "",
+        ("mfu",),
+        "Useful arithmetic against what this device reaches in one large matrix product.",
+    ),
+    Panel("Memory", "GiB, the most so far", ("memory_gib",), "Flat after the first steps, unless something leaks."),
+    Panel(
+        "Steps skipped",
+        "not finite, so far",
+        ("skipped_steps",),
+        "Steps whose loss or gradient was not finite; they changed nothing.",
+    ),
 ]
 SMOOTH = ("learning_rate", "memory_gib", "skipped_steps")
-COLORS = ("#2563eb", "#ea580c")
+COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea")
+FEW = 20
+"""Points up to which each is marked and none is smoothed."""
 
 
 def curves_png(run: Path, path: Path, columns: int = 3) -> None:
     """The run's curves as one picture."""
-    figure = _draw(run, columns)
-    figure.savefig(path, format="png", dpi=110)
-
-
-def curves_svg(run: Path, columns: int = 3) -> str:
-    """The run's curves as inline SVG; empty where nothing is there to draw."""
-    figure = _draw(run, columns)
-    if not figure.axes:
-        return ""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
-
-
-def _draw(run: Path, columns: int) -> Any:
     from matplotlib.figure import Figure
 
     metrics = read_metrics(run / METRICS)
-    panels = [p for p in PANELS if any(any(_series(metrics, name)[1]) for name in p[2])]
+    panels = panels_of(metrics)
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(3.9 * columns, 2.6 * rows), layout="constrained")
-    for index, (title, unit, names) in enumerate(panels):
-        axis = figure.add_subplot(rows, columns, index + 1)
-        for name, color in zip(names, COLORS):
-            steps, values = _series(metrics, name)
-            if not steps:
-                continue
-            few = len(values) < 20
-            # What is smooth by nature is drawn as it is.
-            smooth = few or name in SMOOTH
-            label = _label(name) if smooth else None
-            marker, alpha = "o" if few else "", 1.0 if smooth else 0.25
-            axis.plot(steps, values, color=color, alpha=alpha, linewidth=1.2, marker=marker, label=label)
-            if not smooth:
-                axis.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=_label(name))
-        if len(names) > 1 and axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
-        axis.set_title(title, fontsize=10, loc="left", fontweight="bold")
-        axis.set_ylabel(unit, fontsize=8)
-        axis.set_xlabel("step", fontsize=8)
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure
+    for index, panel in enumerate(panels):
+        _draw(figure.add_subplot(rows, columns, index + 1), panel, metrics, title=True)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def curves_svg(run: Path, only: Sequence[Panel] | None = None) -> list[Curve]:
+    """The run's curves, or `only` these, each as inline SVG with text as text; without those that have no data."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    metrics = read_metrics(run / METRICS)
+    curves = []
+    for panel in panels_of(metrics) if only is None else _with_data(only, metrics):
+        # The page's own font, so that a curve's file is small and its text sharp.
+        with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+            figure = Figure(figsize=(3.9, 2.3), layout="constrained")
+            _draw(figure.add_subplot(), panel, metrics, title=False)
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", transparent=True)
+        text = buffer.getvalue()
+        curves.append(Curve(panel.title, text[text.index("<svg") :], panel.meaning))
+    return curves
+
+
+def panels_of(metrics: Sequence[dict[str, Any]]) -> list[Panel]:
+    """What there is to draw of a run: of pretraining its loss, of reinforcement what its environment measures."""
+    names = {name for m in metrics for name in m}
+    if "reward/mean" not in names:
+        return _with_data([LOSS, *TRAINING], metrics)
+    parts = tuple(sorted(n for n in names if n.startswith("reward/") and n.count("/") == 2))
+    panels = []
+    for panel in REINFORCEMENT:
+        if panel.title == "Rewards by name":
+            panel = Panel(panel.title, panel.unit, parts if len(parts) > 1 else (), panel.meaning)
+        same = panel.names == ("validation/reward",) and _equal(metrics, "validation/reward", "validation/accuracy")
+        if not same:
+            panels.append(panel)
+    # A policy's loss is left out: on policy it is near 0 whatever the model learns.
+    return _with_data([*panels, *TRAINING], metrics)
+
+
+def _with_data(panels: Sequence[Panel], metrics: Sequence[dict[str, Any]]) -> list[Panel]:
+    return [p for p in panels if any(any(_series(metrics, name)[1]) for name in p.names)]
+
+
+def _equal(metrics: Sequence[dict[str, Any]], first: str, second: str) -> bool:
+    return _series(metrics, first) == _series(metrics, second)
+
+
+def _draw(axis: Any, panel: Panel, metrics: Sequence[dict[str, Any]], title: bool) -> None:
+    drawn = [(name, *_series(metrics, name)) for name in panel.names]
+    for (name, steps, values), color in zip((d for d in drawn if d[1]), COLORS):
+        few = len(values) < FEW
+        # What is smooth by nature is drawn as it is.
+        smooth = few or name in SMOOTH
+        label = _label(name) if smooth else None
+        marker, alpha = "o" if few else "", 1.0 if smooth else 0.25
+        axis.plot(steps, values, color=color, alpha=alpha, linewidth=1.2, marker=marker, markersize=4, label=label)
+        if not smooth:
+            axis.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=_label(name))
+    if sum(bool(steps) for _, steps, _ in drawn) > 1:
+        axis.legend(fontsize=7)
+    if title:
+        axis.set_title(panel.title, fontsize=10, loc="left", fontweight="bold")
+    axis.set_ylabel(panel.unit, fontsize=8)
+    axis.set_xlabel("step", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _series(metrics: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:

@@ -3,35 +3,64 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.observe.curves import curves_svg
+from lockstep.observe.curves import LOSS, curves_svg
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.run_folder import CONFIG, METRICS
 
-SAMPLES = 8
+SAMPLES = 12
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
+PRETRAINING_LOSS = replace(LOSS, title="Loss in pretraining")
+STAGES = {"pretrain": "pretraining", "rl": "reinforcement", "sft": "fine-tuning"}
 
 
-def write_report(run: Path, title: str = "Lockstep run") -> Path:
+@dataclass(frozen=True)
+class Figure:
+    """A number, its name, and what it says to someone who sees it for the first time."""
+
+    value: str
+    name: str
+    meaning: str = ""
+    state: str = ""
+    """`good` or `bad`, where it is one or the other."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A held-out prompt with what the first and the last validation sampled for it."""
+
+    prompt: str
+    answer: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def write_report(
+    run: Path, title: str = "Lockstep run", introduction: str = "", pretraining: Path | None = None
+) -> Path:
     """Writes `report.html` into the run's folder from what is there, and returns its path.
 
-    A run without rollouts, without a summary, or one that was interrupted gets the parts that it has.
+    `pretraining` is the run that this one started from, whose loss is then drawn too. A run without rollouts, without
+    a summary, or one that was interrupted gets the parts that it has.
     """
     from jinja2 import Environment
 
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE.read_text())
-    rollouts = sorted(run.glob("rollouts/step_*.jsonl"))
     metrics = read_metrics(run / METRICS)
+    summary = _json(run / "summary.json")
+    parity = _parity(metrics)
     page = template.render(
         title=title,
-        summary=_json(run / "summary.json"),
-        figures=_figures(metrics),
-        curves=curves_svg(run),
-        parity=_parity(metrics),
-        samples=[(name, _samples(path)) for name, path in zip(("before", "after"), _ends(rollouts))],
+        introduction=introduction,
+        figures=[*_results(summary), *_speed(metrics), *_parity_figure(parity), *_totals(summary)],
+        curves=[*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)],
+        parity=parity,
+        samples=_samples(run),
+        rollouts=_rollouts(run),
         config=(run / CONFIG).read_text() if (run / CONFIG).is_file() else "",
     )
     partial = run / "report.html.partial"
@@ -39,41 +68,126 @@ def write_report(run: Path, title: str = "Lockstep run") -> Path:
     return partial.replace(run / "report.html")
 
 
-def _ends(paths: list[Path]) -> list[Path]:
-    return [paths[0], paths[-1]] if len(paths) > 1 else paths
+def _results(summary: dict[str, Any]) -> list[Figure]:
+    """What reinforcement improved, in the environment's own words."""
+    figures = []
+    if "accuracy_before" in summary:
+        change = f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}"
+        meaning = "Share of right answers before and after, to prompts that were never trained on."
+        figures.append(Figure(change, "held-out accuracy", meaning))
+    if "reward_before" in summary and summary.get("accuracy_after") != summary["reward_after"]:
+        change = f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"
+        meaning = "Mean reward before and after, on prompts that were never trained on."
+        figures.append(Figure(change, f"held-out {summary.get('reward_name', 'reward')}", meaning))
+    return figures
 
 
-def _samples(path: Path) -> list[dict[str, Any]]:
-    """Rollouts of different prompts, as many as the report shows."""
-    chosen: dict[int, dict[str, Any]] = {}
-    for line in path.read_text().splitlines():
-        rollout = json.loads(line)
-        chosen.setdefault(rollout["group"], rollout)
-    return list(chosen.values())[:SAMPLES]
-
-
-def _figures(metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
     """A pretraining run in figures: where it ended, and how fast it went in the middle of its steps."""
     steps = [m for m in metrics if m.get("mfu") is not None]
     if not steps:
         return []
     validations = [m["validation/loss"] for m in steps if m.get("validation/loss") is not None]
-    figures = [(f"{steps[-1]['step']:,}", "steps")]
+    figures = [Figure(f"{steps[-1]['step']:,}", "steps", "Updates of the weights.")]
     if steps[-1]["loss"] is not None:
-        figures.append((f"{steps[-1]['loss']:.4f}", "loss"))
+        meaning = (
+            "Mean cross-entropy per token at the end, in nats; e to this power is how many tokens it wavers between."
+        )
+        figures.append(Figure(f"{steps[-1]['loss']:.4f}", "loss", meaning))
     if validations:
-        figures.append((f"{validations[-1]:.4f}", "validation loss"))
+        figures.append(Figure(f"{validations[-1]:.4f}", "validation loss", "The same on text that is not trained on."))
     figures += [
-        (f"{median(m['tokens_per_second'] for m in steps):,.0f}", "tokens a second"),
-        (f"{100 * median(m['mfu'] for m in steps):.0f} %", "of the device's peak (MFU)"),
-        (f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0"),
+        Figure(f"{median(m['tokens_per_second'] for m in steps):,.0f}", "tokens per second", "The median step's."),
+        Figure(
+            f"{100 * median(m['mfu'] for m in steps):.0f} %",
+            "of the device's peak (MFU)",
+            "Useful arithmetic against what the device reaches in one large matrix product.",
+        ),
+        Figure(f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0", "The most that it held."),
     ]
-    if steps[-1]["skipped_steps"]:
-        figures.append((f"{steps[-1]['skipped_steps']:.0f}", "steps skipped, not finite"))
+    if skipped := steps[-1]["skipped_steps"]:
+        figures.append(Figure(f"{skipped:.0f}", "steps skipped", "Their loss or gradient was not finite.", "bad"))
     return figures
 
 
-def _parity(metrics: list[dict[str, Any]]) -> dict[str, float] | None:
+def _parity_figure(parity: dict[str, Any] | None) -> list[Figure]:
+    if parity is None:
+        return []
+    value = f"{parity['different']:,.0f} of {parity['checked']:,.0f}"
+    state = "bad" if parity["different"] else "good"
+    meaning = parity_meaning(int(parity["checked"]), int(parity["different"]))
+    return [Figure(value, "log-probabilities differ", meaning, state)]
+
+
+def parity_meaning(checked: int, different: int) -> str:
+    """What the comparison of trainer and generator says, in a sentence."""
+    if different:
+        return (
+            f"The generator and the trainer computed another log-probability for {different:,} of the {checked:,} "
+            "sampled tokens, so the policy gradient was off by as much as the importance ratios are from 1."
+        )
+    return (
+        "The generator and the trainer computed the same log-probability, to the last bit, for every sampled token, "
+        "so the policy gradient is exactly on policy."
+    )
+
+
+def _totals(summary: dict[str, Any]) -> list[Figure]:
+    """Time and tokens of all stages."""
+    figures = []
+    if seconds := summary.get("seconds"):
+        parts = ", ".join(f"{STAGES.get(name, name)} {duration(value)}" for name, value in seconds.items())
+        figures.append(Figure(duration(sum(seconds.values())), "in all", parts[:1].upper() + parts[1:] + "."))
+    if tokens := summary.get("tokens"):
+        trained = sum(count for name, count in tokens.items() if name != "generated")
+        figures.append(Figure(in_tokens(trained), "tokens trained on", tokens_meaning(tokens)))
+    return figures
+
+
+def tokens_meaning(tokens: dict[str, int]) -> str:
+    """`{"pretrained": 8e5, "generated": 9e4, "trained": 4e5}` in words."""
+    words = {"pretrained": "in pretraining", "trained": "in reinforcement"}
+    parts = " and ".join(f"{in_tokens(tokens[name])} {word}" for name, word in words.items() if name in tokens)
+    return f"{parts}, where the model generated {in_tokens(tokens['generated'])} of them itself."
+
+
+def duration(seconds: float) -> str:
+    """`47 s`, `3 min 20 s`, `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def in_tokens(count: float) -> str:
+    """`950`, `82,000`, `1.3 million`."""
+    return f"{count / 1e6:.1f} million" if count >= 1e6 else f"{round(count, -3 if count >= 1e4 else 0):,.0f}"
+
+
+def _samples(run: Path) -> list[Sample]:
+    """The same held-out prompts, before and after; none where there was one validation only."""
+    validations = sorted(run.glob("rollouts/validation_*.jsonl"))
+    if len(validations) < 2:
+        return []
+    first, last = ({(r["prompt"], r["group"]): r for r in _lines(path)} for path in (validations[0], validations[-1]))
+    both = [key for key in first if key in last][:SAMPLES]
+    return [Sample(key[0], first[key]["answer"], first[key], last[key]) for key in both]
+
+
+def _rollouts(run: Path) -> list[dict[str, Any]]:
+    """The last step's rollouts of different prompts, as many as the report shows."""
+    chosen: dict[int, dict[str, Any]] = {}
+    for path in sorted(run.glob("rollouts/step_*.jsonl"))[-1:]:
+        for rollout in _lines(path):
+            chosen.setdefault(rollout["group"], rollout)
+    return list(chosen.values())[:SAMPLES]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _parity(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     checked = [m for m in metrics if m.get("parity/tokens_checked")]
     if not checked:
         return None

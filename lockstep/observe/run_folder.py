@@ -33,6 +33,9 @@ class RunFolder:
     def rollouts_path(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:08}.jsonl"
 
+    def validation_path(self, step: int) -> Path:
+        return self.path / "rollouts" / f"validation_{step:08}.jsonl"
+
     def truncate(self, step: int) -> None:
         """Forgets metrics and rollouts after `step`, which a resumed run writes anew."""
         if self.metrics.is_file():
@@ -40,9 +43,10 @@ class RunFolder:
             partial = self.metrics.with_name(METRICS + ".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             partial.replace(self.metrics)
-        for path in self.path.glob("rollouts/step_*.jsonl"):
-            if path > self.rollouts_path(step):
-                path.unlink()
+        for kind in ("step", "validation"):
+            for path in self.path.glob(f"rollouts/{kind}_*.jsonl"):
+                if path.name > f"{kind}_{step:08}.jsonl":
+                    path.unlink()
 
 
 def open_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> RunFolder:

@@ -53,13 +53,15 @@ def digit_sum() -> RLConfig:
     """The demo's reinforcement stage: sums of digits."""
     return RLConfig(
         environment="digit_sum",
-        steps=200,
-        prompts_per_step=64,
+        steps=120,
+        prompts_per_step=32,
         samples_per_prompt=8,
         max_new_tokens=4,
         dtype="float32",
-        train=TrainConfig(learning_rate=2e-4, warmup_steps=5, schedule="linear"),
-        validation_every=25,
+        # Tensors of a micro-batch that stay in a core's cache, and a small model's memory small.
+        train=TrainConfig(learning_rate=5e-4, warmup_steps=5, schedule="linear", tokens_per_microbatch=1024),
+        engine=EngineConfig(max_sequences=256, cache_tokens=16384),
+        validation_every=20,
     )
 
 

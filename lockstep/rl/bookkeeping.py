@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.config import RLConfig
 from lockstep.observe import Timeline
+from lockstep.rl.environment import Environment
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.rollouts import Rollout
 
@@ -62,21 +63,40 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **{f"reward/{name}/mean": sum(r.rewards[name] for r in rollouts) / count for name in rollouts[0].rewards},
         "advantage/mean": math.fsum(advantages) / count,
         "advantage/abs_max": max(map(abs, advantages)),
+        "rollout/tokens": sum(len(r.token_ids) for r in rollouts),
+        "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rollouts),
         "rollout/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
         "policy/staleness_max": 0.0,
     }
 
 
-def summarize(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """A run in figures, from its metrics: the first and last validation, and the comparison of all steps."""
-    validations = [m for m in metrics if "validation/accuracy" in m]
+def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) -> dict[str, float]:
+    """Mean rewards of held-out completions as `validation/…`, and the accuracy where the environment knows of one."""
+    count = len(rollouts)
+    means = {f"validation/{n}": sum(r.rewards[n] for r in rollouts) / count for n in rollouts[0].rewards}
+    if environment.knows_correct(rollouts[0].rewards):
+        means["validation/accuracy"] = sum(environment.is_correct(r.rewards) for r in rollouts) / count
+    means["validation/reward"] = sum(r.reward for r in rollouts) / count
+    return means
+
+
+def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
+    """A run in figures, from its metrics: the first and last validation, all steps' comparison, and tokens."""
+    validations = [m for m in metrics if "validation/reward" in m]
     compared = [m for m in metrics if "parity/tokens_checked" in m]
+    measured = ("reward", "accuracy") if "validation/accuracy" in validations[0] else ("reward",)
+    rewards = sorted({n.split("/")[1] for m in compared for n in m if n.startswith("reward/") and n.count("/") == 2})
     return {
-        "reward_before": validations[0]["validation/reward"],
-        "reward_after": validations[-1]["validation/reward"],
-        "accuracy_before": validations[0]["validation/accuracy"],
-        "accuracy_after": validations[-1]["validation/accuracy"],
+        **{f"{n}_before": validations[0][f"validation/{n}"] for n in measured},
+        **{f"{n}_after": validations[-1][f"validation/{n}"] for n in measured},
+        # The environment's own name, where its reward has but one.
+        "reward_name": rewards[0] if len(rewards) == 1 else "reward",
+        "tokens": {
+            "generated": sum(m.get("rollout/tokens", 0) for m in compared),
+            "trained": inner_steps
+            * sum(m.get("rollout/tokens", 0) + m.get("rollout/prompt_tokens", 0) for m in compared),
+        },
         "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
         "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),
         "ratio_max_on_first_inner_step": max(m["policy/ratio_first_max"] for m in compared),

@@ -1,4 +1,4 @@
-"""Asking the generator: rollouts to train on, and the held-out accuracy."""
+"""Asking the generator: rollouts to train on, and held-out ones to judge by."""
 
 from __future__ import annotations
 
@@ -49,18 +49,14 @@ def assign_advantages(rollouts: Sequence[Rollout], normalize: bool) -> None:
 
 def evaluate(
     examples: Sequence[Example], environment: Environment, engine: Engine, tokenizer: Tokenizer, config: RLConfig
-) -> dict[str, float]:
-    """Accuracy and mean rewards on held-out examples, as `validation/…`: one completion each, sampled as in training.
+) -> list[Rollout]:
+    """Graded completions of held-out examples: one each, sampled as in training.
 
     The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
     """
     rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, tokenizer, config)
     assign_rewards(rollouts, environment)
-    count = len(rollouts)
-    means = {f"validation/{n}": sum(r.rewards[n] for r in rollouts) / count for n in rollouts[0].rewards}
-    means["validation/accuracy"] = sum(environment.is_correct(r.rewards) for r in rollouts) / count
-    means["validation/reward"] = sum(r.reward for r in rollouts) / count
-    return means
+    return rollouts
 
 
 def _sample(

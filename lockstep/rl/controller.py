@@ -27,7 +27,7 @@ from lockstep.observe import (
 )
 from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.batch import PolicyLoss, policy_batches
-from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize
+from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
@@ -36,6 +36,7 @@ from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.settle import settle
 from lockstep.train.stop_signal import StopSignal
+from lockstep.train.threads import fitting_threads
 
 
 def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
@@ -77,6 +78,7 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
     clock = time.perf_counter()
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     with (
+        fitting_threads(model.config, config.train.tokens_per_microbatch),
         StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
         Observer(config.observe, config.faults, run.path) as observer,
@@ -87,7 +89,9 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0:
-            observer.write(0, evaluate(held_out, environment, engine, tokenizer, config))
+            validation = evaluate(held_out, environment, engine, tokenizer, config)
+            write_rollouts(run.validation_path(0), validation)
+            observer.write(0, validation_metrics(validation, environment))
         for step in range(start + 1, config.steps + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(observer.timeline)
@@ -110,11 +114,11 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
                 stopwatch.lap("time/weight_sync")
 
                 metrics |= rollout_metrics(rollouts) | stopwatch.metrics()
-                metrics["rollout/tokens_per_second"] = (
-                    sum(len(r.token_ids) for r in rollouts) / metrics["time/generate"]
-                )
+                metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if due(step, config.validation_every, config.steps):
-                    metrics |= evaluate(held_out, environment, engine, tokenizer, config)
+                    validation = evaluate(held_out, environment, engine, tokenizer, config)
+                    write_rollouts(run.validation_path(step), validation)
+                    metrics |= validation_metrics(validation, environment)
                 observer.write(step, metrics)
                 stopped_by = stop.agreed(trainer.world)
                 write_rollouts(run.rollouts_path(step), rollouts)
@@ -125,7 +129,7 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
                 raise stop.error(stopped_by, step, config.output)
 
     if start < config.steps or not run.summary.is_file():
-        summary = summarize(read_metrics(run.metrics)) | {
+        summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
             "seconds": {"rl": time.perf_counter() - clock},
             "arithmetic": arithmetic_of(device),
         }

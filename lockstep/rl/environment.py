@@ -50,6 +50,10 @@ class Environment:
         """Whether rewards count as a right answer: `correct` where it is named, else all of them together, reach 1."""
         return rewards.get("correct", sum(rewards.values())) >= 1.0
 
+    def knows_correct(self, rewards: Mapping[str, float]) -> bool:
+        """Whether there is an accuracy to speak of: a reward named `correct`, or an `is_correct` of the class's own."""
+        return "correct" in rewards or type(self).is_correct is not Environment.is_correct
+
 
 def source_file(kind: type[Environment]) -> Path | None:
     """The file that defines an environment; None where it comes from none, as in an interactive session."""

@@ -66,6 +66,7 @@ from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
 from lockstep.train.settle import recorded_settings, settle
 from lockstep.train.stop_signal import StopSignal
+from lockstep.train.threads import fitting_threads
 from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
@@ -140,7 +141,8 @@ def run_training(
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     metrics: dict[str, float] = {}
     stopped_by = 0
-    with StopSignal(config.faults.stop_seconds) as stop, checkpoints:
+    threads = fitting_threads(model.config, config.train.tokens_per_microbatch)
+    with threads, StopSignal(config.faults.stop_seconds) as stop, checkpoints:
         with (
             Observer(config.observe, config.faults, run.path, world.rank, world.size) as observer,
             (progress or Progress(command, config.steps)) if world.is_main else nullcontext() as bar,

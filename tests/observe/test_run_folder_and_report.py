@@ -7,6 +7,7 @@ import pytest
 from lockstep.config import ObserveConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, curves_png, open_run, read_metrics, write_report
+from lockstep.observe.curves import curves_svg
 from lockstep.parallel import close_world, open_world
 from tests.parallel.launch import launch
 
@@ -90,5 +91,44 @@ def test_a_report_escapes_what_models_write_and_shows_what_there_is(tmp_path):
     page = write_report(run.path, "a run").read_text()
     assert "<script>" not in page and "&lt;script&gt;alert" in page and "&lt;/td&gt;" in page
     assert "<svg" in page and ">290</td>" in page
+    assert "so the policy gradient is exactly on policy" in page, "what a 0 means is said"
+    assert "before and after" not in page, "without a second validation there is nothing to compare"
     curves_png(run.path, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_shows_the_same_prompts_before_and_after(tmp_path):
+    run = open_run(str(tmp_path / "run"), "")
+    for step, completion, reward in ((0, "9", 0.0), (10, "8", 1.0), (20, "10", 1.0)):
+        lines = [{"prompt": f"{n}+5=", "answer": "10", "completion": f"{completion}\n", "rewards": {"correct": reward},
+                  "reward": reward, "group": n} for n in range(40)]  # fmt: skip
+        run.validation_path(step).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"accuracy_before": 0.0, "accuracy_after": 1.0, "reward_before": 0.0, "reward_after": 1.0,
+               "seconds": {"pretrain": 100.0, "rl": 75.0},
+               "tokens": {"pretrained": 400_000, "generated": 9_000, "trained": 50_000}}  # fmt: skip
+    run.summary.write_text(json.dumps(summary))
+    page = write_report(run.path, "a run").read_text()
+    table = page[page.index("before and after</h2>") :]
+    assert table.count('<tr class="good">') == 12, "a dozen of the prompts"
+    assert ">9⏎</td>" in table and ">10⏎</td>" in table and ">8⏎</td>" not in table, "the first and the last validation"
+    assert "<th>correct</th>" in table, "the reward by the environment's own name"
+    assert "2 min 55 s" in page and "Pretraining 1 min 40 s, reinforcement 1 min 15 s." in page
+    assert "450,000" in page and "held-out reward" not in page and "Curves" not in page
+
+
+def test_what_is_drawn_depends_on_what_was_measured(tmp_path):
+    pretrain, rl = (open_run(str(tmp_path / name), "") for name in ("pretrain", "rl"))
+    with MetricsWriter(pretrain.path) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 2.0, "skipped_steps": 0})
+    with MetricsWriter(rl.path) as writer:
+        for step in (1, 2):
+            rewards = dict.fromkeys(
+                ("reward/mean", "reward/correct/mean", "validation/accuracy", "validation/reward"), 0.5
+            )
+            writer.write(step, {"loss": 1e-4, **rewards})
+    assert [curve.title for curve in curves_svg(pretrain.path)] == ["Loss"]
+    assert [curve.title for curve in curves_svg(rl.path)] == ["Reward", "Held-out accuracy"], "no picture twice"
+    assert all(curve.meaning.endswith(".") and "<text" in curve.svg for curve in curves_svg(rl.path))
+    page = write_report(rl.path, "both", "An introduction.", pretraining=pretrain.path).read_text()
+    assert "Loss in pretraining" in page and "An introduction." in page and len(page) < 5e6

@@ -50,6 +50,11 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
         assert metrics["parity/tokens_different"] == 0 and metrics["parity/tokens_checked"] > 0
         assert metrics["policy/ratio_first_max"] == 1.0
     summary = json.loads((folder / "summary.json").read_text())
+    assert summary["tokens"]["generated"] == sum(m["rollout/tokens"] for m in steps)
+    assert summary["tokens"]["trained"] == 2 * sum(m["rollout/tokens"] + m["rollout/prompt_tokens"] for m in steps)
+    assert {"accuracy_before", "accuracy_after"} <= summary.keys(), "gsm8k knows right answers"
+    first, last = ((folder / "rollouts" / f"validation_0000000{n}.jsonl").read_text().splitlines() for n in (0, 3))
+    assert [json.loads(x)["prompt"] for x in first] == [json.loads(x)["prompt"] for x in last] and len(first) == 4
     assert summary["parity_tokens_checked"] == sum(m["parity/tokens_checked"] for m in steps)
     rollouts = [json.loads(line) for line in (folder / "rollouts" / "step_00000002.jsonl").read_text().splitlines()]
     assert (
@@ -89,6 +94,10 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     assert max(rewards[-3:]) > max(rewards[:2]) + 0.02, rewards
     ratios = [(m["policy/ratio_first_max"], m["policy/ratio_max"]) for m in _metrics(whole)[1:]]
     assert all(first == 1.0 and second > 1.0 for first, second in ratios), "the second inner step has moved away"
+
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["reward_name"] == "reward" and "accuracy_after" not in summary, "a share of vowels is no accuracy"
+    assert "held-out reward" in (whole / "report.html").read_text().lower()
 
     torn = reinforce(_config(tmp_path / "torn", model_folder, "", **changes))
     (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")

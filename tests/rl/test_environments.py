@@ -100,10 +100,11 @@ def test_digit_sums_are_right_and_the_held_out_ones_apart():
     assert not {e.prompt for e in train} & {e.prompt for e in held_out}
     assert all(str(sum(map(int, e.prompt[:-1].split("+")))) == e.answer for e in train[:200])
     example = rl.Example("3+5=", "8")
-    assert [environment.reward(example, c) for c in ("8\n", "8", "9\n", "88\n")] == [1.0, 0.0, 0.0, 0.0]
-    lines = [line for d in pretraining_text(300, 0.4) for line in d.splitlines()]
-    wrong = sum(str(sum(map(int, q.split("+")))) != a for q, a in (line.split("=") for line in lines)) / len(lines)
-    assert 0.3 < wrong < 0.45
+    correct = [environment.reward(example, c)["correct"] for c in ("8\n", "8", "9\n", "88\n")]
+    assert correct == [1.0, 0.0, 0.0, 0.0]
+    lines = list(pretraining_text(1000, 0.4))
+    wrong = [str(sum(map(int, q.split("+")))) != a.strip() for q, a in (line.split("=") for line in lines)]
+    assert 0.3 < sum(wrong) / 1000 < 0.45
     assert not {line.split("=")[0] + "=" for line in lines} & {e.prompt for e in held_out}
 
 

@@ -26,26 +26,22 @@ class DigitSum(Environment):
         for question in questions:
             yield Example(prompt=f"{question}=", answer=str(sum(map(int, question.split("+")))), id=question)
 
-    def reward(self, example: Example, completion: str) -> float:
-        return float(completion.strip() == example.answer and completion.endswith("\n"))
+    def reward(self, example: Example, completion: str) -> dict[str, float]:
+        return {"correct": float(completion.strip() == example.answer and completion.endswith("\n"))}
 
 
-def pretraining_text(documents: int, error_rate: float, seed: int = 0) -> Iterator[str]:
-    """Sums of the training split as lines, a share of `error_rate` with a wrong result, eight lines a document.
+def pretraining_text(lines: int, error_rate: float, seed: int = 0) -> Iterator[str]:
+    """Sums of the training split, one per document; a share of `error_rate` repeats the last digit instead of adding.
 
-    So a model pretrained on them knows the form and has a part of the answers still to learn.
+    So a model pretrained on them knows form and arithmetic, and has yet to learn to use it always. A mistake of this
+    kind takes nothing away from what the right lines teach, as results that are off by a random amount do. Lines are
+    documents of their own, for that is how prompts ask, and attention over short sequences costs least.
     """
     draw = random.Random(seed)
     examples = list(DigitSum().examples("train"))
-    for _ in range(documents):
-        yield "".join(_line(draw, draw.choice(examples), error_rate) for _ in range(8))
-
-
-def _line(draw: random.Random, example: Example, error_rate: float) -> str:
-    answer = int(example.answer)
-    if draw.random() < error_rate:
-        answer = max(0, answer + draw.choice([-3, -2, -1, 1, 2, 3]))
-    return f"{example.prompt}{answer}\n"
+    for _ in range(lines):
+        example = draw.choice(examples)
+        yield f"{example.prompt}{example.id[-1] if draw.random() < error_rate else example.answer}\n"
 
 
 def _questions() -> Iterator[str]:

@@ -1,0 +1,37 @@
+"""How many threads a run's work is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lockstep.model import ModelConfig
+
+WORTH_SHARING = 2**27
+"""Multiplications of a run's largest product that a second thread pays for: 2 to 5 ms of one thread."""
+
+
+def is_small(config: ModelConfig, tokens: int) -> bool:
+    """Whether no product of a micro-batch of so many tokens is worth sharing between threads."""
+    widest = max(config.intermediate_size, config.num_heads * config.head_dim, config.vocab_size)
+    return tokens * config.dim * widest < WORTH_SHARING
+
+
+@contextmanager
+def fitting_threads(config: ModelConfig, tokens: int) -> Iterator[int]:
+    """One thread for a run whose micro-batches of `tokens` tokens are small, else as many as there are; yields them.
+
+    Threads meet at a barrier after every operator. Where another process has taken one's core, the others wait until
+    it is scheduled again, some milliseconds: many times as long as a small operator takes. No bit depends on this.
+    """
+    before = torch.get_num_threads()
+    small = torch.get_num_threads() > 1 and is_small(config, tokens)
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        if small:
+            torch.set_num_threads(before)

@@ -1,0 +1,38 @@
+"""Small work runs on one thread, and no bit depends on how many there are."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lockstep.model import preset
+from lockstep.train.threads import fitting_threads
+
+
+def test_small_work_gets_one_thread_and_other_work_all_of_them():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with fitting_threads(preset("qwen3:micro"), 1024) as threads:
+            assert threads == torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+        for size, tokens in (("micro", 8192), ("tiny", 8192), ("0.6b", 64)):
+            with fitting_threads(preset(f"qwen3:{size}"), tokens) as threads:
+                assert threads == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
+def test_waiting_threads_do_not_spin_for_long():
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    shown = subprocess.run(
+        [sys.executable, "-c", "import lockstep.train"],
+        env=environment | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "GOMP_SPINCOUNT = '1000'" in shown.stderr, "set before torch loads the library that reads it"
