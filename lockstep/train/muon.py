@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lockstep import ops
 from lockstep.config import TrainConfig
 from lockstep.model import resolve_dtype
 from lockstep.model.shard import local_values
@@ -40,14 +41,14 @@ def muon_update(
     updates = []
     for grad, state in zip(grads, states):
         own, momentum = local_values(grad), local_values(state["momentum"])
-        wide = momentum.float().lerp_(own, 1 - beta)
-        if wide is not momentum:
-            momentum.copy_(wide)
-        updates.append(own.lerp(wide, beta).to(dtype))
+        # One operation at a time: what fuses a product with a sum has other bits on other processors.
+        wide = momentum.float() * beta + own * (1 - beta)
+        momentum.copy_(wide)
+        updates.append((own * (1 - beta) + wide * beta).to(dtype))
     for master, update in zip(masters, map_whole_matrices(orthogonalize, updates, masters)):
         own = local_values(master)
         own.mul_(1 - learning_rate * weight_decay)
-        own.add_(update.to(own.dtype), alpha=-learning_rate * RMS * math.sqrt(max(master.shape)))
+        own.sub_(update.to(own.dtype) * (learning_rate * RMS * math.sqrt(max(master.shape))))
 
 
 def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
@@ -58,9 +59,21 @@ def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows 
     a, b, c = COEFFICIENTS
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix if wide else matrix.T
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return _portable(x, wide)
     x = x / x.norm().clamp(min=1e-7)  # so that no singular value is above 1
     for _ in range(ITERATIONS):
         gram = x @ x.T
         # Fused additions round once, which counts in bfloat16.
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T
+
+
+def _portable(x: Tensor, wide: bool) -> Tensor:
+    """The same in float32 on a CPU, with products of our own: the same bits on every processor."""
+    a, b, c = COEFFICIENTS
+    x = x / math.sqrt(max(float(ops.sum_of_squares(x.contiguous())), 1e-14))
+    for _ in range(ITERATIONS):
+        gram = ops.linear(x, x)
+        x = x * a + ops.linear(gram * b + ops.linear(gram, gram) * c, x.T)
     return x if wide else x.T

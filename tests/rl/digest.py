@@ -17,7 +17,8 @@ class Digits(DigitSum):
     """Sums of digits, where any digit earns something: a model that can add nothing yet has something to learn."""
 
     def reward(self, example, completion):
-        return super().reward(example, completion) + sum(c.isdigit() for c in completion) / max(1, len(completion))
+        digits = sum(c.isdigit() for c in completion) / max(1, len(completion))
+        return super().reward(example, completion)["correct"] + digits
 
 
 def digests(folder: Path) -> dict[str, str]:

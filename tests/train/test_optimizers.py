@@ -144,8 +144,9 @@ def test_muon_is_torchs_muon_for_the_layers_matrices_and_adamw_for_the_rest():
         ours.update(1e-2, 0.0)
     for name, parameter in model.named_parameters():
         difference = (parameter - named[name]).norm() / named[name].norm()
-        # Fused and plain AdamW round in other places.
-        assert difference < 1e-6, name
+        # Momentum that differs in its last float32 bit, fused or not, may be rounded to its other bfloat16 neighbour,
+        # 2^-8 away; vectors and embedding only see AdamW, fused and plain.
+        assert difference < (2e-3 if parameter.ndim == 2 and name.startswith("layers.") else 1e-6), name
 
 
 def test_an_orthogonalized_matrix_has_singular_values_near_one():
@@ -231,3 +232,15 @@ def test_every_optimizer_follows_one_process_over_ranks(name):
         for trace in traces(ranks, layout, steps):
             assert trace.losses == pytest.approx(alone.losses[:steps], rel=1e-5)
             assert trace.norms[0] == pytest.approx(alone.norms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48)])
+def test_muons_iteration_in_float32_is_the_published_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = (matrix if shape[0] < shape[1] else matrix.T).double()
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    expected = x if shape[0] < shape[1] else x.T
+    assert (orthogonalize(matrix) - expected).abs().max() < 1e-5  # float32, some hundred roundings of values below 1
