@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import lockstep  # noqa: F401  before torch, whose libgomp reads what it sets when it is loaded
+
 NEIGHBOURS = (0, 1, 2)
 SECONDS = 5.0
 TOKENS = 1024

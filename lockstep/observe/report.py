@@ -175,12 +175,12 @@ def _samples(run: Path) -> list[Sample]:
 
 
 def _rollouts(run: Path) -> list[dict[str, Any]]:
-    """The last step's rollouts of different prompts, as many as the report shows."""
+    """The last step's rollouts of different prompts, as many as the report shows; first those that taught something."""
     chosen: dict[int, dict[str, Any]] = {}
     for path in sorted(run.glob("rollouts/step_*.jsonl"))[-1:]:
         for rollout in _lines(path):
             chosen.setdefault(rollout["group"], rollout)
-    return list(chosen.values())[:SAMPLES]
+    return sorted(chosen.values(), key=lambda rollout: rollout["advantage"] == 0)[:SAMPLES]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
