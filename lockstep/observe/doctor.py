@@ -22,6 +22,7 @@ from lockstep.model import arithmetic_of, instruction_set
 from lockstep.observe import machine
 from lockstep.ops import native
 from lockstep.ops.cache import UnsafeCache, cache_folder
+from lockstep.ops.native.compiling import find_compiler
 
 State = Literal["ok", "absent", "note", "bad"]
 """Fine; not here and not needed; worth a look, though commands run; broken, so that some command does not run."""
@@ -131,7 +132,7 @@ def _processor() -> Iterator[Finding]:
 
 
 def _operators() -> Iterator[Finding]:
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), "")
+    compiler = find_compiler() or ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
+from lockstep import ops
 from lockstep.model import ModelConfig
 from lockstep.ops.cache import cache_folder, fingerprint
 
@@ -29,8 +30,8 @@ NVIDIA_PEAKS = {
 """bfloat16 products a second with dense matrices, by a part of the device's name; the first that fits counts.
 From NVIDIA's data sheets, which print twice as much where they mean sparse matrices."""
 
-PRODUCT = 2048
-"""Rows and columns of the product that a peak is measured with."""
+PRODUCTS = (256, 1024, 2048)
+"""Rows and columns of the products that a peak is measured with: each only if the one before took little time."""
 MEASURED_SECONDS = 0.1
 
 
@@ -57,7 +58,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         for part, peak in NVIDIA_PEAKS.items():
             if part in name:
                 return peak
-    path = cache_folder() / f"peak-{fingerprint(device.type, str(dtype), str(torch.get_num_threads()))}.json"
+    path = (
+        cache_folder()
+        / f"peak-{fingerprint(device.type, str(dtype), str(torch.get_num_threads()), ops.instruction_set())}.json"
+    )
     before = float(json.loads(path.read_text())["flops"]) if path.is_file() else 0.0
     measured = _measure(device, dtype)
     if measured <= before:
@@ -78,15 +82,22 @@ def memory_gib(device: torch.device) -> float:
 @torch.inference_mode()
 def _measure(device: torch.device, dtype: torch.dtype) -> float:
     draw = torch.Generator().manual_seed(0)
-    square = torch.randn(PRODUCT, PRODUCT, generator=draw).to(device, dtype)
-    best, until = float("inf"), time.perf_counter() + MEASURED_SECONDS
-    # At least twice, on however slow a machine: the first one also warms up.
-    rounds = 0
-    while rounds < 2 or time.perf_counter() < until:
-        began = time.perf_counter()
-        square @ square
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
-        rounds += 1
-    return 2 * PRODUCT**3 / best
+    flops = 0.0
+    for size in PRODUCTS:
+        square = torch.randn(size, size, generator=draw).to(device, dtype)
+        best, until = float("inf"), time.perf_counter() + MEASURED_SECONDS / len(PRODUCTS)
+        # At least twice, on however slow a machine: the first one also warms up.
+        rounds = 0
+        while rounds < 2 or time.perf_counter() < until:
+            began = time.perf_counter()
+            if device.type == "cuda":
+                square @ square
+                torch.cuda.synchronize(device)
+            else:
+                ops.linear(square, square)
+            best = min(best, time.perf_counter() - began)
+            rounds += 1
+        flops = max(flops, 2 * size**3 / best)
+        if best > MEASURED_SECONDS / 20:
+            break
+    return flops

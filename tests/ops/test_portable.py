@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.ops.native import build
+from lockstep.ops.native import compiling
 from lockstep.ops.native.instruction_sets import BY_MACHINE, supported
 
 SELF_TEST = Path(__file__).with_name("self_test.cpp")
@@ -42,16 +42,16 @@ def form():
 
 def run_self_test(folder: Path, compiler: str, flags: list[str], *runner: str) -> str:
     program = folder / "self_test"
-    sources = [str(SELF_TEST), *map(str, sorted(build.SOURCES.glob("*.cpp")))]
+    sources = [str(SELF_TEST), *map(str, sorted(compiling.SOURCES.glob("*.cpp")))]
     # -O1 and one thread: what is tested is the source's meaning, not the compiler's patience.
-    options = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]
+    options = [flag for flag in compiling.FLAGS if flag not in ("-O3", "-fPIC")]
     subprocess.run([compiler, "-O1", *options, *flags, "-static-libgcc", *sources, "-o", str(program)], check=True)
     return subprocess.run([*runner, str(program)], check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("name", [each.name for each in supported() if each.arithmetic == "portable"])
 def test_every_instruction_set_computes_the_same_bits(tmp_path, name):
-    compiler = build.find_compiler()
+    compiler = compiling.find_compiler()
     assert compiler, "these tests need a C++ compiler: install g++"
     flags = next(each.flags for each in supported() if each.name == name)
     assert run_self_test(tmp_path, compiler, list(flags)) == EXPECTED

@@ -205,11 +205,24 @@ def agreeing(candidates: Tiles, dtype: torch.dtype, device: torch.device, in_fea
     out_features = min(out_features, 4096) if chunks(in_features, out_features) == 1 else out_features
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
     rows = 2 * max(tile.block_m for _, tile in candidates) - 3
-    x = torch.randn(rows, in_features, generator=generator).to(device, dtype)
-    weight = (torch.randn(out_features, in_features, generator=generator) * in_features**-0.5).to(device, dtype)
+    x, weight = (t.to(device, dtype) for t in _cancelling(generator, rows, in_features, out_features))
     expected = product_with(candidates[0][1], x, weight)
     same = [c for c in candidates if torch.equal(product_with(c[1], x, weight), expected)]
     return (*same[:-1], (None, same[-1][1]))
+
+
+def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """Factors whose exact products are near 0, so that what is left is how each partial sum was rounded.
+
+    Of ordinary data the last bits of a sum are rounded away, and two orders of summation can look like one.
+    """
+    scale = torch.exp2(torch.randint(-6, 7, (inner // 2,), generator=generator).float())
+    x = torch.randn(rows, inner // 2, generator=generator) * scale
+    weight = torch.randn(outputs, inner // 2, generator=generator)
+    order = torch.randperm(2 * (inner // 2), generator=generator)
+    tail = inner % 2  # 0 or 1 columns of zeros
+    x, weight = torch.cat([x, -x], 1)[:, order], torch.cat([weight, weight], 1)[:, order]
+    return torch.nn.functional.pad(x, (0, tail)), torch.nn.functional.pad(weight, (0, tail))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.ops.native.build import CompilerMissing, library_path
+from lockstep.ops.native.build import library_path
+from lockstep.ops.native.compiling import CompilerMissing
 from lockstep.ops.native.instruction_sets import InstructionSet, supported
 
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}

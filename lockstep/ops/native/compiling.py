@@ -1,0 +1,72 @@
+"""How the kernels are compiled. Imports nothing beyond the standard library: a wheel is built without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lockstep.ops.native.instruction_sets import BY_MACHINE, InstructionSet
+
+SOURCES = Path(__file__).parent
+FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    # A product and a sum are one operation only where the source says so: the same bits from every compiler.
+    "-ffp-contract=off",
+]
+
+
+class CompilerMissing(Exception):
+    """There is no C++ compiler, or it could not compile the kernels."""
+
+
+def find_compiler() -> str | None:
+    """CXX, else g++ or clang++ where one is on the PATH."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+
+
+def file_name(instructions: InstructionSet) -> str:
+    """Of the shared library that a wheel brings."""
+    return f"kernels-{platform.machine().lower()}-{instructions.name}.so"
+
+
+def compile_kernels(compiler: str, flags: list[str], target: Path) -> None:
+    """Raises CompilerMissing where that fails.
+
+    OpenMP is not linked: its functions are those of the runtime that torch has loaded, whatever its file is called.
+    """
+    sources = sorted(SOURCES.glob("*.cpp"))
+    # Renamed into place when whole, so that processes that start together never load half a library.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            for _ in pool.map(_run, commands):
+                pass
+        partial = Path(scratch) / "kernels.so"
+        _run([compiler, "-shared", *objects, "-o", str(partial)])
+        partial.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise CompilerMissing(f"{command[0]} could not compile the kernels:\n{result.stderr[-2000:]}")
+
+
+def compile_all(folder: Path) -> None:
+    """The kernels for every instruction set of this kind of machine, as a wheel brings them. Raises CompilerMissing."""
+    compiler = find_compiler()
+    if not compiler:
+        raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
+    folder.mkdir(parents=True, exist_ok=True)
+    for instructions in BY_MACHINE.get(platform.machine().lower(), ()):
+        compile_kernels(compiler, [*FLAGS, *instructions.flags], folder / file_name(instructions))
