@@ -1,0 +1,95 @@
+"""The operators' matrix product against the library's, in one run: forward, and both gradients.
+
+    python benchmarks/products.py [--isa avx2] [--rows 1,8,32,64,512,2048] [--dtype float32,bfloat16]
+
+The library's side is the faster of `F.linear` (MKL or oneDNN, as torch chooses) and oneDNN's own operator where it
+takes the dtype. "packed" reads panels that are kept, as a decode step does; up to 64 rows that is what counts, above it
+the product that lays its panels out itself. GF/s are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from lockstep import ops
+from lockstep.observe.machine import processor
+from lockstep.ops.linear import input_gradient, weight_gradient
+
+# (in, out) of the 5M, the 110M and the 0.6B model.
+SHAPES = [(256, 768), (768, 2048), (2048, 768), (1024, 3072), (3072, 1024)]
+FEW = 64
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Median of as many rounds as a tenth of a second holds, at least 5."""
+    work()
+    times: list[float] = []
+    until = time.perf_counter() + 0.1
+    while len(times) < 5 or time.perf_counter() < until:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def library(x: torch.Tensor, weight: torch.Tensor) -> float:
+    best = seconds(lambda: F.linear(x, weight))
+    try:
+        return min(best, seconds(lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")))
+    except RuntimeError:
+        return best  # oneDNN has no such product on this processor
+
+
+def gradients(rows: int, x: torch.Tensor, weight: torch.Tensor) -> tuple[float, float]:
+    """How many times as fast as the library: the gradient of x, and of the weight."""
+    grad = torch.randn(rows, weight.shape[0]).to(x.dtype)
+    of_x = seconds(lambda: grad @ weight) / seconds(lambda: input_gradient(grad, weight))
+    return of_x, seconds(lambda: grad.T @ x) / seconds(lambda: weight_gradient(grad, x))
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--isa", default="")
+    parser.add_argument("--rows", default="1,8,32,64,512,2048")
+    parser.add_argument("--dtype", default="float32,bfloat16")
+    options = parser.parse_args()
+    if options.isa:
+        os.environ["LOCKSTEP_ISA"] = options.isa
+    print(f"{processor()}, {ops.instruction_set()}, {ops.arithmetic()} arithmetic, {torch.get_num_threads()} threads\n")
+    print("| dtype | in → out | rows | library GF/s | ours | packed | ratio | gradients of x, of w |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    ratios: dict[tuple[str, bool], list[float]] = {}
+    for name in options.dtype.split(","):
+        dtype = getattr(torch, name)
+        for inner, outer in SHAPES:
+            with torch.inference_mode(False):  # panels are kept of tensors that have versions
+                weight = torch.randn(outer, inner).to(dtype)
+            panels = ops.PackedWeights()
+            for rows in map(int, options.rows.split(",")):
+                x = torch.randn(rows, inner).to(dtype)
+                theirs = library(x, weight)
+                ours = seconds(lambda: ops.linear(x, weight))  # noqa: B023
+                with panels.in_use():
+                    packed = seconds(lambda: ops.linear(x, weight))  # noqa: B023
+                ratio = theirs / (packed if rows <= FEW else ours)
+                ratios.setdefault((name, rows <= FEW), []).append(ratio)
+                speeds = [f"{2 * rows * inner * outer / t / 1e9:.0f}" for t in (theirs, ours, packed)]
+                backward = "" if rows <= FEW else "{:.2f}×, {:.2f}×".format(*gradients(rows, x, weight))
+                cells = [name, f"{inner} → {outer}", str(rows), *speeds, f"{ratio:.2f}×", backward]
+                print("| " + " | ".join(cells) + " |", flush=True)
+    print()
+    for (name, few), values in ratios.items():
+        kind = f"up to {FEW} rows, packed" if few else "many rows"
+        print(f"{name}, {kind}: median {statistics.median(values):.2f}×, lowest {min(values):.2f}×")
+
+
+if __name__ == "__main__":
+    main()
