@@ -30,6 +30,7 @@ def digests(folder: Path) -> dict[str, str]:
     from lockstep.rl.environments.digit_sum import pretraining_text
     from lockstep.train.pretrain import pretrain
 
+    folder.mkdir(parents=True, exist_ok=True)
     shape = ModelConfig(
         family="qwen3", vocab_size=258, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
         intermediate_size=160, qk_norm=True,

@@ -1,6 +1,8 @@
 """Same seed, same run: one digest in fresh processes, whatever the threads and the instruction set."""
 
-import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,32 +17,31 @@ EXPECTED = {
 """Of every processor, compiler and number of threads. What changes a bit of a float32 run changes it."""
 
 LOWEST = supported()[-1].name
-VARIATIONS = {
-    "own": {"OMP_NUM_THREADS": "2"},
+VARIATIONS = [
+    {"OMP_NUM_THREADS": "2"},
+    {"OMP_NUM_THREADS": "2"},
     # Plain vectors of torch's own operators too: whatever of a library depends on the width of a vector shows here.
-    "lowest": {"OMP_NUM_THREADS": "1", "LOCKSTEP_ISA": LOWEST, "ATEN_CPU_CAPABILITY": "default"},
-    "lowered library": {"OMP_NUM_THREADS": "2", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
-}
+    {"OMP_NUM_THREADS": "1", "LOCKSTEP_ISA": LOWEST, "ATEN_CPU_CAPABILITY": "default"},
+    {"OMP_NUM_THREADS": "2", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    {"OMP_NUM_THREADS": "3", "ATEN_CPU_CAPABILITY": "default"},
+    {"OMP_NUM_THREADS": "1"},
+]
 
 
-@pytest.mark.parametrize("name", VARIATIONS)
-def test_a_run_in_float32_is_the_same_run_everywhere(tmp_path, name):
-    assert digests_of_a_process(tmp_path, **VARIATIONS[name]) == EXPECTED
+def test_six_processes_beside_each_other_are_one_run(tmp_path):
+    folders = [tmp_path / str(index) for index in range(len(VARIATIONS))]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        results = list(pool.map(lambda folder, env: digests_of_a_process(folder, **env), folders, VARIATIONS))
+    assert results == [EXPECTED] * len(VARIATIONS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(40))
-def test_forty_processes_beside_other_work_are_one_run(tmp_path, index, busy_neighbour):
-    assert digests_of_a_process(tmp_path, OMP_NUM_THREADS=str(1 + index % 3)) == EXPECTED
-
-
-@pytest.fixture(scope="module")
-def busy_neighbour():
-    """Another process on one of the cores."""
-    import subprocess
-    import sys
-
-    process = subprocess.Popen([sys.executable, "-c", "while True: pass"], env=os.environ)
-    yield
-    process.kill()
-    process.wait()
+def test_forty_processes_beside_other_work_are_one_run(tmp_path):
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        for index in range(40):
+            digest = digests_of_a_process(tmp_path / str(index), OMP_NUM_THREADS=str(1 + index % 3))
+            assert digest == EXPECTED, f"process {index}"
+    finally:
+        neighbour.kill()
+        neighbour.wait()
