@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else "--help"
+    warnings.showwarning = _show_warning
     try:
         if name in ("-h", "--help"):
             print(_overview())
@@ -44,6 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"lockstep: warning: {message}", file=sys.stderr)
 
 
 def _overview() -> str:
@@ -83,6 +89,10 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
     default = recipe(command, chosen["--recipe"]) if chosen["--recipe"] else kind()
     if chosen["--config"]:
         default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
+        # What to do about the folder was said for that run alone: its file must not wipe it.
+        for action in ("overwrite", "resume", "dry_run"):
+            if hasattr(default, action):
+                setattr(default, action, type(getattr(default, action))())
     if "--help" in rest or "-h" in rest:
         from lockstep.recipes import RECIPES
 
@@ -337,7 +347,7 @@ def parity(arguments: list[str]) -> int:
 
     if options.dtype not in ("", "auto", "bfloat16", "float32"):
         raise UserError(f'dtype is "{options.dtype}"; give auto, bfloat16 or float32')
-    model = _open_model(options, "parity", f"{options.tokens} tokens to go")
+    model = _open_model(options, "parity", f"at least {options.tokens} tokens to go")
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
     print(f"Bitwise identical : {result.tokens_different == 0}")

@@ -41,9 +41,9 @@ class Statistics:
 
 
 class Engine:
-    """Samples from `model`, whose weights it reads in place: a trainer's update is seen by the next step.
+    """Samples from `model`, whose weights it reads in place: nothing is copied to it after a trainer's update.
 
-    Call `weights_changed` after such an update, for cached keys are of the old weights.
+    Call `weights_changed` after every update: cached keys, and panels of weights, are of the old ones until then.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):

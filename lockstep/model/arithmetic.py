@@ -25,9 +25,11 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
     chosen = recorded if wanted == "auto" and recorded in ("portable", "bf16_pairs", "pytorch") else wanted
     try:
         return ops.set_arithmetic(chosen)
+    except UserError:
+        raise
     except ValueError as error:
         if chosen == wanted:
-            raise UserError(f"arithmetic {wanted} cannot be had here: {error}; give portable or auto") from error
+            raise UserError(f"{error}; give --arithmetic portable or auto") from error
         raise UserError(
             f"computed so far in {recorded} arithmetic, which cannot be had here: {error}. Resume where it can, or "
             "accept other bits from here on with --arithmetic portable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 import torch
 
 from lockstep import ops
-from lockstep.model.arithmetic import arithmetic_of, instruction_set
 from lockstep.model.checkpoint import folder_dtype
 from lockstep.model.dtypes import DTYPES, resolve_dtype
 from lockstep.ops.cache import cache_folder, fingerprint
@@ -35,6 +35,8 @@ def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, st
         return name_of(folder_dtype(Path(model))), "the folder's own"
     if device.type != "cpu":
         return "bfloat16", "which GPUs train faster in"
+    if ops.arithmetic() == "pytorch":
+        return "float32", "since the plain operators widen bfloat16"
     seconds = training_seconds()
     ratio = seconds["float32"] / seconds["bfloat16"]
     if ratio >= MARGIN:
@@ -58,11 +60,13 @@ def training_seconds() -> dict[str, float]:
 
     What was found stays in the cache folder, so that a run does not choose otherwise because the machine is busy.
     """
-    of = (arithmetic_of(torch.device("cpu")), instruction_set(), os.environ.get("LOCKSTEP_NATIVE", "1"))
+    of = (ops.native.build_name(), str(torch.get_num_threads()))
     path = cache_folder() / f"dtype-{fingerprint('dtype', *of)}.json"
     if path.is_file():
         try:
-            return {name: float(json.loads(path.read_text())[name]) for name in DTYPES}
+            known = {name: float(json.loads(path.read_text())[name]) for name in DTYPES}
+            if all(0 < seconds < math.inf for seconds in known.values()):
+                return known
         except (ValueError, KeyError, TypeError):
             pass  # a file that is damaged is measured anew
     measured = _measure()

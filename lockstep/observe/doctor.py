@@ -145,7 +145,7 @@ def _operators() -> Iterator[Finding]:
         yield Finding("operators/native", "ok", True, "compiled operators serve")
         yield Finding("operators/compiler", "ok", compiler, compiler or "none, and none is needed")
     else:
-        text = "the plain PyTorch operators serve, several times slower"
+        text = "the plain PyTorch operators serve, which are many times slower"
         off = os.environ.get("LOCKSTEP_NATIVE", "1") == "0"
         yield Finding(
             "operators/native", "note", False, text, "" if off else "install g++ (apt install g++), or set CXX"
@@ -158,7 +158,7 @@ def _operators() -> Iterator[Finding]:
             f"operators/{name}",
             "ok",
             flops,
-            f"{flops / 1e9:,.0f} GF/s in a product of {machine.ROWS} x {machine.FEATURES}²",
+            f"{flops / 1e9:,.3g} GF/s in a matrix product",
         )
 
 

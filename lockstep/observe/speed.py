@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -60,9 +62,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
                 return peak
     path = (
         cache_folder()
-        / f"peak-{fingerprint(device.type, str(dtype), str(torch.get_num_threads()), ops.instruction_set())}.json"
+        / f"peak-{fingerprint(device.type, str(dtype), str(torch.get_num_threads()), ops.native.build_name())}.json"
     )
-    before = float(json.loads(path.read_text())["flops"]) if path.is_file() else 0.0
+    before = _kept(path)
     measured = _measure(device, dtype)
     if measured <= before:
         return before
@@ -70,6 +72,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     partial.write_text(json.dumps({"flops": measured, "dtype": str(dtype), "threads": torch.get_num_threads()}))
     partial.replace(path)
     return measured
+
+
+def _kept(path: Path) -> float:
+    """The best measurement so far; 0 where there is none, or a damaged file."""
+    try:
+        flops = float(json.loads(path.read_text())["flops"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+    return flops if 0 < flops < math.inf else 0.0
 
 
 def memory_gib(device: torch.device) -> float:

@@ -38,7 +38,12 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Floa
 
 
 def product(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "rows out"]:
-    """`x @ weight.T` without gradient, of tensors with any strides."""
+    """`x @ weight.T` without gradient, of tensors with any strides. Raises ValueError where they do not fit."""
+    if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype or x.device != weight.device:
+        raise ValueError(
+            f"a product needs factors of one width, dtype and device, but has {list(x.shape)} {x.dtype} on {x.device} "
+            f"and {list(weight.shape)} {weight.dtype} on {weight.device}"
+        )
     if native.usable(x):
         out = x.new_empty(x.shape[0], weight.shape[0])
         panels = None if native.is_pretending() else packed(weight, x.shape[0])

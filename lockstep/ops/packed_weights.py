@@ -26,16 +26,20 @@ class PackedWeights:
     """Panels of weights, each made at its first use after `forget`. The bits of products are the same with or without.
 
     A panel serves only while the weight's storage and version counter are those that it was made from. Writers that
-    leave the counter alone (collectives, kernels called by address) must be followed by `forget`.
+    leave the counter alone must be followed by `forget`: collectives, kernels called by address, fused optimizers of
+    PyTorch, and whatever writes through `.data` or NumPy.
     """
 
     def __init__(self) -> None:
         self._panels: dict[int, tuple[tuple[int, ...], Tensor]] = {}
-        self._current: set[int] = set()
+        # Storages of the weights whose panels are up to date: held, so that no other tensor takes their address.
+        self._current: dict[int, torch.UntypedStorage] = {}
         self._budget: int | None = None
 
     def forget(self) -> None:
-        """The weights may have changed. Memory is kept for the next panels."""
+        """The weights may have changed. Memory is kept for the next panels of those that were used since last time."""
+        for address in self._panels.keys() - self._current.keys():
+            self._release(address)
         self._current.clear()
 
     @contextmanager
@@ -58,13 +62,20 @@ class PackedWeights:
             return panels
         words = panel_words(weight)
         if panels is None or panels.numel() != words:
+            self._release(address)
             if not self._affords(4 * words):
                 return None
             panels = torch.empty(words, dtype=torch.int32)
         native.call("pack", weight.dtype, weight, *weight.stride(), panels, weight.shape[1], weight.shape[0])
         self._panels[address] = identity, panels
-        self._current.add(address)
+        self._current[address] = weight.untyped_storage()
         return panels
+
+    def _release(self, address: int) -> None:
+        self._current.pop(address, None)
+        _, panels = self._panels.pop(address, (None, None))
+        if panels is not None and self._budget is not None:
+            self._budget += panels.nbytes
 
     def _affords(self, size: int) -> bool:
         if self._budget is None:

@@ -1,6 +1,7 @@
 """Products: a chain of fused multiply-adds an element, on data whose sums cancel, so that a last bit shows."""
 
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -132,3 +133,85 @@ def test_an_instruction_set_that_is_not_there_is_refused_by_name(monkeypatch):
     supported.cache_clear()
     with pytest.raises(ValueError, match='arithmetic is "exact"; it can be auto, portable, bf16_pairs, pytorch'):
         native.set_arithmetic("exact")
+
+
+def test_a_sum_of_nothing_is_zero(form):
+    for dtype in DTYPES:
+        torch.full((64, 64), float("nan"), dtype=dtype)  # what freed memory may hold
+        assert torch.equal(
+            module.product(torch.empty(4, 0, dtype=dtype), torch.empty(8, 0, dtype=dtype)),
+            torch.zeros(4, 8, dtype=dtype),
+        )
+    weight = torch.randn(7, 5, requires_grad=True)
+    ops.linear(torch.randn(3, 5)[:0].requires_grad_(), weight).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(7, 5))
+
+
+def test_factors_that_do_not_fit_are_refused():
+    for x, w in ((torch.ones(2, 5), torch.ones(4, 3)), (torch.ones(2, 4), torch.ones(3, 4).bfloat16())):
+        # Without the type checker of the tests, which would see the widths first.
+        with pytest.raises(ValueError, match="one width, dtype and device"):
+            inspect.unwrap(module.product)(x, w)
+
+
+def test_panels_of_another_weight_at_the_same_address_do_not_serve(form):
+    if form == "pytorch":
+        pytest.skip("the plain form packs nothing")
+    x, weights = torch.randn(3, 64), ops.PackedWeights()
+    weight = torch.nn.Parameter(torch.randn(48, 64))
+    with torch.no_grad(), weights.in_use():
+        for _ in range(10):
+            assert torch.equal(ops.linear(x, weight), plain.product(x, weight.T))
+            weight.data = weight.data + 1  # no new version, and the old memory is free
+            assert torch.equal(ops.linear(x, torch.randn(48, 64).fill_(2)), ops.linear(x, torch.full((48, 64), 2.0)))
+
+
+def test_panels_give_their_memory_back(form):
+    if form == "pytorch":
+        pytest.skip("the plain form packs nothing")
+    x, weight, weights = torch.randn(3, 64), torch.randn(96, 64), ops.PackedWeights()
+    with weights.in_use():
+        ops.linear(x, weight)
+        free = weights._budget
+        for _ in range(5):
+            ops.linear(x, weight[:16])
+            ops.linear(x, weight)
+        assert weights._budget == free
+        weights.forget()
+        ops.linear(x, torch.randn(96, 64))
+        weights.forget()
+        assert len(weights._panels) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_several_blocks_of_k_is_the_chain_too(form, dtype):
+    x, w = cancelling(2, 3, 1601, 20, dtype)  # more than two blocks of either dtype, and an odd end
+    if form == "avx512_bf16" and dtype == torch.bfloat16:
+        x, w = torch.randn(3, 1601).bfloat16(), torch.randn(20, 1601).bfloat16()
+        expected = (x.double() @ w.double().T).float()
+        # Pairs are another arithmetic: within float32's rounding of 1,601 terms of about 1, rounded to bfloat16.
+        assert (module.product(x, w).float() - expected).abs().max() < 0.01 * expected.abs().max()
+    else:
+        assert torch.equal(module.product(x, w), plain.product(x, w.T).to(dtype))
+
+
+def test_a_weight_and_its_transpose_have_their_own_panels(form):
+    if form == "pytorch":
+        pytest.skip("the plain form packs nothing")
+    x, w = torch.randn(3, 64), torch.randn(64, 64)
+    with torch.no_grad(), ops.PackedWeights().in_use():
+        ops.linear(x, w)
+        assert torch.equal(ops.linear(x, w.T), ops.linear(x, w.T.contiguous()))
+
+
+def test_panels_stop_where_their_share_of_memory_ends(form, monkeypatch):
+    if form == "pytorch":
+        pytest.skip("the plain form packs nothing")
+    first, second = torch.randn(48, 64), torch.randn(48, 64)
+    one = 4 * packed_weights.panel_words(first)
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: int(1.5 * one / packed_weights.MEMORY_SHARE))
+    weights = ops.PackedWeights()
+    with torch.no_grad(), weights.in_use():
+        ops.linear(torch.randn(3, 64), first)
+        ops.linear(torch.randn(3, 64), second)
+    assert len(weights._panels) == 1

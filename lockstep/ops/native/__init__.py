@@ -55,8 +55,8 @@ def _chosen() -> InstructionSet:
         if wanted in ("auto", each.arithmetic):
             return each
     raise ValueError(
-        f"arithmetic {wanted} needs instructions that this processor lacks, or LOCKSTEP_ISA rules out; "
-        f"there are {', '.join(each.name for each in supported())}"
+        f"arithmetic {wanted} needs AVX512-BF16, which this processor lacks or LOCKSTEP_ISA rules out "
+        f"(instruction sets here: {', '.join(each.name for each in supported())})"
     )
 
 
@@ -96,6 +96,12 @@ def arithmetic() -> str:
 def instruction_set() -> str:
     """The instructions that the CPU's operators use, such as `avx2`; `pytorch` where they are not compiled."""
     return "pytorch" if library() is None else _chosen().name
+
+
+def build_name() -> str:
+    """Of the kernels that serve: another one for other sources, compilers and instructions."""
+    kernels = library()
+    return "pytorch" if kernels is None else Path(kernels._name).name
 
 
 def usable(x: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from lockstep.ops.cache import cache_folder, fingerprint
@@ -32,6 +33,23 @@ def library_path(instructions: InstructionSet) -> Path:
     flags = [*FLAGS, *instructions.flags]
     contents = [source.read_bytes() for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
     target = cache_folder() / f"kernels-{instructions.name}-{fingerprint(compiler, *flags, *contents)}.so"
-    if not target.exists():
+    if not _is_whole(target):
         compile_kernels(compiler, flags, target)
+        _digest_file(target).write_text(_digest(target))
     return target
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is what was compiled: a damaged library would end the process without a word when it is loaded."""
+    try:
+        return _digest_file(library).read_text() == _digest(library)
+    except OSError:
+        return False
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -53,11 +54,18 @@ def compile_kernels(compiler: str, flags: list[str], target: Path) -> None:
                 pass
         partial = Path(scratch) / "kernels.so"
         _run([compiler, "-shared", *objects, "-o", str(partial)])
+        if not partial.is_file():
+            raise CompilerMissing(f"{compiler} compiled nothing")
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
         partial.replace(target)
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+    try:
+        result = subprocess.run([*shlex.split(command[0]), *command[1:]], capture_output=True, text=True)
+    except OSError as error:
+        raise CompilerMissing(f"the compiler {command[0]} cannot be run: {error}; install g++ or set CXX") from error
     if result.returncode:
         raise CompilerMissing(f"{command[0]} could not compile the kernels:\n{result.stderr[-2000:]}")
 

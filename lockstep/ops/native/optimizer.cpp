@@ -1,8 +1,6 @@
 // One step of AdamW, in the operations of lockstep/ops/optimizer.py: each is rounded by itself (-ffp-contract=off), so
 // vectors of any width give the same bits.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "vector.h"
 
 namespace {
 
@@ -10,18 +8,6 @@ namespace {
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 16;
 // Elements of a thread's piece, so that a compiler sees plain loops inside.
 constexpr int64_t PIECE = 4096;
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float wide(float x) { return x; }
-inline float wide(bf16 x) {
-    const uint32_t bits = uint32_t(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 inline void narrow(float x, float& out) { out = x; }
 // To nearest, ties to even; NaN stays NaN.

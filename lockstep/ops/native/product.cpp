@@ -286,6 +286,7 @@ struct Product {
 template <class T>
 static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row, int64_t w_inner,
                     const word* packed, T* out, int64_t rows, int64_t depth, int64_t outputs) {
+    if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(T));  // a sum of nothing
     if (rows == 0 || outputs == 0) return;
     const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
     Product<T>(left, right, packed, out).run();

@@ -54,6 +54,14 @@ struct bf16 {
     uint16_t bits;
 };
 
+static inline float wide(float x) { return x; }
+static inline float wide(bf16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 // One register: c + a · b with one rounding.
 #if defined(LOCKSTEP_AVX512)
 static inline floats multiply_add(floats a, floats b, floats c) {
