@@ -89,8 +89,8 @@ def compare_overlapped(dtype):
         (product * distribute_tensor(weights, mesh, [Shard(0)])).sum().backward()
         assert product.placements == (Shard(0),)
         results.append([product.to_local(), own_x.grad.to_local(), own_weight.grad.to_local()])
-    # 72 tokens a rank are three chunks of 24: more than one, so there is something to overlap.
-    assert len(list(overlap._chunks(72))) == 3
+    # 72 tokens per rank are four chunks of 18: more than one, so there is something to overlap.
+    assert len(list(overlap._chunks(72))) == 4
     for at_once, overlapped in zip(*results):
         assert torch.equal(at_once, overlapped)
     close_world(world)
