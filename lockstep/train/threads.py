@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -19,19 +22,32 @@ def is_small(config: ModelConfig, tokens: int) -> bool:
     return tokens * config.dim * widest < WORTH_SHARING
 
 
+def busy_neighbours() -> int:
+    """Other processes that want a core just now, as Linux counts them; 0 where it is not Linux."""
+    counts = []
+    for _ in range(9):
+        try:
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+        except OSError:
+            return 0
+        counts.append(int(running) - 1)
+        time.sleep(0.01)
+    return max(0, statistics.median_low(counts))
+
+
 @contextmanager
 def fitting_threads(config: ModelConfig, tokens: int) -> Iterator[int]:
-    """One thread for a run whose micro-batches of `tokens` tokens are small, else as many as there are; yields them.
+    """One thread for a small run on a machine with other work, else as many as there are; yields their number.
 
     Threads meet at a barrier after every operator. Where another process has taken one's core, the others wait until
-    it is scheduled again, some milliseconds: many times as long as a small operator takes. No bit depends on this.
+    it is scheduled again, some milliseconds: as long as a small run's operators take. No bit depends on this.
     """
     before = torch.get_num_threads()
-    small = torch.get_num_threads() > 1 and is_small(config, tokens)
-    if small:
+    alone = before > 1 and is_small(config, tokens) and busy_neighbours() > 0
+    if alone:
         torch.set_num_threads(1)
     try:
         yield torch.get_num_threads()
     finally:
-        if small:
+        if alone:
             torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Small work runs on one thread, and no bit depends on how many there are."""
+"""Small work beside other work runs on one thread."""
 
 import os
 import subprocess
@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from lockstep.model import preset
-from lockstep.train.threads import fitting_threads
+from lockstep.train import threads as threads_module
+from lockstep.train.threads import busy_neighbours, fitting_threads
 
 
-def test_small_work_gets_one_thread_and_other_work_all_of_them():
+def test_small_work_with_company_gets_one_thread_and_other_work_all_of_them(monkeypatch):
+    monkeypatch.setattr(threads_module, "busy_neighbours", lambda: 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -21,8 +23,22 @@ def test_small_work_gets_one_thread_and_other_work_all_of_them():
         for size, tokens in (("micro", 8192), ("tiny", 8192), ("0.6b", 64)):
             with fitting_threads(preset(f"qwen3:{size}"), tokens) as threads:
                 assert threads == 3
+        monkeypatch.setattr(threads_module, "busy_neighbours", lambda: 0)
+        with fitting_threads(preset("qwen3:micro"), 1024) as threads:
+            assert threads == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts what runs")
+def test_a_busy_process_is_seen():
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        assert busy_neighbours() >= 1
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
