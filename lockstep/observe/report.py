@@ -91,11 +91,11 @@ def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
     figures = [Figure(f"{steps[-1]['step']:,}", "steps", "Updates of the weights.")]
     if steps[-1]["loss"] is not None:
         meaning = (
-            "Mean cross-entropy per token at the end, in nats; e to this power is how many tokens it wavers between."
+            "Mean cross-entropy per token at the end, in nats; exp(loss) is the perplexity."
         )
         figures.append(Figure(f"{steps[-1]['loss']:.4f}", "loss", meaning))
     if validations:
-        figures.append(Figure(f"{validations[-1]:.4f}", "validation loss", "The same on text that is not trained on."))
+        figures.append(Figure(f"{validations[-1]:.4f}", "validation loss", "Loss on held-out text."))
     figures += [
         Figure(f"{median(m['tokens_per_second'] for m in steps):,.0f}", "tokens per second", "The median step's."),
         Figure(
@@ -103,7 +103,7 @@ def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
             "of the device's peak (MFU)",
             "Useful arithmetic against what the device reaches in one large matrix product.",
         ),
-        Figure(f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0", "The most that it held."),
+        Figure(f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0", "Peak."),
     ]
     if skipped := steps[-1]["skipped_steps"]:
         figures.append(Figure(f"{skipped:.0f}", "steps skipped", "Their loss or gradient was not finite.", "bad"))
@@ -137,7 +137,7 @@ def _totals(summary: dict[str, Any]) -> list[Figure]:
     figures = []
     if seconds := summary.get("seconds"):
         parts = ", ".join(f"{STAGES.get(name, name)} {duration(value)}" for name, value in seconds.items())
-        figures.append(Figure(duration(sum(seconds.values())), "in all", parts[:1].upper() + parts[1:] + "."))
+        figures.append(Figure(duration(sum(seconds.values())), "total time", parts[:1].upper() + parts[1:] + "."))
     if tokens := summary.get("tokens"):
         trained = sum(count for name, count in tokens.items() if name != "generated")
         figures.append(Figure(in_tokens(trained), "tokens trained on", tokens_meaning(tokens)))
