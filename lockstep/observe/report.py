@@ -90,9 +90,7 @@ def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
     validations = [m["validation/loss"] for m in steps if m.get("validation/loss") is not None]
     figures = [Figure(f"{steps[-1]['step']:,}", "steps", "Updates of the weights.")]
     if steps[-1]["loss"] is not None:
-        meaning = (
-            "Mean cross-entropy per token at the end, in nats; exp(loss) is the perplexity."
-        )
+        meaning = "Mean cross-entropy per token at the end, in nats; exp(loss) is the perplexity."
         figures.append(Figure(f"{steps[-1]['loss']:.4f}", "loss", meaning))
     if validations:
         figures.append(Figure(f"{validations[-1]:.4f}", "validation loss", "Loss on held-out text."))

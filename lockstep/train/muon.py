@@ -41,14 +41,20 @@ def muon_update(
     updates = []
     for grad, state in zip(grads, states):
         own, momentum = local_values(grad), local_values(state["momentum"])
-        # One operation at a time: what fuses a product with a sum has other bits on other processors.
-        wide = momentum.float() * beta + own * (1 - beta)
+        wide = _between(momentum.float(), own, 1 - beta, dtype)
         momentum.copy_(wide)
-        updates.append((own * (1 - beta) + wide * beta).to(dtype))
+        updates.append(_between(own, wide, beta, dtype).to(dtype))
     for master, update in zip(masters, map_whole_matrices(orthogonalize, updates, masters)):
         own = local_values(master)
         own.mul_(1 - learning_rate * weight_decay)
         own.sub_(update.to(own.dtype) * (learning_rate * RMS * math.sqrt(max(master.shape))))
+
+
+def _between(start: Tensor, end: Tensor, share: float, dtype: torch.dtype) -> Tensor:
+    """`start` moved towards `end`; for float32 one operation at a time, which is the same on every processor."""
+    if dtype == torch.float32:
+        return start * (1 - share) + end * share
+    return start.lerp(end, share)
 
 
 def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
