@@ -10,6 +10,7 @@ import torch
 
 from lockstep.config import ParallelConfig, PretrainConfig, to_toml
 from lockstep.model import training_seconds
+from lockstep.ops import native
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.settle import settle
 from tests.parallel.launch import launch
@@ -18,7 +19,8 @@ from tests.parallel.launch import launch
 def _settle(folder: str) -> tuple[str, str]:
     """On a rank whose own measurements say what no other's do."""
     own = Path(folder) / os.environ["RANK"]
-    os.environ["XDG_CACHE_HOME"], os.environ["LOCKSTEP_NATIVE"] = str(own), "0"
+    native.library()  # compiled before the cache folder is another
+    os.environ["XDG_CACHE_HOME"] = str(own)
     training_seconds()
     (kept,) = (own / "lockstep").glob("dtype-*.json")
     faster, slower = ("bfloat16", "float32") if os.environ["RANK"] == "0" else ("float32", "bfloat16")
