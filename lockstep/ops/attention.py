@@ -7,6 +7,7 @@ tokens up to it and on nothing else: not on the chunk it came in, its neighbours
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -191,7 +192,7 @@ def attend_backward(
     native.call(
         "attend_backward" if dtype == q.dtype else "attend_backward_wide", q.dtype, grad_out.contiguous(),
         q.contiguous(), k.contiguous(), v.contiguous(), out, log_sums, grad_q, grad_k, grad_v, starts, contexts,
-        first_keys, contexts.shape[0], heads, k.shape[1], head_dim, head_dim**-0.5,
+        first_keys, contexts.shape[0], heads, k.shape[1], head_dim, 1 / math.sqrt(head_dim),
     )  # fmt: skip
     return grad_q.to(q.dtype), grad_k, grad_v
 
@@ -235,6 +236,6 @@ def _attend(
     log_sums = torch.empty(rows, heads, dtype=torch.float32)
     native.call(
         "attend", q.dtype, q.contiguous(), out, log_sums, keys, values, table, starts, contexts,
-        contexts.shape[0], table.shape[1], heads, keys.shape[1], head_dim, head_dim**-0.5,
+        contexts.shape[0], table.shape[1], heads, keys.shape[1], head_dim, 1 / math.sqrt(head_dim),
     )  # fmt: skip
     return out, log_sums

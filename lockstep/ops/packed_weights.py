@@ -31,13 +31,15 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        self._panels: dict[int, tuple[tuple[int, ...], Tensor]] = {}
+        self._panels: dict[int, tuple[tuple[object, ...], Tensor]] = {}
         # Storages of the weights whose panels are up to date: held, so that no other tensor takes their address.
         self._current: dict[int, torch.UntypedStorage] = {}
         self._budget: int | None = None
 
     def forget(self) -> None:
         """The weights may have changed. Memory is kept for the next panels of those that were used since last time."""
+        if not self._current:
+            return  # said twice, as by an update and by the call of `generate` after it
         for address in self._panels.keys() - self._current.keys():
             self._release(address)
         self._current.clear()
@@ -56,7 +58,7 @@ class PackedWeights:
         if weight.is_inference():
             return None
         address = weight.data_ptr()
-        identity = (*weight.shape, *weight.stride(), weight._version, hash(weight.dtype))
+        identity = (*weight.shape, *weight.stride(), weight._version, weight.dtype)
         known, panels = self._panels.get(address, (None, None))
         if panels is not None and known == identity and address in self._current:
             return panels

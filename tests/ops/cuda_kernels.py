@@ -35,14 +35,20 @@ def dots_of_fixed_order():
 
     patch = pytest.MonkeyPatch()
     patch.setattr(interpreter.np, "matmul", _dot)
+    # Comparing the tiles of every shape takes the interpreter minutes. In float32 they agree by their order of sums;
+    # in half precision what agrees depends on how a tensor core adds, which nothing here stands for.
+    tiles = {torch.float32: linear.FLOAT_TILES}
+    patch.setattr(linear, "_tiles", lambda dtype, *_: tiles.get(dtype, ((None, linear.HALF_TILES[0][1]),)))
     yield
     patch.undo()
 
 
 def _dot(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    out = np.zeros((a.shape[0], b.shape[1]), dtype)
-    for k in range(a.shape[1]):
-        out += a[:, k, None].astype(dtype) * b[None, k].astype(dtype)
+    a, b = a.astype(dtype).T[:, :, None], b.astype(dtype)
+    out, term = np.zeros((2, a.shape[1], b.shape[1]), dtype)
+    for column, row in zip(a, b, strict=True):
+        np.multiply(column, row, out=term)
+        np.add(out, term, out=out)
     return out
 
 
@@ -120,7 +126,7 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
             assert torch.equal(ours(*alone), mine[part])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),

@@ -177,6 +177,11 @@ def test_panels_give_their_memory_back(form):
             ops.linear(x, weight[:16])
             ops.linear(x, weight)
         assert weights._budget == free
+        kept = weights._panels[weight.data_ptr()][1].data_ptr()
+        weights.forget()
+        weights.forget()
+        ops.linear(x, weight)
+        assert weights._panels[weight.data_ptr()][1].data_ptr() == kept, "an update and a call of generate say it twice"
         weights.forget()
         ops.linear(x, torch.randn(96, 64))
         weights.forget()

@@ -2,7 +2,6 @@
 // lanes of a vector are different outputs. So neither the number of rows, nor tiles, threads or the width of a vector
 // can change a bit. In bfloat16 the factors are widened exactly; where the processor has instructions for pairs of
 // bfloat16 (LOCKSTEP_PAIRS), a chain takes two products a step, which are other bits (`arithmetic`).
-#include <memory>
 #include <vector>
 
 #include "panels.h"

@@ -45,10 +45,8 @@ struct Lanes {
     Part parts[PARTS];
 };
 typedef Lanes<float> f32x16;
-typedef Lanes<int32_t> i32x16;
-typedef Lanes<uint32_t> u32x16;
 typedef f32x16::Part floats;
-typedef u32x16::Part words;
+typedef Lanes<uint32_t>::Part words;
 
 struct bf16 {
     uint16_t bits;
