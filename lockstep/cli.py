@@ -124,7 +124,6 @@ def pretrain(arguments: list[str]) -> int:
     from lockstep.train.pretrain import pretrain as run
 
     config = _run_config("pretrain", PretrainConfig, arguments)
-    config.model, config.tokenizer = _in_run(config.model), _in_run(config.tokenizer)
     if config.dry_run:
         print(foresee(config).text())
         return 0
@@ -138,8 +137,6 @@ def sft(arguments: list[str]) -> int:
     from lockstep.train.sft import sft as run
 
     config = _run_config("sft", SFTConfig, arguments)
-    config.model = str(model_folder(config.model)) if config.model else ""
-    config.tokenizer = _in_run(config.tokenizer)
     _print_next(run(config), "serve --model {folder}")
     return 0
 
@@ -174,10 +171,11 @@ def data(arguments: list[str]) -> int:
     """data tokenize: tokenise text or conversations once, for runs to come"""
     if arguments[:1] != ["tokenize"]:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
+    from lockstep.checkpoint import folder_if_model
     from lockstep.data.tokenize_once import tokenize_once
 
     options = _parse(TokenizeOptions, arguments[1:], "data tokenize")
-    options.tokenizer = _in_run(options.tokenizer)
+    options.tokenizer = folder_if_model(options.tokenizer)
     tokenize_once(**vars(options))
     print(f"next: lockstep {'sft' if options.chat else 'pretrain'} --data {options.output}")
     return 0
@@ -190,7 +188,6 @@ def rl(arguments: list[str]) -> int:
     from lockstep.rl.parity import ParityError
 
     config = _run_config("rl", RLConfig, arguments)
-    config.model = str(model_folder(config.model)) if config.model else ""
     try:
         folder = reinforce(config)
     except ParityError as error:
@@ -230,7 +227,7 @@ class GenerateOptions:
     """Continue a prompt."""
 
     model: str
-    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     prompt: str
     """Text to continue."""
     max_tokens: int = 128
@@ -262,7 +259,7 @@ def generate(arguments: list[str]) -> int:
     from lockstep.generate import Engine, SamplingParams
 
     model = _open_model(options, "generate", f"up to {options.max_tokens} tokens to go")
-    folder = model_folder(options.model)
+    folder = _model_folder(options.model)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -290,7 +287,7 @@ def _open_model(options: GenerateOptions | ParityOptions, command: str, work: st
     from lockstep.parallel import refuse_ranks
 
     refuse_ranks(command)
-    model = open_model(model_folder(options.model), options.dtype, options.device, options.arithmetic)
+    model = open_model(_model_folder(options.model), options.dtype, options.device, options.arithmetic)
     parameters = model.config.num_parameters
     announce(f"{command}: " + start_line(options.model, parameters, model.device, model.dtype, work))
     return model
@@ -316,7 +313,7 @@ def serve(arguments: list[str]) -> int:
 
     refuse_ranks("serve")
 
-    return run(config, model_folder(config.model))
+    return run(config, _model_folder(config.model))
 
 
 @dataclass
@@ -324,7 +321,7 @@ class ParityOptions:
     """Compare trainer and generator."""
 
     model: str
-    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     tokens: int = 4096
     """Sampled tokens to compare."""
     dtype: Annotated[str, "dtype"] = "auto"
@@ -376,24 +373,15 @@ def convert(arguments: list[str]) -> int:
     options = _parse(ConvertOptions, arguments, "convert", positional=True)
     from lockstep.checkpoint.convert import convert as run
 
-    run(model_folder(options.source), options.target, options.dtype)
+    run(_model_folder(options.source), options.target, options.dtype)
     print(f"model: {options.target}")
     return 0
 
 
-def model_folder(path: str) -> Path:
-    """`path` itself, or the newest checkpoint where it is a run's folder. Raises UserError if it does not exist."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UserError(f"{path}: no such folder; give a Hugging Face model folder or a run's folder")
-    from lockstep.checkpoint import newest_checkpoint
+def _model_folder(name: str) -> Path:
+    from lockstep.checkpoint import model_folder
 
-    return newest_checkpoint(folder) or folder
-
-
-def _in_run(name: str) -> str:
-    """`model_folder` where it is a folder's name, which it need not be."""
-    return str(model_folder(name)) if name and Path(name).is_dir() else name
+    return model_folder(name)
 
 
 @dataclass

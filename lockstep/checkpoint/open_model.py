@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.checkpoint.checkpoints import STATE
+from lockstep.checkpoint.checkpoints import STATE, newest_checkpoint
 from lockstep.errors import UserError
+from lockstep.hub import is_model, local_folder
 from lockstep.model import Decoder, arithmetic_of, is_auto, load_model, open_device, set_arithmetic
 from lockstep.observe.logs import log
 
@@ -34,6 +35,20 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: 
             arithmetic_of(place),
         )
     return model
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder that `name` stands for: a run's newest checkpoint, a model's folder, or a download of the hub's model.
+
+    Raises UserError if there is none.
+    """
+    folder = local_folder(name)
+    return newest_checkpoint(folder) or folder
+
+
+def folder_if_model(name: str) -> str:
+    """`model_folder` of what may be a model; any other name, such as a preset's or none, as it is."""
+    return str(model_folder(name)) if is_model(name) else name
 
 
 def trained_arithmetic(folder: Path) -> str:

@@ -22,7 +22,8 @@ class PretrainConfig:
     output: str = "run"
     """Folder the run writes."""
     model: str = "qwen3:tiny"
-    """`family:size` for fresh weights (see lockstep.model.PRESETS), or a Hugging Face folder to continue from."""
+    """`family:size` for fresh weights (see lockstep.model.PRESETS); or, to continue from its weights, a Hugging Face
+    folder, a run's folder, or a model of the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION."""
     data: str = ""
     """Text, JSONL or Parquet: a file, a folder or a glob; hf:NAME[:config][:split]; a folder of tokens; several as
     a.jsonl=0.7,b.parquet=0.3. Empty: the Python standard library's own source."""
@@ -75,7 +76,7 @@ class SFTConfig(PretrainConfig):
     """Fine-tuning on conversations: everything of a pretraining run, with the loss on the assistant's tokens only."""
 
     model: str = ""
-    """Hugging Face folder, or a run's folder, to start from."""
+    """Model to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the hub."""
     data: str = ""
     """JSONL, Parquet or hf:…, with `messages`, or `prompt` and `completion`; several as a.jsonl=0.7,b.jsonl=0.3."""
     template: str = ""
@@ -95,7 +96,8 @@ class RLConfig:
     output: str = "run"
     """Folder the run writes."""
     model: str = ""
-    """Hugging Face folder (Llama 3 or Qwen3) to start from."""
+    """Llama 3 or Qwen3 to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
+    hub."""
     environment: str = "digit_sum"
     """`digit_sum`, `gsm8k`, or `FILE.py:Class` for a task of your own."""
     data: str = ""
@@ -163,7 +165,7 @@ class ServeConfig:
     """An HTTP server over the engine, with OpenAI's routes."""
 
     model: str
-    """Hugging Face folder, or a run's folder (its newest checkpoint)."""
+    """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     host: str = "127.0.0.1"
     """Address to listen on; any but a loopback address needs an API key."""
     port: int = 8000

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lockstep.errors import UserError
+from lockstep.hub import local_folder
 
 BYTE_FILE = "byte_tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
@@ -193,12 +194,12 @@ def _beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
-    """The tokenizer of a model folder, with the end and beginning of text that the folder's settings name.
+    """The tokenizer of a folder, or of a model of the hub, with the end and beginning of text that its settings name.
 
     Raises UserError if there is none, if it cannot be read, if it lacks a token that the settings name, or if its
     vocabulary is larger than the model's.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     tokenizer: ByteTokenizer | HuggingFaceTokenizer
     if (folder / "tokenizer.json").is_file():
         tokenizer = _hugging_face(folder)

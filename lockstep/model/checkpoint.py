@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.errors import UserError
+from lockstep.hub import local_folder
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
@@ -23,11 +24,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
-    """A Llama 3 or Qwen3 folder as a Decoder. dtype None keeps the files' own.
+    """A Llama 3 or Qwen3 folder, or model of the hub, as a Decoder. dtype None keeps the files' own.
 
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
     """
-    folder = Path(path)
+    folder = local_folder(path)
     config = read_config(folder)
     files = tensor_files(folder)
     model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint import Checkpoints, folder_if_model
 from lockstep.config import PretrainConfig, to_toml, validate
 from lockstep.data import (
     DataSource,
@@ -255,6 +255,7 @@ def foresee(config: PretrainConfig) -> DryRun:
     Raises UserError for bad input.
     """
     validate(config)
+    config = replace(config, model=folder_if_model(config.model))
     folder = Path(config.model)
     shape = read_config(folder) if folder.is_dir() else preset(config.model)
     # The ranks are somewhere else, so nothing is measured for them, but where it is said that they are CPUs.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.checkpoint import folder_if_model
 from lockstep.config import PretrainConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.model import choose_dtype, is_auto, set_arithmetic
@@ -19,11 +21,13 @@ Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
 
 
 def settle(config: Config, world: World) -> Config:
-    """`config` with `arithmetic` and `dtype` as they are used, which a run's config.toml then records.
+    """`config` with models' folders, `arithmetic` and `dtype` as they are used, which a run's config.toml then records.
 
     A resumed run keeps its own, unless others are given. Rank 0 chooses the dtype; where ranks would compute in
     different arithmetics, all take the portable one. Raises UserError for what cannot be had here.
     """
+    folders: Any = _folders(config, world)
+    config = dataclasses.replace(config, **folders)
     recorded = json.loads(world.from_main(lambda: json.dumps(recorded_settings(config))))
     arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""))
     dtype, why = recorded.get("dtype", ""), "as the run began"
@@ -39,6 +43,14 @@ def settle(config: Config, world: World) -> Config:
         announce(f"dtype auto: {dtype}, {why}")
     settled: Any = {"arithmetic": arithmetic, "dtype": dtype}
     return dataclasses.replace(config, **settled)
+
+
+def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
+    """The settings that name a model, with its folder instead; rank 0 downloads what is not there."""
+    named = {name: str(getattr(config, name)) for name in ("model", "tokenizer") if hasattr(config, name)}
+    for value in named.values():
+        world.on_main(partial(folder_if_model, value))
+    return {name: folder_if_model(value) for name, value in named.items()}
 
 
 def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from lockstep.cli import model_folder
+from lockstep.checkpoint import model_folder
 from lockstep.config import PretrainConfig
 from lockstep.data.chat import ChatTemplateError, load_chat_template
 from lockstep.errors import UserError

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lockstep import load_model, score
-from lockstep.cli import main, model_folder
+from lockstep.checkpoint import model_folder
+from lockstep.cli import main
 from lockstep.config import CheckpointConfig, DataConfig, SFTConfig, TrainConfig
 from lockstep.data import ConversationEncoder, load_tokenizer
 from lockstep.data.chat import load_chat_template
