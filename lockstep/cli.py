@@ -222,82 +222,16 @@ def print_summary(folder: Path) -> None:
     print(f"report: {folder / 'report.html'}")
 
 
-@dataclass
-class GenerateOptions:
-    """Continue a prompt."""
-
-    model: str
-    """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
-    prompt: str
-    """Text to continue."""
-    max_tokens: int = 128
-    """Tokens to sample at most."""
-    temperature: float = 0.8
-    """0 takes the likeliest token each time."""
-    top_k: int = 0
-    """Sample from the k likeliest tokens only; 0: off."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens with this probability; 1: off."""
-    min_p: float = 0.0
-    """Sample from tokens at least this likely relative to the likeliest; 0: off."""
-    seed: int | None = None
-    """Fixes the draw."""
-    stop: tuple[str, ...] = ()
-    """Stop after any of these strings."""
-    dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto: the files' own."""
-    arithmetic: Arithmetic = "auto"
-    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
-    device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
-
-
 def generate(arguments: list[str]) -> int:
-    """continue a prompt, streamed to the terminal"""
-    options = _parse(GenerateOptions, arguments, "generate")
-    from lockstep.data import StreamDecoder, load_tokenizer
-    from lockstep.generate import Engine, SamplingParams
-
-    model = _open_model(options, "generate", f"up to {options.max_tokens} tokens to go")
-    folder = _model_folder(options.model)
-    tokenizer = load_tokenizer(folder, model.config.vocab_size)
-    params = SamplingParams(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=options.stop,
-    )
-    decoder = StreamDecoder(tokenizer)
-    prompt = tokenizer.encode(options.prompt)
-    print(options.prompt, end="", flush=True)
-    for event in Engine(model, engine_config_for(model), tokenizer).stream(prompt, params):
-        if event.token_id != tokenizer.eos_id:
-            print(decoder.push(event.token_id), end="", flush=True)
-    print(decoder.finish())
-    return 0
-
-
-def _open_model(options: GenerateOptions | ParityOptions, command: str, work: str) -> Any:
-    """The model that the options name, and on stderr what is computed where."""
-    from lockstep.checkpoint import open_model
-    from lockstep.observe import announce, start_line
+    """continue a prompt, streamed to the terminal, or every prompt of a file"""
+    from lockstep.commands.generate import GenerateOptions
+    from lockstep.commands.generate import generate as run
     from lockstep.parallel import refuse_ranks
 
-    refuse_ranks(command)
-    model = open_model(_model_folder(options.model), options.dtype, options.device, options.arithmetic)
-    parameters = model.config.num_parameters
-    announce(f"{command}: " + start_line(options.model, parameters, model.device, model.dtype, work))
-    return model
-
-
-def engine_config_for(model: Any) -> Any:
-    """A cache for one sequence of the model's whole context, at most 64k tokens."""
-    from lockstep.config import EngineConfig
-
-    return EngineConfig(cache_tokens=min(65536, model.config.max_positions + 16), max_sequences=8)
+    options = _parse(GenerateOptions, arguments, "generate")
+    refuse_ranks("generate")
+    run(options)
+    return 0
 
 
 def serve(arguments: list[str]) -> int:
@@ -338,13 +272,18 @@ class ParityOptions:
 def parity(arguments: list[str]) -> int:
     """compare the log-probabilities of trainer and generator, bit by bit, under a mixed load"""
     options = _parse(ParityOptions, arguments, "parity")
+    from lockstep.checkpoint import open_model
     from lockstep.model import arithmetic_of
-    from lockstep.parallel import apply_compile
+    from lockstep.observe import announce, start_line
+    from lockstep.parallel import apply_compile, refuse_ranks
     from lockstep.rl.parity_check import check_parity
 
     if options.dtype not in ("", "auto", "bfloat16", "float32"):
         raise UserError(f'dtype is "{options.dtype}"; give auto, bfloat16 or float32')
-    model = _open_model(options, "parity", f"at least {options.tokens} tokens to go")
+    refuse_ranks("parity")
+    model = open_model(_model_folder(options.model), options.dtype, options.device, options.arithmetic)
+    work = f"at least {options.tokens} tokens to go"
+    announce("parity: " + start_line(options.model, model.config.num_parameters, model.device, model.dtype, work))
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
     print(f"Bitwise identical : {result.tokens_different == 0}")

@@ -30,6 +30,13 @@ PRESETS = {
         dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192,
         tie_embeddings=True, rope_factor=32.0,
     ),
+    "3b": dict(
+        dim=3072, num_layers=28, num_heads=24, num_kv_heads=8, head_dim=128, intermediate_size=8192,
+        tie_embeddings=True, rope_factor=32.0,
+    ),
     "8b": dict(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=14336),
+    "70b": dict(dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=28672),
+    "405b": dict(dim=16384, num_layers=126, num_heads=128, num_kv_heads=8, head_dim=128, intermediate_size=53248),
 }  # fmt: skip
-VOCAB_SIZES = {"micro": 258, "tiny": 2048, "1b": 128256, "8b": 128256}
+"""1b and 3b are those of Llama 3.2, the larger ones those of Llama 3.1."""
+VOCAB_SIZES = {"micro": 258, "tiny": 2048} | dict.fromkeys(("1b", "3b", "8b", "70b", "405b"), 128256)

@@ -9,9 +9,15 @@ MODEL_TYPE = "qwen3"
 QK_NORM = True
 
 
-def config(vocab_size: int, **sizes: int) -> ModelConfig:
+def config(vocab_size: int, tie_embeddings: bool = True, **sizes: int) -> ModelConfig:
     """A Qwen3 of any size, with the family's constants."""
-    return ModelConfig(family="qwen3", vocab_size=vocab_size, qk_norm=True, tie_embeddings=True, **sizes)  # type: ignore[arg-type]
+    return ModelConfig(
+        family="qwen3",
+        vocab_size=vocab_size,
+        qk_norm=True,
+        tie_embeddings=bool(tie_embeddings),
+        **sizes,  # type: ignore[arg-type]
+    )
 
 
 PRESETS = {
@@ -19,5 +25,21 @@ PRESETS = {
     "tiny": dict(dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=1024),
     "small": dict(dim=768, num_layers=12, num_heads=12, num_kv_heads=12, head_dim=64, intermediate_size=2048),
     "0.6b": dict(dim=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, intermediate_size=3072),
-}
-VOCAB_SIZES = {"micro": 258, "tiny": 2048, "small": 32000, "0.6b": 151936}
+    "1.7b": dict(dim=2048, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, intermediate_size=6144),
+    "4b": dict(dim=2560, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=9728),
+    "8b": dict(
+        dim=4096, num_layers=36, num_heads=32, num_kv_heads=8, head_dim=128, intermediate_size=12288,
+        tie_embeddings=False,
+    ),
+    "14b": dict(
+        dim=5120, num_layers=40, num_heads=40, num_kv_heads=8, head_dim=128, intermediate_size=17408,
+        tie_embeddings=False,
+    ),
+    "32b": dict(
+        dim=5120, num_layers=64, num_heads=64, num_kv_heads=8, head_dim=128, intermediate_size=25600,
+        tie_embeddings=False,
+    ),
+}  # fmt: skip
+VOCAB_SIZES = {"micro": 258, "tiny": 2048, "small": 32000} | dict.fromkeys(
+    ("0.6b", "1.7b", "4b", "8b", "14b", "32b"), 151936
+)

@@ -1,0 +1,1 @@
+"""Commands that are more than one call into the library."""

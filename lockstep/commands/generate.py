@@ -1,0 +1,211 @@
+"""`lockstep generate`: a prompt streamed to the terminal, or a file of prompts to a file of completions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+from lockstep.config.train import Arithmetic
+from lockstep.errors import UserError
+
+
+@dataclass
+class GenerateOptions:
+    """Continue a prompt, or every prompt of a file."""
+
+    model: str
+    """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
+    prompt: str = ""
+    """Text to continue; with --chat: what the user says."""
+    prompts: str = ""
+    """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`."""
+    output: str = ""
+    """JSONL file to write, one completion per line; empty: the terminal."""
+    chat: bool = False
+    """Each prompt is a user's message, which the model's chat template renders."""
+    n: int = 1
+    """Completions of each prompt."""
+    max_tokens: int = 128
+    """Tokens to sample at most."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens only; 0: off."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1: off."""
+    min_p: float = 0.0
+    """Sample from tokens at least this likely relative to the likeliest; 0: off."""
+    seed: int | None = None
+    """Fixes the draws."""
+    stop: tuple[str, ...] = ()
+    """Stop after any of these strings."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto: the files' own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+
+
+@dataclass
+class Prompt:
+    """One line of the file: what the output repeats, and the text that is continued."""
+
+    given: dict[str, Any]
+    text: str
+
+
+def generate(options: GenerateOptions) -> None:
+    """Runs the command. Raises UserError for prompts, or a model, that cannot be used."""
+    from lockstep.checkpoint import model_folder, open_model
+    from lockstep.config import EngineConfig
+    from lockstep.data import load_tokenizer
+    from lockstep.generate import Engine, SamplingParams
+    from lockstep.observe import announce, start_line
+
+    if bool(options.prompt) == bool(options.prompts):
+        raise UserError("give either a text with --prompt TEXT or a file with --prompts FILE")
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        n=options.n,
+        seed=options.seed,
+        stop=options.stop,
+    )
+    folder = model_folder(options.model)
+    prompts = list(_prompts(options, folder))
+    model = open_model(folder, options.dtype, options.device, options.arithmetic)
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    samples = len(prompts) * options.n
+    work = f"{samples} samples of " * (samples > 1) + f"up to {options.max_tokens} tokens to go"
+    announce("generate: " + start_line(options.model, model.config.num_parameters, model.device, model.dtype, work))
+    # Room for one sequence of the whole context, or for many short ones.
+    cache = min(65536, model.config.max_positions + 16)
+    engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=64 if samples > 1 else 1), tokenizer)
+    if options.prompts or options.output:
+        _write_all(prompts, params, engine, tokenizer, options.output)
+    elif options.n > 1:
+        _print_samples(prompts[0], params, engine, tokenizer)
+    else:
+        _stream("" if options.chat else options.prompt, prompts[0], params, engine, tokenizer)
+
+
+def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
+    from lockstep.data.chat import load_chat_template
+
+    given = [{"prompt": options.prompt}] if options.prompt else list(_read(Path(options.prompts)))
+    if not given:
+        raise UserError(f"{options.prompts}: holds no prompts; write one per line")
+    template = load_chat_template(folder) if options.chat or any("messages" in line for line in given) else None
+    for line in given:
+        messages = line.get("messages", [{"role": "user", "content": line.get("prompt", "")}])
+        if "prompt" in line and not options.chat:
+            text = line["prompt"]
+        elif template is None:
+            raise UserError(f"{folder}: has no chat template; put a chat_template.jinja beside the model's weights")
+        else:
+            text = _rendered(template, messages)
+        if not text:
+            raise UserError(f"{options.prompts or '--prompt'}: a prompt is empty; there is nothing to continue")
+        yield Prompt(line, text)
+
+
+def _rendered(template: Any, messages: Any) -> str:
+    from lockstep.data.chat import ChatTemplateError
+
+    try:
+        return str(template.render(messages))
+    except ChatTemplateError as error:
+        raise UserError(f"{error}; the messages are {json.dumps(messages, ensure_ascii=False)[:200]}") from error
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file as objects with `prompt` or `messages`."""
+    from lockstep.data.records import Tally, holds_records, read_records
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give prompts with --prompts FILE")
+    if not holds_records(path):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: is not UTF-8 at byte {error.start}; convert it first") from error
+        yield from ({"prompt": line} for line in lines if line.strip())
+        return
+    for where, line in read_records(path, False, Tally()):
+        if isinstance(line.get("messages"), list):
+            yield {"messages": line["messages"]}
+        elif isinstance(line.get("prompt"), str):
+            yield {"prompt": line["prompt"]}
+        else:
+            raise UserError(f"{where}: has neither `prompt`, a text, nor `messages`, a list; give one of them")
+
+
+def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, output: str) -> None:
+    """One JSON object per completion, in the order of the prompts, written as soon as its turn has come."""
+    import dataclasses
+
+    from lockstep.observe import Progress
+
+    tokens = [tokenizer.encode(prompt.text) for prompt in prompts]
+    # Two lines of one text are two draws, and a line's draws do not depend on how many others there are.
+    seeds = [None if params.seed is None else params.seed + line for line in range(len(prompts))]
+    each = [dataclasses.replace(params, seed=seed) for seed in seeds]
+    batch = max(1, 4 * engine.config.max_sequences // params.n)
+    with contextlib.ExitStack() as opened:
+        file: IO[str] = opened.enter_context(_open_output(output)) if output else sys.stdout
+        bar = opened.enter_context(Progress("generate", len(prompts))) if output else None
+        for start in range(0, len(prompts), batch):
+            part = slice(start, start + batch)
+            for prompt, completions in zip(prompts[part], engine.generate(tokens[part], each[part])):
+                for index, completion in enumerate(completions):
+                    file.write(json.dumps(_line(prompt, index, completion, tokenizer), ensure_ascii=False) + "\n")
+            file.flush()
+            if bar:
+                bar.advance(len(prompts[part]))
+
+
+def _open_output(output: str) -> IO[str]:
+    try:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        return Path(output).open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
+
+
+def _line(prompt: Prompt, index: int, completion: Any, tokenizer: Any) -> dict[str, Any]:
+    return prompt.given | {
+        "sample": index,
+        "completion": _text(completion, tokenizer),
+        "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+    }
+
+
+def _text(completion: Any, tokenizer: Any) -> str:
+    return str(tokenizer.decode([t for t in completion.token_ids if t != tokenizer.eos_id]))
+
+
+def _print_samples(prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
+    for index, completion in enumerate(engine.generate([tokenizer.encode(prompt.text)], params)[0]):
+        print(f"[{index}] {_text(completion, tokenizer)}")
+
+
+def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
+    from lockstep.data import StreamDecoder
+
+    decoder = StreamDecoder(tokenizer)
+    print(shown, end="", flush=True)
+    for event in engine.stream(tokenizer.encode(prompt.text), params):
+        if event.token_id != tokenizer.eos_id:
+            print(decoder.push(event.token_id), end="", flush=True)
+    print(decoder.finish())

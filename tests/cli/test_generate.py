@@ -1,0 +1,91 @@
+"""`lockstep generate` in all its forms: one prompt, several samples, a file of prompts, messages."""
+
+import json
+import shutil
+
+import pytest
+
+from lockstep.cli import main
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model_folder, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def generate(folder, *options: object) -> int:
+    return main(["generate", "--model", str(folder), "--max-tokens", "6", "--seed", "3", *map(str, options)])
+
+
+def test_n_samples_of_a_prompt_are_numbered(model_folder, capsys):
+    assert generate(model_folder, "--prompt", "def f(", "--n", 3) == 0
+    lines = capsys.readouterr().out.split("[")
+    assert [line[:2] for line in lines[1:]] == ["0]", "1]", "2]"] and len(set(lines)) == 4
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_file_of_prompts_becomes_a_file_of_completions(tmp_path, model_folder, capsys, name):
+    prompts = ["def f(", "class A:", "def f("]
+    lines = prompts if name.endswith("txt") else [json.dumps({"prompt": p, "more": 1}) for p in prompts]
+    (tmp_path / name).write_text("\n".join(lines) + "\n\n")
+    output = tmp_path / "made" / "out.jsonl"
+    assert generate(model_folder, "--prompts", tmp_path / name, "--n", 2, "--output", output) == 0
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(w["prompt"], w["sample"]) for w in written] == [(p, i) for p in prompts for i in range(2)]
+    assert all(len(w["logprobs"]) == len(w["token_ids"]) <= 6 and w["finish_reason"] for w in written)
+    assert written[0]["token_ids"] != written[4]["token_ids"]  # one text twice is two draws
+    # Without --output the same lines go to the terminal, and the same seed draws the same tokens.
+    capsys.readouterr()
+    assert generate(model_folder, "--prompts", tmp_path / name, "--n", 2) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == written
+
+
+def test_a_line_draws_the_same_whatever_other_lines_there_are(tmp_path, model_folder, capsys):
+    drawn = []
+    for count in (1, 5):
+        (tmp_path / "p.txt").write_text("def f(\n" * count)
+        assert generate(model_folder, "--prompts", tmp_path / "p.txt") == 0
+        drawn.append(json.loads(capsys.readouterr().out.splitlines()[0])["token_ids"])
+    assert drawn[0] == drawn[1]
+
+
+def test_messages_are_rendered_by_the_models_template(tmp_path, chat_folder, capsys):
+    rendered = "<user>hello\n<assistant>"
+    (tmp_path / "text.txt").write_text("unused\n")
+    assert generate(chat_folder, "--prompt", "hello", "--chat") == 0
+    alone = capsys.readouterr().out.strip()
+    conversation = {"messages": [{"role": "user", "content": "hello"}]}
+    (tmp_path / "m.jsonl").write_text(json.dumps(conversation) + "\n" + json.dumps({"prompt": rendered[:-1] + ">"}))
+    assert generate(chat_folder, "--prompts", tmp_path / "m.jsonl", "--temperature", 0) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["messages"] == conversation["messages"] and first["token_ids"] == second["token_ids"]
+    assert "<user>" not in alone
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "give either a text with --prompt TEXT or a file with --prompts FILE"),
+        (["--prompt", "a", "--prompts", "b"], "give either"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["--prompts", "empty.txt"], "holds no prompts"),
+        (["--prompts", "bad.jsonl"], "bad.jsonl:1: has neither `prompt`"),
+        (["--prompts", "latin.txt"], "is not UTF-8 at byte 1"),
+        (["--prompt", "a", "--chat"], "has no chat template"),
+        (["--prompt", "a", "--n", "0"], "n is 0"),
+    ],
+)
+def test_what_cannot_be_generated_is_said_before_the_model_is_loaded(
+    tmp_path, model_folder, monkeypatch, capsys, options, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "latin.txt").write_bytes(b"a\xff\n")
+    assert main(["generate", "--model", str(model_folder), *options]) == 2
+    assert said in capsys.readouterr().err
