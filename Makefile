@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 
-.PHONY: gpu-check gpu-test gpu-bench demo demo-picture test test-slow lint format bench clean
+.PHONY: gpu-check gpu-test gpu-bench demo demo-picture test test-slow lint api format bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ lint: $(VENV)/.installed
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+
+# docs/api.md: every public name, with its docstring.
+api: $(VENV)/.installed
+	$(VENV)/bin/python docs/make_api.py
 
 format: $(VENV)/.installed
 	$(RUN) ruff check --fix .

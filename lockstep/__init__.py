@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from lockstep.config import EngineConfig
     from lockstep.generate import Completion, Engine, SamplingParams
     from lockstep.model import Decoder, ModelConfig, build_model, load_model, save_model
+    from lockstep.rl.controller import reinforce
     from lockstep.train import score
+    from lockstep.train.pretrain import pretrain
+    from lockstep.train.sft import finetune
 
 # Large tensors in huge pages: on the CPU a training step spends a fifth of its time on page faults without them.
 # torch reads this at its first allocation.
@@ -34,6 +37,9 @@ _HOMES = {
     "build_model": "lockstep.model",
     "load_model": "lockstep.model",
     "save_model": "lockstep.model",
+    "finetune": "lockstep.train.sft",
+    "pretrain": "lockstep.train.pretrain",
+    "reinforce": "lockstep.rl.controller",
     "score": "lockstep.train",
 }
 
@@ -46,7 +52,10 @@ __all__ = [
     "ModelConfig",
     "SamplingParams",
     "build_model",
+    "finetune",
     "load_model",
+    "pretrain",
+    "reinforce",
     "save_model",
     "score",
 ]

@@ -134,10 +134,10 @@ def pretrain(arguments: list[str]) -> int:
 def sft(arguments: list[str]) -> int:
     """fine-tuning on conversations, with the loss on the assistant's tokens only"""
     from lockstep.config import SFTConfig
-    from lockstep.train.sft import sft as run
+    from lockstep.train.sft import finetune
 
     config = _run_config("sft", SFTConfig, arguments)
-    _print_next(run(config), "serve --model {folder}")
+    _print_next(finetune(config), "serve --model {folder}")
     return 0
 
 

@@ -1,12 +1,15 @@
 """Every Python block of the README and the documentation runs."""
 
+import importlib
+import inspect
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "api.md")]
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{index}")
     for page in PAGES
@@ -17,6 +20,17 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_documented_block_runs(block):
     exec(compile(block, "documentation", "exec"), {})
+
+
+def test_the_api_reference_describes_every_public_name():
+    making = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
+    page = making["page"]()
+    for module in making["MODULES"]:
+        for name in importlib.import_module(module).__all__:
+            value = getattr(importlib.import_module(module), name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                assert f"\n### {name}\n" in page and (value.__doc__ or "").strip(), f"{module}.{name} is not documented"
+    assert "- `samples_per_prompt: int = 8`: Completions of each prompt" in page
 
 
 def test_documented_commands_exist():

@@ -83,6 +83,8 @@ class SFTConfig(PretrainConfig):
     """File of a chat template (jinja) to use instead of the model's own."""
     tokenizer: str = ""
     """Folder of a tokenizer to use instead of the model's own."""
+    epochs: float = 0.0
+    """Passes over the conversations, from which `steps` follows; 0: as many steps as `steps` says."""
     sequence_length: int = 1024
     """Tokens of one row of conversations; only a longer one is cut."""
     loader: DataConfig = field(default_factory=lambda: DataConfig(packing="whole"))

@@ -77,6 +77,20 @@ class RowLoader:
         """What was met in the data, as metrics: `data/skipped_lines`, `data/empty_documents`, where there were any."""
         return {f"data/{name}": count for name, count in self.rows.counts.items() if count}
 
+    def steps_of(self, epochs: float) -> int:
+        """Steps until the data has been seen so many times, from here on; nothing is taken from the stream.
+
+        Raises UserError for data without a known end and for a number that is not above 0.
+        """
+        if not epochs > 0:
+            raise UserError(f"epochs is {epochs}; it must be above 0")
+        before, rows = self.rows.state(), 0
+        while self.rows.epoch < epochs and not self.rows.ended:
+            self.rows.plan()
+            rows += 1
+        self.rows.load_state(before)
+        return -(-rows // self.rows_per_step)
+
     def next(self) -> StepRows:
         """This rank's rows of the next step. Raises StopIteration where there is none (see `ended`)."""
         if self.ended:

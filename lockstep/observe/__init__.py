@@ -4,7 +4,7 @@ from lockstep.observe.compare import Comparison, compare_runs
 from lockstep.observe.curves import curves_png
 from lockstep.observe.logs import log
 from lockstep.observe.metrics import MetricsWriter, read_metrics
-from lockstep.observe.observer import Observer, require_observers
+from lockstep.observe.observer import Observer, OnMetrics, require_observers
 from lockstep.observe.progress import Progress
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run
@@ -16,6 +16,7 @@ __all__ = [
     "Comparison",
     "MetricsWriter",
     "Observer",
+    "OnMetrics",
     "Progress",
     "RunFolder",
     "Timeline",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,9 @@ from lockstep.observe.sinks import require_sinks
 from lockstep.observe.timeline import Timeline, timeline_path
 from lockstep.observe.watchdog import Watchdog
 
+OnMetrics = Callable[[int, Mapping[str, float]], None]
+"""What a caller wants to know of each step: its number and its metrics."""
+
 
 def require_observers(config: ObserveConfig, device: torch.device) -> None:
     """Raises UserError for what this machine cannot show, before the run has a folder."""
@@ -29,10 +32,18 @@ def require_observers(config: ObserveConfig, device: torch.device) -> None:
 class Observer:
     """Metrics, log, timeline, profiles, garbage collection and watchdog of one rank. A context manager."""
 
-    def __init__(self, config: ObserveConfig, faults: FaultConfig, run: Path, rank: int = 0, ranks: int = 1):
+    def __init__(
+        self,
+        config: ObserveConfig,
+        faults: FaultConfig,
+        run: Path,
+        rank: int = 0,
+        ranks: int = 1,
+        on_metrics: OnMetrics | None = None,
+    ):
         self.config, self.run = config, run
         self.timeline = Timeline(rank, config.timeline_steps)
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._on_metrics = rank, ranks, on_metrics
         self._profiling = Profiling(config, run, rank)
         self._garbage = GarbageCollection(config.gc_every)
         self._watchdog = Watchdog(self.timeline, run, rank, ranks, faults.watchdog_seconds)
@@ -69,6 +80,8 @@ class Observer:
         """Rank 0 writes a step's metrics; the others' are not asked for."""
         if self._metrics is not None:
             self._metrics.write(step, metrics)
+            if self._on_metrics is not None:
+                self._on_metrics(step, metrics)
 
     def rewind(self, step: int) -> None:
         """Forgets the metrics after `step`, which the run writes anew."""

@@ -70,7 +70,7 @@ def run_demo(config: DemoConfig) -> Path:
         documents = list(pretraining_text(LINES, ERROR_RATE, config.seed))
         folder = pretrain(first, documents, bar.stage("1/2 pretrain", first.steps, PRETRAIN_SHARE))
         second.model = str(folder / "checkpoints" / f"step_{first.steps:08}")
-        run = reinforce(second, bar.stage("2/2 reinforce", second.steps, 1 - PRETRAIN_SHARE))
+        run = reinforce(second, progress=bar.stage("2/2 reinforce", second.steps, 1 - PRETRAIN_SHARE))
     summary = json.loads((run / "summary.json").read_text())
     pretraining = json.loads((folder / "summary.json").read_text())
     summary["seconds"] = pretraining["seconds"] | summary["seconds"]

@@ -15,6 +15,7 @@ from lockstep.generate import Engine
 from lockstep.model import arithmetic_of, load_model, open_device
 from lockstep.observe import (
     Observer,
+    OnMetrics,
     Progress,
     announce,
     in_short,
@@ -29,6 +30,7 @@ from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
+from lockstep.rl.environment import Environment
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.rollouts import write_rollouts
@@ -39,17 +41,23 @@ from lockstep.train.stop_signal import StopSignal
 from lockstep.train.threads import fitting_threads
 
 
-def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
-    """Trains `config.model` on `config.environment` with GRPO; returns the run's folder.
+def reinforce(
+    config: RLConfig,
+    environment: Environment | None = None,
+    progress: Progress | None = None,
+    on_metrics: OnMetrics | None = None,
+) -> Path:
+    """Trains `config.model` on `environment`, or the one that `config` names, with GRPO; returns the run's folder.
 
-    Raises UserError for bad input, and ParityError where trainer and generator disagree (unless set to warn), and
-    RunStopped where the run ends early.
+    Calls `on_metrics(step, metrics)` after the validation before the first step (step 0) and after every step. Raises
+    UserError for bad input, ParityError where trainer and generator disagree (unless set to warn), and RunStopped where
+    the run ends early.
     """
     validate(config)
     refuse_ranks("rl")
     device = open_device(config.device)
     config = settle(config, World(device))
-    environment = load_environment(config.environment, config.data, config.skip_bad_lines)
+    environment = environment or load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
     model = load_model(config.model, config.dtype, device)
@@ -81,7 +89,7 @@ def reinforce(config: RLConfig, progress: Progress | None = None) -> Path:
         fitting_threads(model.config, config.train.tokens_per_microbatch),
         StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
-        Observer(config.observe, config.faults, run.path) as observer,
+        Observer(config.observe, config.faults, run.path, on_metrics=on_metrics) as observer,
         progress or Progress("rl", config.steps) as bar,
     ):
         trainer.timeline = observer.timeline

@@ -46,6 +46,7 @@ from lockstep.model import (
 )
 from lockstep.observe import (
     Observer,
+    OnMetrics,
     Progress,
     RunFolder,
     announce,
@@ -72,20 +73,32 @@ from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
 
 
-def pretrain(config: PretrainConfig, documents: Iterable[str] | None = None, progress: Progress | None = None) -> Path:
+def pretrain(
+    config: PretrainConfig,
+    documents: Iterable[str] | None = None,
+    progress: Progress | None = None,
+    on_metrics: OnMetrics | None = None,
+) -> Path:
     """Trains `config.model` on `config.data`, or on `documents` where given; returns the run's folder.
 
-    Under torchrun all ranks call it and rank 0 writes. Raises UserError for bad input.
+    Under torchrun all ranks call it and rank 0 writes; it calls `on_metrics(step, metrics)` after every step. Raises
+    UserError for bad input.
     """
     validate(config)
     world = open_world(config.parallel, config.device)
     try:
-        return _pretrain(settle(config, world), world, documents, progress)
+        return _pretrain(settle(config, world), world, documents, progress, on_metrics)
     finally:
         close_world(world)
 
 
-def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | None, progress: Progress | None) -> Path:
+def _pretrain(
+    config: PretrainConfig,
+    world: World,
+    documents: Iterable[str] | None,
+    progress: Progress | None,
+    on_metrics: OnMetrics | None,
+) -> Path:
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
     sources: list[tuple[DataSource, float]] = [] if documents is not None else text_sources(config, config.data)
     texts = [source for source, _ in sources if isinstance(source, TextSource)] if documents is None else [documents]
@@ -97,7 +110,7 @@ def _pretrain(config: PretrainConfig, world: World, documents: Iterable[str] | N
     loader = make_loader(config, sources, encoder, world)
     held_out_sources = text_sources(config, config.validation_data) if config.validation_data else []
     held_out = validation_rows(config, held_out_sources, encoder, world)
-    return run_training(config, world, tokenizer, model, loader, progress, held_out=held_out)
+    return run_training(config, world, tokenizer, model, loader, progress, held_out=held_out, on_metrics=on_metrics)
 
 
 def run_training(
@@ -109,6 +122,7 @@ def run_training(
     progress: Progress | None = None,
     command: str = "pretrain",
     held_out: StepRows | None = None,
+    on_metrics: OnMetrics | None = None,
 ) -> Path:
     """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder.
 
@@ -144,7 +158,7 @@ def run_training(
     threads = fitting_threads(model.config, config.train.tokens_per_microbatch)
     with threads, StopSignal(config.faults.stop_seconds) as stop, checkpoints:
         with (
-            Observer(config.observe, config.faults, run.path, world.rank, world.size) as observer,
+            Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics) as observer,
             (progress or Progress(command, config.steps)) if world.is_main else nullcontext() as bar,
         ):
             timeline = trainer.timeline = observer.timeline

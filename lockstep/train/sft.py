@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config import SFTConfig, validate
@@ -10,6 +11,7 @@ from lockstep.data import (
     ConversationEncoder,
     ConversationSource,
     DataSource,
+    RowLoader,
     divide_step,
     is_token_folder,
     load_tokenizer,
@@ -19,37 +21,46 @@ from lockstep.data import (
 from lockstep.data.chat import ChatTemplate, load_chat_template
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
-from lockstep.observe import Progress
+from lockstep.observe import OnMetrics, Progress
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.pretrain import make_loader, make_model, run_training
 from lockstep.train.settle import settle
 from lockstep.train.validation import validation_rows
 
 
-def sft(config: SFTConfig, progress: Progress | None = None) -> Path:
+def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: OnMetrics | None = None) -> Path:
     """Trains the model in `config.model` on the conversations in `config.data`; returns the run's folder.
 
-    Its checkpoints carry the chat template. Under torchrun all ranks call it and rank 0 writes.
-    Raises UserError for bad input.
+    Its checkpoints carry the chat template. Under torchrun all ranks call it and rank 0 writes; it calls
+    `on_metrics(step, metrics)` after every step. Raises UserError for bad input.
     """
     validate(config)
     world = open_world(config.parallel, config.device)
     try:
-        return _sft(settle(config, world), world, progress)
+        return _sft(settle(config, world), world, progress, on_metrics)
     finally:
         close_world(world)
 
 
-def _sft(config: SFTConfig, world: World, progress: Progress | None) -> Path:
+def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
     sources = conversation_sources(config, config.data)
     tokenizer = load_tokenizer(config.tokenizer or config.model)
     encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources))
     model = make_model(config, tokenizer, world)
     loader = make_loader(config, sources, encoder, world)
+    if config.epochs:
+        config = replace(config, steps=_steps(config, sources, loader))
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     held_out = validation_rows(config, held_out_sources, encoder, world)
-    return run_training(config, world, tokenizer, model, loader, progress, "sft", held_out)
+    return run_training(config, world, tokenizer, model, loader, progress, "sft", held_out, on_metrics)
+
+
+def _steps(config: SFTConfig, sources: Sequence[tuple[DataSource, float]], loader: RowLoader) -> int:
+    streams = [s.data for s, _ in sources if isinstance(s, ConversationSource) and s.streamed]
+    if streams:
+        raise UserError(f"{streams[0]}: a stream's length is not known, so epochs cannot be counted; give --steps")
+    return loader.steps_of(config.epochs)
 
 
 def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource, float]]:

@@ -177,3 +177,25 @@ def test_data_with_nothing_to_predict_is_refused():
         _rows(_corpus([5]), 1)
     with pytest.raises(UserError, match="no sequence of two tokens"):
         _rows(_corpus([1, 1]), 4)
+
+
+@pytest.mark.parametrize("packing", ["cut", "whole"])
+@pytest.mark.parametrize("epochs", [0.5, 1, 3])
+def test_the_steps_of_some_epochs_are_counted_without_taking_any(packing, epochs):
+    texts = ["ab" * (3 + i % 7) for i in range(50)]
+    rows = Rows(tokenize_documents(texts, ByteTokenizer()), 32, seed=1, packing=packing)
+    loader = RowLoader(rows, 64, 64)
+    before = loader.state()
+    steps = loader.steps_of(epochs)
+    assert loader.state() == before
+    seen = []
+    while not seen or seen[-1] < epochs:
+        loader.next()
+        seen.append(loader.epoch)
+    assert len(seen) == steps
+
+
+def test_no_epochs_are_no_training():
+    loader = RowLoader(Rows(tokenize_documents(["abcdef"], ByteTokenizer()), 4, seed=0), 8, 8)
+    with pytest.raises(UserError, match="epochs is -1"):
+        loader.steps_of(-1)

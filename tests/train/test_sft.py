@@ -16,7 +16,7 @@ from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
-from lockstep.train.sft import sft
+from lockstep.train.sft import finetune
 from tests.parallel.launch import launch
 
 MARKED = (
@@ -117,7 +117,7 @@ def test_a_conversation_that_cannot_be_learnt_from_is_named(model_folder, line, 
 
 def test_messages_without_a_template_are_no_bad_lines(tmp_path, model_folder):
     with pytest.raises(UserError, match="no chat template; give --template FILE"):
-        sft(_config(tmp_path, model_folder, "run", skip_bad_lines=True))
+        finetune(_config(tmp_path, model_folder, "run", skip_bad_lines=True))
 
 
 def test_conversations_go_through_worker_processes(chat_folder):
@@ -151,7 +151,7 @@ def test_the_loss_is_that_of_the_assistants_tokens(tmp_path, chat_folder):
     # Without an update the validation on the same conversations measures the same.
     options = {"steps": 1, "loader": DataConfig(packing="whole", repeat=False), "validation_data": _data(tmp_path)}
     frozen = TrainConfig(learning_rate=1e-30, warmup_steps=0, tokens_per_microbatch=128)
-    folder = sft(_config(tmp_path, chat_folder, "run", train=frozen, **options))
+    folder = finetune(_config(tmp_path, chat_folder, "run", train=frozen, **options))
     (loss,) = _metrics(folder)
     assert _metrics(folder, "validation/loss") == pytest.approx([loss], rel=1e-6)
     encoded = [_encode(chat_folder, line) for line in LINES]
@@ -164,12 +164,12 @@ def test_the_loss_is_that_of_the_assistants_tokens(tmp_path, chat_folder):
 
 def test_a_run_learns_resumes_and_keeps_the_template(tmp_path, chat_folder):
     config = _config(tmp_path, chat_folder, "whole")
-    whole = sft(config)
+    whole = finetune(config)
     losses = _metrics(whole)
     assert losses[-1] < losses[0] - 0.5 and all(0 < share < 1 for share in _metrics(whole, "data/padding"))
-    stopped = sft(_config(tmp_path, chat_folder, "stopped"))
+    stopped = finetune(_config(tmp_path, chat_folder, "stopped"))
     shutil.rmtree(stopped / "checkpoints" / "step_00000004")
-    sft(_config(tmp_path, chat_folder, "stopped", resume=True))
+    finetune(_config(tmp_path, chat_folder, "stopped", resume=True))
     assert _metrics(stopped) == losses
     rendered = load_chat_template(model_folder(str(whole))).render(LINES[1]["messages"])
     assert rendered == load_chat_template(chat_folder).render(LINES[1]["messages"])
@@ -177,18 +177,18 @@ def test_a_run_learns_resumes_and_keeps_the_template(tmp_path, chat_folder):
 
 def test_a_template_given_by_hand_is_used_and_kept(tmp_path, model_folder):
     (tmp_path / "own.jinja").write_text(PLAIN)
-    folder = sft(_config(tmp_path, model_folder, "run", steps=1, template=str(tmp_path / "own.jinja")))
+    folder = finetune(_config(tmp_path, model_folder, "run", steps=1, template=str(tmp_path / "own.jinja")))
     assert (folder / "checkpoints" / "step_00000001" / "chat_template.jinja").read_text() == PLAIN
     with pytest.raises(UserError, match=r"none\.jinja: no such file"):
-        sft(_config(tmp_path, model_folder, "other", template=str(tmp_path / "none.jinja")))
+        finetune(_config(tmp_path, model_folder, "other", template=str(tmp_path / "none.jinja")))
 
 
 def test_tokens_made_beforehand_give_the_same_run(tmp_path, chat_folder, capsys):
-    direct = sft(_config(tmp_path, chat_folder, "direct", steps=2))
+    direct = finetune(_config(tmp_path, chat_folder, "direct", steps=2))
     arguments = ["--data", _data(tmp_path), "--tokenizer", str(chat_folder), "--output", str(tmp_path / "tokens")]
     assert main(["data", "tokenize", "--chat", "--workers", "0", *arguments]) == 0
     assert "3 documents" in capsys.readouterr().out
-    folder = sft(_config(tmp_path, chat_folder, "folder", steps=2, data=str(tmp_path / "tokens")))
+    folder = finetune(_config(tmp_path, chat_folder, "folder", steps=2, data=str(tmp_path / "tokens")))
     assert _metrics(folder) == _metrics(direct)
     assert main(["data", "tokenize", *arguments]) == 2 and "is there already" in capsys.readouterr().err
     arguments[-1] = str(tmp_path / "texts")
@@ -201,11 +201,11 @@ def test_conversations_are_tokenised_with_a_template_given_by_hand(tmp_path, mod
     arguments = ["--data", _data(tmp_path), "--tokenizer", str(model_folder), "--output", str(tmp_path / "tokens")]
     assert main(["data", "tokenize", "--chat", *arguments, "--template", str(tmp_path / "own.jinja")]) == 0
     tokens = dict(data=str(tmp_path / "tokens"), steps=1)
-    folder = sft(_config(tmp_path, model_folder, "run", **tokens))
+    folder = finetune(_config(tmp_path, model_folder, "run", **tokens))
     assert (folder / "checkpoints" / "step_00000001" / "chat_template.jinja").read_text() == PLAIN
     (tmp_path / "other.jinja").write_text(MARKED)
     with pytest.raises(UserError, match="tokens: was tokenised with another chat template; give --template"):
-        sft(_config(tmp_path, model_folder, "other", template=str(tmp_path / "other.jinja"), **tokens))
+        finetune(_config(tmp_path, model_folder, "other", template=str(tmp_path / "other.jinja"), **tokens))
     assert main(["data", "tokenize", "--chat", *arguments[:-1], str(tmp_path / "more")]) == 2
     assert "no chat template; give --template FILE" in capsys.readouterr().err
 
@@ -215,25 +215,25 @@ def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):
     arguments = ["--data", str(tmp_path / "a.txt"), "--tokenizer", str(chat_folder)]
     assert main(["data", "tokenize", *arguments, "--output", str(tmp_path / "texts")]) == 0
     with pytest.raises(UserError, match="was tokenised as text; .*--chat"):
-        sft(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "texts")))
+        finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "texts")))
     with pytest.raises(UserError, match=r"a\.txt: holds no conversations"):
-        sft(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "a.txt")))
+        finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "a.txt")))
     bad = [*LINES, {"messages": []}, {"prompt": 3}]
     with pytest.raises(UserError, match=r"talk5\.jsonl:4: the assistant says nothing.*--skip-bad-lines"):
-        sft(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad)))
-    folder = sft(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad), steps=1, skip_bad_lines=True))
+        finetune(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad)))
+    folder = finetune(_config(tmp_path, chat_folder, "run", data=_data(tmp_path, bad), steps=1, skip_bad_lines=True))
     assert _metrics(folder, "data/skipped_lines") == [2]
 
 
 def test_two_ranks_follow_one(tmp_path, chat_folder):
-    alone = _metrics(sft(_config(tmp_path, chat_folder, "alone")))
+    alone = _metrics(finetune(_config(tmp_path, chat_folder, "alone")))
     launch(2, _on_a_rank, _config(tmp_path, chat_folder, "two"))
     # The step's sums are added in another order, in float32.
     assert _metrics(tmp_path / "two") == pytest.approx(alone, rel=1e-5)
 
 
 def _on_a_rank(config):
-    sft(config)
+    finetune(config)
 
 
 def test_the_command_line_starts_a_run_from_a_recipe(tmp_path, chat_folder):
@@ -245,4 +245,4 @@ def test_the_command_line_starts_a_run_from_a_recipe(tmp_path, chat_folder):
     config = _config(tmp_path, chat_folder, "other")
     config.loader.packing = "wole"  # as from a TOML file
     with pytest.raises(UserError, match='loader.packing is "wole"; give cut or whole'):
-        sft(config)
+        finetune(config)
