@@ -65,6 +65,9 @@ def _parse(kind: type, arguments: list[str], command: str, default: Any = None, 
     """With `positional`, what has no default is given without its name."""
     import tyro
 
+    from lockstep.commands.spelling import refuse_other_names
+
+    refuse_other_names(kind, arguments)
     keywords: dict[str, Any] = {} if default is None else {"default": default}
     if positional:
         keywords["config"] = (tyro.conf.PositionalRequiredArgs,)
@@ -94,11 +97,22 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
             if hasattr(default, action):
                 setattr(default, action, type(getattr(default, action))())
     if "--help" in rest or "-h" in rest:
-        from lockstep.recipes import RECIPES
+        from lockstep.recipes import described
 
-        print(f"--recipe NAME   start from a ready run: {', '.join(RECIPES[command])}")
-        print("--config FILE   start from a TOML file, such as a run's config.toml\n")
+        print(f"most used: {MOST_USED[command]}")
+        print("--config FILE: start from a TOML or YAML file, such as a run's config.toml")
+        print(f"--recipe NAME: start from a ready run:\n{described(command)}\n")
     return _parse(kind, rest, command, default)
+
+
+MOST_USED = {
+    "pretrain": "--model --data --tokenizer --output --steps --tokens-per-step --sequence-length --dtype\n"
+    "  --train.learning-rate --validation-data --resume --dry-run",
+    "sft": "--model --data --output --epochs --tokens-per-step --sequence-length --dtype --train.learning-rate\n"
+    "  --validation-data --resume",
+    "rl": "--model --environment --data --output --steps --prompts-per-step --samples-per-prompt --max-new-tokens\n"
+    "  --train.learning-rate --validation-every --resume",
+}
 
 
 def demo(arguments: list[str]) -> int:

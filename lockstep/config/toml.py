@@ -37,17 +37,32 @@ def _toml_value(value: Any) -> str:
 
 
 def from_toml(path: str | Path, base: Config) -> Config:
-    """`base` with the values of a TOML file put over it.
+    """`base` with the values of a TOML file put over it, or of a YAML file by its name (`.yaml`, `.yml`).
 
     Raises UserError for a missing or malformed file and for keys that `base` does not have.
     """
     try:
-        values = tomllib.loads(Path(path).read_text())
+        text = Path(path).read_text()
+        values = _yaml(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file's name") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as TOML ({error}); write `key = value` lines") from error
+    except ValueError as error:  # of either format, or of what is no text at all
+        kind = "YAML" if Path(path).suffix in (".yaml", ".yml") else "TOML"
+        line = "key: value" if kind == "YAML" else "key = value"
+        raise UserError(f"{path}: cannot be read as {kind} ({error}); write `{line}` lines") from error
     return _merge(base, values, str(path))
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(values, dict | None):
+        raise ValueError(f"a {type(values).__name__}, not settings with names")
+    return values or {}
 
 
 def _merge(config: Any, values: dict[str, Any], where: str) -> Any:
@@ -56,11 +71,18 @@ def _merge(config: Any, values: dict[str, Any], where: str) -> Any:
         if key not in names:
             raise UserError(f'{where}: unknown key "{key}".{closest(key, names)}')
     changes = {
-        key: _merge(getattr(config, key), value, f"{where} [{key}]") if isinstance(value, dict) else _own(value)
+        key: _merge(getattr(config, key), value, f"{where} [{key}]")
+        if isinstance(value, dict)
+        else _own(value, getattr(config, key))
         for key, value in values.items()
     }
     return dataclasses.replace(config, **changes)
 
 
-def _own(value: Any) -> Any:
+def _own(value: Any, before: Any) -> Any:
+    if isinstance(before, float) and isinstance(value, str):
+        try:
+            return float(value)  # YAML takes 1e-5, without a point, for a text
+        except ValueError:
+            return value
     return tuple(value) if isinstance(value, list) else value

@@ -47,6 +47,7 @@ class Source(Protocol):
 
 
 def is_token_folder(path: str | Path) -> bool:
+    """Whether `lockstep data tokenize` wrote this folder."""
     return (Path(path) / DESCRIPTION).is_file()
 
 

@@ -11,10 +11,10 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Counts up to `total`, with a few figures beside the bar. A context manager."""
+    """Counts up to `total`, in percent or in `unit`s, with a few figures beside the bar. A context manager."""
 
-    def __init__(self, title: str, total: float):
-        self.title = title
+    def __init__(self, title: str, total: float, unit: str = ""):
+        self.title, self.unit = title, unit
         self.total = total
         self.done = 0.0
         self._bar: Any = None
@@ -45,14 +45,19 @@ class Progress:
         self.done += amount
         text = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, description=title or self.title, figures=text)
+            figures_text = "  ".join(filter(None, (self._place(), text)))
+            self._bar.update(self._task, completed=self.done, description=title or self.title, figures=figures_text)
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or self.done >= self.total:
             self._last_line = now
             share = self.done / self.total if self.total else 1.0
             left = (now - self._began) * (1 - share) / share if share > 0 else 0.0
-            print(f"{title or self.title}: {share:4.0%}, {left:.0f} s left  {text}", flush=True)
+            print(f"{title or self.title}: {self._place() or f'{share:4.0%}'}, {left:.0f} s left  {text}", flush=True)
+
+    def _place(self) -> str:
+        """`step 12 of 200`, where it is steps that are counted."""
+        return f"{self.unit} {self.done:.0f} of {self.total:.0f}" if self.unit else ""
 
     def reach(self, done: float, title: str = "", **figures: float) -> None:
         """`done` is done in all, which may be less than before."""

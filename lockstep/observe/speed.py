@@ -14,6 +14,7 @@ import torch
 
 from lockstep import ops
 from lockstep.model import ModelConfig
+from lockstep.observe.machine import busy_neighbours
 from lockstep.ops.cache import cache_folder, fingerprint
 
 NVIDIA_PEAKS = {
@@ -53,7 +54,8 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Of one rank: from the table for a known NVIDIA device and bfloat16, else as measured with a matrix product.
 
-    The best measurement is kept in the cache folder, for this machine and this number of threads: it may be busy now.
+    It is measured while no other process wants a core; the best measurement is kept in the cache folder, for this
+    machine and this number of threads. 0 where the machine has been busy each time.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
@@ -65,6 +67,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         / f"peak-{fingerprint(device.type, str(dtype), str(torch.get_num_threads()), ops.native.build_name())}.json"
     )
     before = _kept(path)
+    if device.type == "cpu" and busy_neighbours() > 0:
+        return before
     measured = _measure(device, dtype)
     if measured <= before:
         return before

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from lockstep.config import DataConfig, EngineConfig, PretrainConfig, RLConfig, SFTConfig, TrainConfig
+from lockstep.config import (
+    DataConfig,
+    EngineConfig,
+    ParallelConfig,
+    PretrainConfig,
+    RecomputeConfig,
+    RLConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from lockstep.errors import UserError, closest
 from lockstep.rl.environments.gsm8k import TEMPLATE as GSM8K_TEMPLATE
 
@@ -14,15 +24,37 @@ def tiny() -> PretrainConfig:
     return PretrainConfig(model="qwen3:tiny", steps=200, tokens_per_step=8192, sequence_length=256)
 
 
-def llama3_8b() -> PretrainConfig:
-    """Llama 3 8B from scratch, for a cluster: 4M tokens a step in rows of 8192; give --data and --tokenizer."""
+def from_scratch(model: str, learning_rate: float, recompute: str = "none", **parallel: int) -> PretrainConfig:
+    """A preset from scratch, for a cluster: 4M tokens a step in rows of 8192; give --data and --tokenizer.
+
+    Ranks that `parallel` leaves share the weights (FSDP2).
+    """
     return PretrainConfig(
-        model="llama3:8b",
+        model=model,
         steps=10_000,
         tokens_per_step=4 * 2**20,
         sequence_length=8192,
-        train=TrainConfig(learning_rate=3e-4, warmup_steps=200, weight_decay=0.1, tokens_per_microbatch=8192),
+        dtype="bfloat16",
+        train=TrainConfig(learning_rate=learning_rate, warmup_steps=200, weight_decay=0.1, tokens_per_microbatch=8192),
+        parallel=ParallelConfig(**parallel),  # type: ignore[arg-type]
+        recompute=RecomputeConfig(mode=recompute),  # type: ignore[arg-type]
     )
+
+
+FROM_SCRATCH: dict[str, Callable[[], PretrainConfig]] = {
+    "llama3_1b": partial(from_scratch, "llama3:1b", 6e-4),
+    "llama3_3b": partial(from_scratch, "llama3:3b", 4e-4),
+    "llama3_8b": partial(from_scratch, "llama3:8b", 3e-4, "selective"),
+    "llama3_70b": partial(from_scratch, "llama3:70b", 1.5e-4, "full", tensor=8),
+    "llama3_405b": partial(from_scratch, "llama3:405b", 8e-5, "full", tensor=8, pipeline=8),
+    "qwen3_0.6b": partial(from_scratch, "qwen3:0.6b", 6e-4),
+    "qwen3_1.7b": partial(from_scratch, "qwen3:1.7b", 5e-4),
+    "qwen3_4b": partial(from_scratch, "qwen3:4b", 4e-4, "selective"),
+    "qwen3_8b": partial(from_scratch, "qwen3:8b", 3e-4, "selective"),
+    "qwen3_14b": partial(from_scratch, "qwen3:14b", 2e-4, "full"),
+    "qwen3_32b": partial(from_scratch, "qwen3:32b", 1.5e-4, "full", tensor=8),
+}
+"""Learning rates of the Llama family are those of arXiv 2407.21783, table 3, and between them."""
 
 
 def gsm8k_tiny_pretrain() -> PretrainConfig:
@@ -94,10 +126,22 @@ def gsm8k_tiny_rl() -> RLConfig:
 
 
 RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfig]]] = {
-    "pretrain": {"tiny": tiny, "llama3_8b": llama3_8b, "gsm8k_tiny": gsm8k_tiny_pretrain},
+    "pretrain": {"tiny": tiny, "gsm8k_tiny": gsm8k_tiny_pretrain, **FROM_SCRATCH},
     "sft": {"chat": chat},
     "rl": {"digit_sum": digit_sum, "gsm8k": gsm8k, "gsm8k_tiny": gsm8k_tiny_rl},
 }
+
+
+def described(command: str) -> str:
+    """A line for each recipe of a command."""
+    lines = []
+    for name, make in RECIPES[command].items():
+        if isinstance(make, partial):
+            text = f"{make.args[0]} from scratch, for a cluster; give --data and --tokenizer"
+        else:
+            text = (make.__doc__ or "").splitlines()[0]
+        lines.append(f"  {name:14} {text}")
+    return "\n".join(lines)
 
 
 def recipe(command: str, name: str) -> PretrainConfig | RLConfig:

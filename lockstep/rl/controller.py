@@ -90,7 +90,7 @@ def reinforce(
         StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
         Observer(config.observe, config.faults, run.path, on_metrics=on_metrics) as observer,
-        progress or Progress("rl", config.steps) as bar,
+        progress or Progress("rl", config.steps, "step") as bar,
     ):
         trainer.timeline = observer.timeline
         bar.advance(min(start, config.steps))

@@ -154,12 +154,13 @@ def run_training(
     speed = Throughput(model.config, world, compute)
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     metrics: dict[str, float] = {}
+    shown: dict[str, float] = {}
     stopped_by = 0
     threads = fitting_threads(model.config, config.train.tokens_per_microbatch)
     with threads, StopSignal(config.faults.stop_seconds) as stop, checkpoints:
         with (
             Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics) as observer,
-            (progress or Progress(command, config.steps)) if world.is_main else nullcontext() as bar,
+            (progress or Progress(command, config.steps, "step")) if world.is_main else nullcontext() as bar,
         ):
             timeline = trainer.timeline = observer.timeline
             if bar is not None:
@@ -195,7 +196,10 @@ def run_training(
                 if loader.ended and step < config.steps:
                     log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
                 if bar is not None:
-                    bar.reach(step, loss=metrics["loss"], tokens_per_s=metrics["tokens_per_second"])
+                    shown |= {"loss": metrics["loss"], "tokens_per_s": metrics["tokens_per_second"]}
+                    if "validation/loss" in metrics:
+                        shown["validation"] = metrics["validation/loss"]
+                    bar.reach(step, "", **shown)
 
         # The last checkpoint may still be on its way to the disk.
         world.barrier()

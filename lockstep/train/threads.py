@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from lockstep.model import ModelConfig
+from lockstep.observe.machine import busy_neighbours
 
 WORTH_SHARING = 2**27
 """Multiplications of a run's largest product that a second thread pays for: 2 to 5 ms of one thread."""
@@ -20,19 +18,6 @@ def is_small(config: ModelConfig, tokens: int) -> bool:
     """Whether no product of a micro-batch of so many tokens is worth sharing between threads."""
     widest = max(config.intermediate_size, config.num_heads * config.head_dim, config.vocab_size)
     return tokens * config.dim * widest < WORTH_SHARING
-
-
-def busy_neighbours() -> int:
-    """Other processes that want a core just now, as Linux counts them; 0 where it is not Linux."""
-    counts = []
-    for _ in range(9):
-        try:
-            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
-        except OSError:
-            return 0
-        counts.append(int(running) - 1)
-        time.sleep(0.01)
-    return max(0, statistics.median_low(counts))
 
 
 @contextmanager

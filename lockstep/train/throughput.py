@@ -13,7 +13,7 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class Throughput:
-    """Turns a step's rows and times into tokens a second, TFLOP/s and the share of what the devices could do."""
+    """Turns a step's rows and times into tokens a second, TFLOP/s and, where it is known, the share of the peak."""
 
     def __init__(self, config: ModelConfig, world: World, dtype: torch.dtype):
         self.config, self.world = config, world
@@ -29,7 +29,7 @@ class Throughput:
             "tokens": batch.tokens,
             "tokens_per_second": batch.tokens / seconds,
             "tflops": flops / seconds / 1e12,
-            "mfu": flops / seconds / self.peak,
+            **({"mfu": flops / seconds / self.peak} if self.peak else {}),
             "memory_gib": memory_gib(self.world.device),
             "data/padding": 1 - batch.tokens / batch.capacity,
             **{f"time/{phase}": timeline.seconds(phase) for phase in PHASES},

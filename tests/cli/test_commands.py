@@ -168,3 +168,35 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
     output = ["--output", str(tmp_path / "run")] if arguments[0] in ("rl", "pretrain") else []
     assert main([*arguments, *output, "--model", str(model_folder), "--device", "cuda:99"]) == 2
     assert 'device is "cuda:99"' in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["pretrain", "--lr", "1"], "there is no --lr; write --train.learning-rate"),
+        (["pretrain", "--batch_size=8"], "there is no --batch-size; write --tokens-per-step"),
+        (["rl", "--batch-size", "8"], "there is no --batch-size; write --prompts-per-step"),
+        (["rl", "--num-generations", "8"], "write --samples-per-prompt"),
+        (["generate", "--max-new-tokens", "8"], "there is no --max-new-tokens; write --max-tokens"),
+        (["sft", "--num-train-epochs", "2"], "write --epochs or --steps"),
+        (["pretrain", "--bf16"], "write --dtype bfloat16"),
+        (["serve", "--tensor-parallel-size", "2"], ""),
+    ],
+)
+def test_an_option_of_another_trainer_is_answered_with_the_name_it_has_here(arguments, said, capsys):
+    if said:
+        assert main(arguments) == 2 and said in capsys.readouterr().err
+    else:  # not an option of this command under any name: the parser's own answer
+        with pytest.raises(SystemExit):
+            main(arguments)
+
+
+def test_every_name_that_is_answered_exists_in_some_command():
+    from lockstep.commands.generate import GenerateOptions
+    from lockstep.commands.spelling import HERE, _options
+    from lockstep.config import PretrainConfig, RLConfig, ServeConfig, SFTConfig
+
+    known = {
+        name for kind in (PretrainConfig, RLConfig, ServeConfig, SFTConfig, GenerateOptions) for name in _options(kind)
+    }
+    assert {name.partition(" ")[0] for names in HERE.values() for name in names} <= known
