@@ -84,7 +84,7 @@ def _results(summary: dict[str, Any]) -> list[Figure]:
 
 def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
     """A pretraining run in figures: where it ended, and how fast it went in the middle of its steps."""
-    steps = [m for m in metrics if m.get("mfu") is not None]
+    steps = [m for m in metrics if m.get("tokens_per_second") is not None]
     if not steps:
         return []
     validations = [m["validation/loss"] for m in steps if m.get("validation/loss") is not None]
@@ -94,15 +94,12 @@ def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
         figures.append(Figure(f"{steps[-1]['loss']:.4f}", "loss", meaning))
     if validations:
         figures.append(Figure(f"{validations[-1]:.4f}", "validation loss", "Loss on held-out text."))
-    figures += [
-        Figure(f"{median(m['tokens_per_second'] for m in steps):,.0f}", "tokens per second", "The median step's."),
-        Figure(
-            f"{100 * median(m['mfu'] for m in steps):.0f} %",
-            "of the device's peak (MFU)",
-            "Useful arithmetic against what the device reaches in one large matrix product.",
-        ),
-        Figure(f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0", "Peak."),
-    ]
+    speed = median(m["tokens_per_second"] for m in steps)
+    figures.append(Figure(f"{speed:,.0f}", "tokens per second", "The median step's."))
+    if shares := [m["mfu"] for m in steps if m.get("mfu") is not None]:
+        meaning = "Useful arithmetic against what the device reaches in one large matrix product."
+        figures.append(Figure(f"{100 * median(shares):.0f} %", "of the device's peak (MFU)", meaning))
+    figures.append(Figure(f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0", "Peak."))
     if skipped := steps[-1]["skipped_steps"]:
         figures.append(Figure(f"{skipped:.0f}", "steps skipped", "Their loss or gradient was not finite.", "bad"))
     return figures

@@ -75,8 +75,7 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
         partial = run.path / (CONFIG + ".partial")
         partial.write_text(config_toml)
         partial.replace(run.path / CONFIG)
-    for folder in (run.path / "rollouts", run.path / "checkpoints"):
-        folder.mkdir(exist_ok=True)
+    (run.path / "checkpoints").mkdir(exist_ok=True)
     return run
 
 

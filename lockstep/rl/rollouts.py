@@ -32,6 +32,7 @@ class Rollout:
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     """One JSON object a line, under a temporary name until all are written."""
+    path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("w") as file:
         for rollout in rollouts:
