@@ -91,6 +91,13 @@ class RowLoader:
         self.rows.load_state(before)
         return -(-rows // self.rows_per_step)
 
+    def peek(self) -> StepRows:
+        """What `next` will give."""
+        before = self.state()
+        step = self.next()
+        self.load_state(before)
+        return step
+
     def next(self) -> StepRows:
         """This rank's rows of the next step. Raises StopIteration where there is none (see `ended`)."""
         if self.ended:

@@ -60,6 +60,7 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import Pipeline, World, close_world, open_world, parallel_model
+from lockstep.train.answers import Answers
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.context import shard_row
 from lockstep.train.dry_run import DryRun, dry_run
@@ -123,10 +124,12 @@ def run_training(
     command: str = "pretrain",
     held_out: StepRows | None = None,
     on_metrics: OnMetrics | None = None,
+    answers: Answers | None = None,
 ) -> Path:
     """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder.
 
-    `held_out` is what validations measure. Raises RunStopped where the run ends early: by a signal, or by bad steps.
+    `held_out` is what validations measure, `answers` what the report shows of the model before and after. Raises
+    RunStopped where the run ends early: by a signal, or by bad steps.
     """
     require_observers(config.observe, world.device)
     if isinstance(model, Pipeline):
@@ -167,6 +170,8 @@ def run_training(
                 bar.advance(min(start, config.steps))
             if start and (start >= config.steps or loader.ended):
                 log.warning("the run has come to its end at step %d; give more --steps or data to go on", start)
+            if answers is not None and start == 0:
+                answers.write(0, model)
             if config.steps == 0:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
             step = start
@@ -201,6 +206,8 @@ def run_training(
                         shown["validation"] = metrics["validation/loss"]
                     bar.reach(step, "", **shown)
 
+            if answers is not None and step > start and not stopped_by:
+                answers.write(step, model)
         # The last checkpoint may still be on its way to the disk.
         world.barrier()
         # A run that had ended already keeps what it said.

@@ -23,6 +23,7 @@ from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE, Tokenizer
 from lockstep.errors import UserError
 from lockstep.observe import OnMetrics, Progress
 from lockstep.parallel import World, close_world, open_world
+from lockstep.train.answers import Answers
 from lockstep.train.pretrain import make_loader, make_model, run_training
 from lockstep.train.settle import settle
 from lockstep.train.validation import validation_rows
@@ -53,7 +54,11 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
         config = replace(config, steps=_steps(config, sources, loader))
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     held_out = validation_rows(config, held_out_sources, encoder, world)
-    return run_training(config, world, tokenizer, model, loader, progress, "sft", held_out, on_metrics)
+    answers = None
+    if world.mesh is None and config.steps:
+        shown = held_out.microbatches if held_out is not None else loader.peek().microbatches
+        answers = Answers([row for rows in shown for row in rows], tokenizer, Path(config.output))
+    return run_training(config, world, tokenizer, model, loader, progress, "sft", held_out, on_metrics, answers)
 
 
 def _steps(config: SFTConfig, sources: Sequence[tuple[DataSource, float]], loader: RowLoader) -> int:

@@ -87,6 +87,7 @@ def test_a_report_escapes_what_models_write_and_shows_what_there_is(tmp_path):
                                 "parity/tokens_different": 0, "parity/max_delta": 0.0})  # fmt: skip
     line = {"prompt": "<script>alert(1)</script>", "completion": "a\n</td>", "rewards": {"reward": 1.0},
             "advantage": -0.5, "finish_reason": "stop", "group": 0}  # fmt: skip
+    run.rollouts_path(1).parent.mkdir()
     run.rollouts_path(1).write_text(json.dumps(line) + "\n")
     page = write_report(run.path, "a run").read_text()
     assert "<script>" not in page and "&lt;script&gt;alert" in page and "&lt;/td&gt;" in page
@@ -99,6 +100,7 @@ def test_a_report_escapes_what_models_write_and_shows_what_there_is(tmp_path):
 
 def test_a_report_shows_the_same_prompts_before_and_after(tmp_path):
     run = open_run(str(tmp_path / "run"), "")
+    run.validation_path(0).parent.mkdir()
     for step, completion, reward in ((0, "9", 0.0), (10, "8", 1.0), (20, "10", 1.0)):
         lines = [{"prompt": f"{n}+5=", "answer": "10", "completion": f"{completion}\n", "rewards": {"correct": reward},
                   "reward": reward, "group": n} for n in range(40)]  # fmt: skip

@@ -175,6 +175,22 @@ def test_a_run_learns_resumes_and_keeps_the_template(tmp_path, chat_folder):
     assert rendered == load_chat_template(chat_folder).render(LINES[1]["messages"])
 
 
+def test_the_report_shows_answers_before_and_after_that_data_and_validation_hold(tmp_path, chat_folder):
+    folder = finetune(_config(tmp_path, chat_folder, "run", steps=2))
+    before, after = (
+        [json.loads(line) for line in (folder / "rollouts" / f"validation_{step:08}.jsonl").read_text().splitlines()]
+        for step in (0, 2)
+    )
+    asked = {"Say one.": "one", "Two?": "two 🙂", "not said": "def f(x):\n    return x"}
+    for line in before:
+        (answer,) = [answer for question, answer in asked.items() if question in line["prompt"]]
+        assert line["answer"] == answer
+    assert before and [line["prompt"] for line in before] == [line["prompt"] for line in after]
+    assert any(a["completion"] != b["completion"] for a, b in zip(before, after))
+    page = (folder / "report.html").read_text()
+    assert "The same prompts, before and after" in page and "What the assistant says in the data" in page
+
+
 def test_a_template_given_by_hand_is_used_and_kept(tmp_path, model_folder):
     (tmp_path / "own.jinja").write_text(PLAIN)
     folder = finetune(_config(tmp_path, model_folder, "run", steps=1, template=str(tmp_path / "own.jinja")))
