@@ -19,4 +19,4 @@ class FaultConfig:
     stop_seconds: float = 25.0
     """From SIGTERM or SIGINT to the end, saving included. torchrun kills what has not ended after 30."""
     watchdog_seconds: float = 480.0
-    """A rank without progress for so long ends the run, after naming rank, step and phase; 0: it waits for ever."""
+    """A rank without progress for so long ends the run, after naming rank, step and phase; 0: no limit."""

@@ -1,4 +1,4 @@
-"""What a run tells of itself."""
+"""What a run logs, and where to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind and tells of itself: its folder, metrics, log, timeline, progress and report."""
+"""What a run logs: its folder, metrics, log, timeline, progress bar and report."""
 
 from lockstep.observe.compare import Comparison, compare_runs
 from lockstep.observe.curves import curves_png

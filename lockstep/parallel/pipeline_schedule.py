@@ -224,7 +224,7 @@ def _check(table: Table, path: Path) -> None:
 def bubble_fraction(table: Table, work: Sequence[float]) -> float:
     """The part of all ranks' time that they wait, if a backward takes twice a forward and sending nothing.
 
-    `work` is the time of each stage's forward. Raises ValueError if the ranks wait for each other for ever.
+    `work` is the time of each stage's forward. Raises ValueError if the ranks would deadlock.
     """
     finished: dict[Action, float] = {}
     clocks = [0.0] * len(table)

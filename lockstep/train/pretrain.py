@@ -227,7 +227,7 @@ def run_training(
 
 
 def validation_loss(trainer: Trainer, held_out: StepRows) -> float:
-    """Cross-entropy a target, in nats."""
+    """Cross-entropy per target token, in nats."""
     return trainer.evaluate(packed(held_out, trainer.world), NextTokenLoss(held_out.targets))
 
 
