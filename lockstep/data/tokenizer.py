@@ -16,6 +16,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CARRIED_FILES = (CHAT_TEMPLATE_FILE, "special_tokens_map.json")
+TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """What others read beside the tokenizer, so that a checkpoint of a chat model still chats."""
 
 TRAINING_CHARACTERS = 2**30
@@ -81,8 +83,10 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
     `eos_token` and `bos_token` are names or ids; one that the vocabulary does not hold counts as none. `settings` is
-    what `tokenizer_config.json` said, and goes back into it on `save`, which writes the texts in `carried` under their
-    names too.
+    the content of `tokenizer_config.json`: its added and special tokens are added as transformers adds them, and `save`
+    writes it again, with the texts in `carried` under their names. Truncation and padding in the file are switched off.
+
+    Raises UserError for a file that is no tokenizer, and for added tokens that do not get the ids they are listed with.
     """
 
     def __init__(
@@ -101,6 +105,10 @@ class HuggingFaceTokenizer:
             raise UserError(
                 f"{path}: cannot be read as a tokenizer ({error}); save it again with tokenizers"
             ) from error
+        # Some files keep the limits of the last call that their author made.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._add_tokens(settings or {}, Path(path).parent / "tokenizer_config.json")
         # Not the number of tokens: where ids have gaps, the largest one still needs its row in the embedding.
         self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
         self.eos_id = self._token_id(eos_token)
@@ -130,6 +138,38 @@ class HuggingFaceTokenizer:
         names = {"eos_token": self._token(self.eos_id), "bos_token": self._token(self.bos_id)}
         _write(folder / "tokenizer_config.json", json.dumps({**self._settings, **names}))
         _write_all(folder, self.carried)
+
+    def _add_tokens(self, settings: dict[str, Any], file: Path) -> None:
+        """Adds `added_tokens_decoder` in the order of its ids; of the special tokens by name, those in the vocabulary.
+
+        A special token outside the vocabulary would get an id that the model has no row for.
+        """
+        from tokenizers import AddedToken
+
+        named = [settings.get(f"{role}_token") for role in SPECIAL_ROLES]
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            more = settings.get(key) or []
+            named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+        special = [token.get("content") if isinstance(token, dict) else token for token in named]
+        try:
+            listed = sorted((int(number), token) for number, token in settings.get("added_tokens_decoder", {}).items())
+            for number, token in listed:
+                options = {key: bool(token[key]) for key in TOKEN_OPTIONS if key in token}
+                options["special"] = options.get("special", False) or token["content"] in special
+                self._backend.add_tokens([AddedToken(token["content"], **options)])
+                if (found := self._backend.token_to_id(token["content"])) != number:
+                    raise UserError(
+                        f"{file}: added_tokens_decoder lists {token['content']!r} as token {number}, but after "
+                        f"tokenizer.json it is token {found}; save both files again with transformers"
+                    )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{file}: added_tokens_decoder is not a table of tokens by id ({error!r}); save it again"
+            ) from error
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        for name in special:
+            if isinstance(name, str) and name not in added and self._backend.token_to_id(name) is not None:
+                self._backend.add_tokens([AddedToken(name, special=True)])
 
     def _token_id(self, token: str | int | None) -> int | None:
         found: int | None

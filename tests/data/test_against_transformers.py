@@ -1,0 +1,206 @@
+"""Tokens equal those of transformers, for tokenizers of every make."""
+
+import json
+import random
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from lockstep.data import load_tokenizer
+from lockstep.errors import UserError
+
+TEXTS = ["def f(x):\n    return x + 1\n", "The naïve café is “open” 24/7.", "日本語のテキスト 🙂 Ελληνικά", "a b  c\td"]
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "<|endoftext|>"]
+
+
+def _byte_level(pre_tokenizer=None):
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        TEXTS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    return backend
+
+
+def byte_level():
+    return _byte_level(), {}
+
+
+def llama3():
+    split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+    backend = _byte_level(
+        pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    )
+    backend.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
+    begin = ("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))
+    backend.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[begin]),
+        ]
+    )
+    return backend, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+
+
+def qwen():
+    backend = _byte_level()
+    backend.normalizer = normalizers.NFC()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    return backend, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+
+
+def llama2_with_byte_fallback():
+    letters = {c for text in TEXTS[:2] for c in text.replace(" ", "▁")}
+    words = ["▁The", "▁return", "▁f", "café"]
+    fallback = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *fallback, *sorted(letters)]
+    merges = []
+    for word in words:
+        whole = word[0]
+        for character in word[1:]:
+            merges.append((whole, character))
+            whole += character
+            tokens.append(whole)
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    backend = Tokenizer(models.BPE(vocab, list(dict.fromkeys(merges)), unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    # Named in the settings only, as older conversions have it.
+    return backend, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def word_piece():
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    backend.train_from_iterator(
+        TEXTS * 3, trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False)
+    )
+    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return backend, {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "eos_token": "[SEP]"}
+
+
+def unigram():
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<s>", "</s>"]
+    backend.train_from_iterator(
+        TEXTS * 3,
+        trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False),
+    )
+    return backend, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def words():
+    vocab = {word: i for i, word in enumerate(["<unk>", "The", "return", "def", "a", "b", ".", "</s>"])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    return backend, {"eos_token": "</s>"}
+
+
+def truncated_and_padded():
+    backend, settings = qwen()
+    backend.enable_truncation(max_length=8)
+    backend.enable_padding(length=16, pad_token="<|endoftext|>", pad_id=backend.token_to_id("<|endoftext|>"))
+    return backend, settings
+
+
+def tokens_of_the_settings_only():
+    backend = _byte_level()
+    backend.normalizer = normalizers.Lowercase()
+    size = backend.get_vocab_size()
+    spaces = {"lstrip": True, "rstrip": True, "normalized": False, "single_word": False, "special": False}
+    listed = {
+        str(size + 1): {"content": "<|im_end|>", "special": True},
+        str(size): {"content": "<|im_start|>", **spaces},
+        str(size + 2): {"content": "<think>", "normalized": True, "single_word": True},
+    }
+    return backend, {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}
+
+
+def tokens_that_the_settings_change():
+    backend = _byte_level()
+    backend.add_tokens([AddedToken("<think>"), AddedToken("<|im_end|>", lstrip=True)])
+    ids = {content: backend.token_to_id(content) for content in ("<think>", "<|im_end|>")}
+    listed = {
+        str(ids["<think>"]): {"content": "<think>", "lstrip": True, "rstrip": True, "special": True},
+        str(ids["<|im_end|>"]): {"content": "<|im_end|>", "lstrip": False, "special": True},
+    }
+    return backend, {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}
+
+
+MAKES = [
+    byte_level, llama3, qwen, llama2_with_byte_fallback, word_piece, unigram, words, truncated_and_padded,
+    tokens_of_the_settings_only, tokens_that_the_settings_change,
+]  # fmt: skip
+
+
+def _folder(path, backend, settings):
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"clean_up_tokenization_spaces": False}))
+    return path
+
+
+def _strings(count):
+    draw = random.Random(0)
+    pieces = [*" \t\n\r.,'_▁Ġé日語🙂\u0301\u200d\xa0\0", "  ", "The", "return ", "café", "def", "123456", "I'LL"]
+    pieces += [*SPECIAL, "[SEP]", "[UNK]", "<0x41>", "<|begin_of_text|>", "<|eot_id|>"]
+    for _ in range(count):
+        length = draw.randrange(16)
+        yield "".join(draw.choice(pieces) if draw.random() < 0.8 else _character(draw) for _ in range(length))
+
+
+def _character(draw):
+    while 0xD800 <= (code := int(0x110000 ** draw.random())) < 0xE000:
+        pass
+    return chr(code)
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_tokens_and_texts_are_those_of_transformers(tmp_path, make):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = _folder(tmp_path, *make())
+    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    texts = list(_strings(2000))
+    expected = theirs(texts, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(texts) == expected
+    assert [ours.encode(text) for text in texts[:50]] == [ours.encode_with_spans(text)[0] for text in texts[:50]]
+    assert [ours.encode(text) for text in texts[:50]] == expected[:50]
+    assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert [ours.decode(ids) for ids in expected[:500]] == theirs.batch_decode(expected[:500], skip_special_tokens=True)
+    ours.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").encode_batch(texts) == expected
+
+
+def test_added_tokens_whose_ids_are_not_theirs_are_refused(tmp_path):
+    backend, settings = tokens_of_the_settings_only()
+    settings["added_tokens_decoder"] = {"9000": {"content": "<far>"}}
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: .* lists '<far>' as token 9000, but .* it is token"):
+        load_tokenizer(_folder(tmp_path, backend, settings))
+    for listed in ([1], {"x": {}}, {"1": "text"}, {"1": {"content": 3}}):
+        settings["added_tokens_decoder"] = listed
+        with pytest.raises(UserError, match=r"tokenizer_config\.json: added_tokens_decoder is not a table"):
+            load_tokenizer(_folder(tmp_path, backend, settings))
