@@ -82,7 +82,7 @@ class SFTConfig(PretrainConfig):
     template: str = ""
     """File of a chat template (jinja) to use instead of the model's own."""
     tokenizer: str = ""
-    """Folder of a tokenizer to use instead of the model's own."""
+    """Folder to take the tokenizer, the chat template and the end-of-text token from, instead of the model's."""
     epochs: float = 0.0
     """Passes over the conversations, from which `steps` follows; 0: as many steps as `steps` says."""
     sequence_length: int = 1024

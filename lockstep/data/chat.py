@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -38,34 +38,39 @@ class ChatTemplate:
         self.special_tokens = special_tokens
         self._template = _environment().from_string(source)
         self._marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None
+        self.variables = meta.find_undeclared_variables(self._template.environment.parse(source))
 
     def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str]]]:
         return ChatTemplate, (self.source, self.special_tokens)
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **values: str) -> str:
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
         """The conversation's text, by default up to where the assistant begins to speak.
 
         Raises ChatTemplateError for messages that the template refuses.
         """
-        names = {**self.special_tokens, **values}
+        # Templates ask whether `tools is none`, as transformers renders without them.
+        names = {"tools": None, "documents": None, **self.special_tokens, **values}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
         except Exception as error:  # a template is a program: these messages can make it raise anything
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
-    def render_with_assistant(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def render_with_assistant(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """A whole conversation's text, and from which character to which the assistant speaks.
 
         That is what the template marks with `{% generation %}` or, where it marks nothing, what each message of the
         assistant adds to the prompt for it. Raises ChatTemplateError for messages that the template refuses, and where
         it renders the beginning of a conversation otherwise than alone.
         """
-        text = self.render(messages, add_generation_prompt=False)
-        spans = self._marked(text, messages) if self._marks else self._added(text, messages)
+        text = self.render(messages, add_generation_prompt=False, tools=tools)
+        spans = self._marked(text, messages, tools) if self._marks else self._added(text, messages, tools)
         return text, [(start, stop) for start, stop in spans if stop > start]
 
-    def _marked(self, text: str, messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
-        marked = self.render(messages, add_generation_prompt=False, generation_begins=BEGINS, generation_ends=ENDS)
+    def _marked(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[tuple[int, int]]:
+        marks = {"generation_begins": BEGINS, "generation_ends": ENDS}
+        marked = self.render(messages, add_generation_prompt=False, tools=tools, **marks)
         before, *said = marked.split(BEGINS)
         plain, spans = before, []
         for part in said:
@@ -78,13 +83,13 @@ class ChatTemplate:
             )
         return spans
 
-    def _added(self, text: str, messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    def _added(self, text: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[tuple[int, int]]:
         spans = []
         for index, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            prompt = self.render(messages[:index], add_generation_prompt=True)
-            through = self.render(messages[: index + 1], add_generation_prompt=False)
+            prompt = self.render(messages[:index], add_generation_prompt=True, tools=tools)
+            through = self.render(messages[: index + 1], add_generation_prompt=False, tools=tools)
             if not through.startswith(prompt) or not text.startswith(through):
                 raise ChatTemplateError(
                     f"the chat template renders the conversation up to message {index + 1} otherwise than as the "

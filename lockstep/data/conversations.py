@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,8 @@ class ConversationSource:
 class ConversationEncoder:
     """Tokens of `messages` by the chat template, or of `prompt` and `completion` one after the other.
 
-    What the assistant says, or the completion, is scored, up to the end-of-text token. Where that is not written after
-    the last of it, it is put there.
+    What the assistant says, or the completion, is scored, with the end-of-text token directly after it. Where the
+    conversation ends with the assistant and without that token, it is put there, before white space of the template.
     """
 
     tokenizer: Tokenizer
@@ -89,9 +90,7 @@ class ConversationEncoder:
         scored = np.zeros(len(tokens), dtype=bool)
         for start, stop in spans:
             scored |= self._up_to_the_end(tokens, (stops > start) & (starts < stop))
-        end = self.tokenizer.eos_id
-        if end is not None and len(tokens) and scored[-1] and tokens[-1] != end:
-            tokens, scored = np.append(tokens, end), np.append(scored, True)
+        tokens, scored = self._with_the_end(tokens, scored, ends=not text[spans[-1][1] :].strip())
         return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
 
     def _text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
@@ -107,9 +106,22 @@ class ConversationEncoder:
         if self.template is None:
             raise UserError("the data holds messages, but the model's folder no chat template; give --template FILE")
         # Parquet gives every message the keys of all of them.
-        return self.template.render_with_assistant(
-            [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
-        )
+        messages = [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
+        return self.template.render_with_assistant(messages, self._tools(values))
+
+    def _tools(self, values: dict[str, Any]) -> list[Any] | None:
+        """The row's `tools`, which may be JSON in a string, for Parquet gives objects the keys of all others."""
+        tools = values.get("tools") or None
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except (ValueError, RecursionError) as error:
+                raise ChatTemplateError(f'"tools" is not JSON ({error})') from error
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise ChatTemplateError('"tools" is not a list of objects, nor JSON of one')
+        if tools and self.template is not None and "tools" not in self.template.variables:
+            raise ChatTemplateError('has "tools", which the chat template does not show; leave them out, or change it')
+        return tools
 
     def _up_to_the_end(self, tokens: np.ndarray, inside: np.ndarray) -> np.ndarray:
         """Without what a template writes after the end-of-text token, which no one generates."""
@@ -117,6 +129,18 @@ class ConversationEncoder:
         if len(ends):
             inside[ends[-1] + 1 :] = False
         return inside
+
+    def _with_the_end(self, tokens: np.ndarray, scored: np.ndarray, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+        """An end-of-text token directly after what is scored is scored; after the last of it, with `ends`, added."""
+        end = self.tokenizer.eos_id
+        if end is None or not scored.any():
+            return tokens, scored
+        follows = np.concatenate([[False], scored[:-1] & (tokens[:-1] != end)])
+        scored = scored | (follows & (tokens == end))
+        last = int(np.flatnonzero(scored)[-1])
+        if ends and tokens[last] != end:
+            tokens, scored = np.insert(tokens, last + 1, end), np.insert(scored, last + 1, True)
+        return tokens, scored
 
     def _bad(self, problem: str) -> Encoded:
         return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem)

@@ -294,15 +294,19 @@ def foresee(config: PretrainConfig) -> DryRun:
 
 
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """A preset's with the tokenizer's vocabulary, or a folder's."""
-    if Path(config.model).is_dir():
+    """A preset's with the tokenizer's vocabulary, or a folder's; a text ends with the tokenizer's end-of-text token."""
+    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    if (folder := Path(config.model)).is_dir():
         shape = read_config(Path(config.model))
         if tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}"
             )
-        return shape
-    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        if config.tokenizer not in ("", "byte") and Path(config.tokenizer).resolve() != folder.resolve():
+            # The folder's ids are those of other tokens.
+            return replace(shape, eos_token_ids=eos, bos_token_id=tokenizer.bos_id)
+        more = tuple(token for token in eos if token not in shape.eos_token_ids)
+        return replace(shape, eos_token_ids=shape.eos_token_ids + more)
     return preset(config.model, tokenizer.vocab_size, eos)
 
 

@@ -46,13 +46,13 @@ def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: On
 def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
     sources = conversation_sources(config, config.data)
+    held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     tokenizer = load_tokenizer(config.tokenizer or config.model)
-    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources))
+    encoder = ConversationEncoder(tokenizer, chat_template(config, tokenizer, sources, held_out_sources))
     model = make_model(config, tokenizer, world)
     loader = make_loader(config, sources, encoder, world)
     if config.epochs:
         config = replace(config, steps=_steps(config, sources, loader))
-    held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     held_out = validation_rows(config, held_out_sources, encoder, world)
     answers = None
     if world.mesh is None and config.steps:
@@ -82,23 +82,29 @@ def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource,
 
 
 def chat_template(
-    config: SFTConfig, tokenizer: Tokenizer, sources: Sequence[tuple[DataSource, float]]
+    config: SFTConfig,
+    tokenizer: Tokenizer,
+    sources: Sequence[tuple[DataSource, float]],
+    held_out: Sequence[tuple[DataSource, float]],
 ) -> ChatTemplate | None:
-    """The file given, or what the data was tokenised with, which the tokenizer then carries along; else the model's.
+    """The file given, or what the data was tokenised with, which the tokenizer then carries along; else the one beside
+    the tokenizer.
 
-    Raises UserError for data that was tokenised with another one.
+    Raises UserError for training or validation data that was tokenised with another one.
     """
-    files = [source / CHAT_TEMPLATE_FILE for source, _ in sources if isinstance(source, Path)]
-    made_with = [file for file in files if file.is_file()]
+    made_with = _template_files(sources)
     file = config.template or next(map(str, made_with), "")
-    template = load_chat_template(Path(config.model), file)
-    if template is None:
-        return None
-    for other in made_with:
-        if other.read_text() != template.source:
+    template = load_chat_template(Path(config.tokenizer or config.model), file)
+    for other in made_with + _template_files(held_out):
+        if template is None or other.read_text() != template.source:
             raise UserError(
                 f"{other.parent}: was tokenised with another chat template; give --template {other}, or tokenise again"
             )
-    if file:
+    if file and template is not None:
         tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source
     return template
+
+
+def _template_files(sources: Sequence[tuple[DataSource, float]]) -> list[Path]:
+    files = [source / CHAT_TEMPLATE_FILE for source, _ in sources if isinstance(source, Path)]
+    return [file for file in files if file.is_file()]

@@ -96,6 +96,40 @@ def test_a_prompt_and_its_completion_need_no_template(model_folder):
     assert encoded.tokens[encoded.scored].tolist() == [*tokenizer.encode("7\n"), tokenizer.eos_id]
 
 
+@pytest.mark.parametrize("end", ["", "{{ eos_token }}"])
+def test_a_mark_that_ends_before_the_line_break_still_has_the_end_of_text_in_the_loss(chat_folder, end):
+    template = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}" + end)
+    tokenizer = load_tokenizer(chat_folder)
+    encoded = _encode(chat_folder, LINES[0], template)
+    said = [*tokenizer.encode("one"), tokenizer.eos_id]
+    assert encoded.tokens[encoded.scored].tolist() == said
+    assert encoded.tokens.tolist()[-len(said) - 1 :] == [*said, *tokenizer.encode("\n")]
+    # An answer in the middle gets none that the template does not write.
+    several = _encode(chat_folder, LINES[1], template)
+    assert several.tokens[several.scored].tolist().count(tokenizer.eos_id) == (2 if end else 1)
+    asked = _encode(chat_folder, LINES[2], template)
+    assert asked.tokens[asked.scored].tolist().count(tokenizer.eos_id) == (1 if end else 0)
+
+
+TOOLS = "{% if tools is not none %}{{ tools | tojson }}{% endif %}{% if documents is not none %}?{% endif %}" + MARKED
+SUM = [{"type": "function", "function": {"name": "sum", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("tools", [None, SUM, json.dumps(SUM)])
+def test_a_rows_tools_reach_the_template_as_in_transformers(chat_folder, tools, marks):
+    from transformers import PreTrainedTokenizerFast
+
+    template = TOOLS if marks else TOOLS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_folder).apply_chat_template(
+        LINES[1]["messages"], tools=SUM if tools else None, chat_template=TOOLS,
+        tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    ours = _encode(chat_folder, LINES[1] | {"tools": tools}, template)
+    assert ours.problem == "" and ours.tokens.tolist() == theirs["input_ids"]
+    assert ours.scored.astype(int).tolist() == theirs["assistant_masks"]
+
+
 FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{ m.content }}]{% endif %}{% endfor %}"
 
 
@@ -108,6 +142,9 @@ FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{
         ({"prompt": "a", "completion": ""}, MARKED, "a.jsonl:1: the assistant says nothing"),
         ({"text": "a"}, MARKED, r'a.jsonl:1: needs "messages".* \(here: text\)'),
         ({"messages": ["hello"]}, MARKED, 'a.jsonl:1: needs "messages"'),
+        (LINES[0] | {"tools": SUM}, MARKED, 'a.jsonl:1: has "tools", which the chat template does not show'),
+        (LINES[0] | {"tools": "sum"}, TOOLS, 'a.jsonl:1: "tools" is not JSON'),
+        (LINES[0] | {"tools": ["sum"]}, TOOLS, 'a.jsonl:1: "tools" is not a list of objects'),
         ({"prompt": "a", "completion": "half \ud83d"}, None, "a.jsonl:1: .*half a surrogate pair after 'ahalf '"),
     ],
 )
@@ -199,6 +236,36 @@ def test_a_template_given_by_hand_is_used_and_kept(tmp_path, model_folder):
         finetune(_config(tmp_path, model_folder, "other", template=str(tmp_path / "none.jinja")))
 
 
+def test_another_tokenizer_comes_with_its_template_and_its_end_of_text(tmp_path, chat_folder):
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(chat_folder / "tokenizer.json", other)
+    (other / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    template = PLAIN.replace("<assistant>", "[assistant]").replace("<{{ message.role }}>", "[{{ message.role }}]")
+    (other / "chat_template.jinja").write_text(template)
+    run = finetune(_config(tmp_path, chat_folder, "run", steps=1, tokenizer=str(other)))
+    checkpoint = model_folder(str(run))
+    tokenizer, end = load_tokenizer(checkpoint), load_tokenizer(other).encode("!")[0]
+    assert load_model(checkpoint).config.eos_token_ids == (end,) == (tokenizer.eos_id,)
+    for file in other.iterdir():
+        shutil.copy(file, chat_folder)
+    assert load_chat_template(checkpoint).source == load_chat_template(chat_folder).source
+    # It trained on what it carries: as a model does in whose folder the same files are.
+    assert _metrics(run) == _metrics(finetune(_config(tmp_path, chat_folder, "same", steps=1)))
+    (other / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template; give --template FILE"):
+        finetune(_config(tmp_path, chat_folder, "none", tokenizer=str(other)))
+
+
+def test_generation_stops_at_the_token_that_the_loss_scored(tmp_path, chat_folder):
+    (chat_folder / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    tokenizer = load_tokenizer(chat_folder)
+    before = load_model(chat_folder).config.eos_token_ids
+    run = model_folder(str(finetune(_config(tmp_path, chat_folder, "run", steps=1))))
+    assert tokenizer.eos_id not in before
+    assert load_model(run).config.eos_token_ids == (*before, tokenizer.eos_id)
+
+
 def test_tokens_made_beforehand_give_the_same_run(tmp_path, chat_folder, capsys):
     direct = finetune(_config(tmp_path, chat_folder, "direct", steps=2))
     arguments = ["--data", _data(tmp_path), "--tokenizer", str(chat_folder), "--output", str(tmp_path / "tokens")]
@@ -222,6 +289,9 @@ def test_conversations_are_tokenised_with_a_template_given_by_hand(tmp_path, mod
     (tmp_path / "other.jinja").write_text(MARKED)
     with pytest.raises(UserError, match="tokens: was tokenised with another chat template; give --template"):
         finetune(_config(tmp_path, model_folder, "other", template=str(tmp_path / "other.jinja"), **tokens))
+    with pytest.raises(UserError, match="tokens: was tokenised with another chat template; give --template"):
+        other = dict(template=str(tmp_path / "other.jinja"), validation_data=str(tmp_path / "tokens"))
+        finetune(_config(tmp_path, model_folder, "validated", **other))
     assert main(["data", "tokenize", "--chat", *arguments[:-1], str(tmp_path / "more")]) == 2
     assert "no chat template; give --template FILE" in capsys.readouterr().err
 
