@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from lockstep.errors import UserError
 LONGEST_LINE = 2**28
 """Bytes of a JSONL line; a longer document belongs into a text file, which is read in parts."""
 HUB = "hf:"
+LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
+"""A gzip file may expand so many times, and to so many bytes in any case; text compresses 3 to 20 times."""
 
 
 @dataclass
@@ -53,20 +57,31 @@ def read_jsonl(
     """(line number from 1, object) of each line that is not blank; `.gz` is decompressed.
 
     Raises UserError with file and line for one that is no JSON object, unless those are skipped; `tally` counts them.
+    So it does for a gzip file that is damaged or expands beyond what text does.
     """
     tally = tally or Tally()
     compressed = path.suffix == ".gz"
+    unpacked = 0
     try:
+        limit = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size) if compressed else math.inf
         with gzip.open(path, "rb") if compressed else path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
                 tally.bytes_read += 0 if compressed else len(line)
+                unpacked += len(line)
+                if unpacked > limit:
+                    raise UserError(
+                        f"{path}: expands more than {LARGEST_RATIO} times, as a compression bomb does; unpack it and "
+                        "give the .jsonl file, or leave it out"
+                    )
                 if not line.strip():
                     continue
                 values: dict[str, Any]
                 if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
                     values, problem = {}, f"longer than {LONGEST_LINE} bytes"
-                    while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                        pass
+                    while skip_bad_lines and (rest := file.readline(LONGEST_LINE)) and unpacked <= limit:
+                        unpacked += len(rest)
+                        if rest.endswith(b"\n"):
+                            break
                 else:
                     values, problem = _parse(line)
                 if not problem:
@@ -75,7 +90,7 @@ def read_jsonl(
                     raise UserError(f"{path}:{number}: not a JSON object ({problem}); mend it or use --skip-bad-lines")
                 else:
                     tally.skipped_lines += 1
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read ({reason}); mend it or leave it out") from error
     tally.bytes_read += path.stat().st_size if compressed else 0
@@ -87,8 +102,8 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
         values = json.loads(line)
         if not isinstance(values, dict):
             return {}, f"a {type(values).__name__}, not an object"
-        if b"\\ud" in line.lower():
-            # JSON can escape half a surrogate pair, which no tokenizer takes: it has no UTF-8.
+        if b"\\ud" in line.lower() or b"\xed" in line:
+            # JSON can hold half a surrogate pair, escaped or in bytes, which no tokenizer takes: it has no UTF-8.
             json.dumps(values, ensure_ascii=False).encode()
     except ValueError as error:
         return {}, str(error)

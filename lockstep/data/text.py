@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import re
 import string
 import sysconfig
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from lockstep.errors import UserError
 
 LONGEST_PART = 2**22
 """Characters of a text file that are held at once."""
+UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 class TextPart(NamedTuple):
@@ -34,7 +36,7 @@ class TextSource:
     has. `tally` counts what the latest iteration has met.
 
     Raises UserError where nothing matches or the template is no use, and, while iterating, for a bad line (file and
-    line number), unless those are skipped, or a file that is no text.
+    line number; of a text file that is not UTF-8 the byte), unless those are skipped, or a file that is no text.
     """
 
     def __init__(self, data: str = "", template: str = "{text}", skip_bad_lines: bool = False):
@@ -73,7 +75,7 @@ class TextSource:
                     else:
                         yield TextPart(self._text(where, values), True)
             else:
-                yield from _read_text(path, self.tally)
+                yield from _read_text(path, self.skip_bad_lines, self.tally)
 
     def describe(self) -> dict[str, Any]:
         """What, beside the files, decides over the documents."""
@@ -118,9 +120,11 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read_text(path: Path, tally: Tally) -> Iterator[TextPart]:
+def _read_text(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[TextPart]:
+    offset = 0
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        # Bytes that are not UTF-8 come as surrogates, which are found below; line ends stay, for the offset's sake.
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
             # To the end of a line, so that no word is cut; a line without end is cut all the same.
             parts = (text + file.readline(LONGEST_PART) for text in iter(lambda: file.read(LONGEST_PART), ""))
             for text, following in itertools.pairwise(itertools.chain(parts, [""])):
@@ -129,7 +133,20 @@ def _read_text(path: Path, tally: Tally) -> Iterator[TextPart]:
                         f"{path}: holds NUL bytes, so it is no UTF-8 text; "
                         'leave it out, of a folder by a glob such as "folder/**/*.txt"'
                     )
-                yield TextPart(text, not following)
+                try:
+                    offset += len(text.encode())
+                except UnicodeEncodeError as error:
+                    offset += len(text[: error.start].encode())
+                    if not skip_bad_lines:
+                        raise UserError(
+                            f"{path}: byte {offset} (from 0) is not UTF-8; convert the file, as with "
+                            "iconv -t UTF-8, or use --skip-bad-lines to leave out its line"
+                        ) from error
+                    lines = text.split("\n")
+                    good = [line for line in lines if not UNDECODED.search(line)]
+                    tally.skipped_lines += len(lines) - len(good)
+                    text = "\n".join(good)
+                yield TextPart(text.replace("\r\n", "\n").replace("\r", "\n"), not following)
         size = path.stat().st_size
         if not size:
             yield TextPart("", True)

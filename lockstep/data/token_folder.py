@@ -27,6 +27,7 @@ from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
 DESCRIPTION = "tokens.json"
+DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
 FORMAT = 1
 
 
@@ -58,10 +59,12 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
     """
     try:
         about = json.loads((folder / DESCRIPTION).read_text())
-        tokens, documents, kind = int(about["tokens"]), int(about["documents"]), np.dtype(about["dtype"])
-        scored, counts, made_by = bool(about["scored"]), about["counts"], about["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error}); tokenise the data again") from error
+        tokens, documents = int(about["tokens"]), int(about["documents"])
+        # Any other type that NumPy knows by name would read the file's bytes as something else, pointers even.
+        kind = np.dtype(DTYPES[about["dtype"]])
+        scored, counts, made_by = bool(about["scored"]), _counts(about["counts"]), about["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error!r:.200}); tokenise the data again") from error
     if tokenizer is not None and made_by != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"{folder}: was tokenised with another tokenizer than the model's; tokenise the data again with "
@@ -78,8 +81,22 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
             raise UserError(
                 f"{path}: has {size} bytes and not {length * dtype.itemsize}; delete {folder} and tokenise again"
             )
-        arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,))
+        arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
+    if not _ascending(arrays["offsets.bin"], tokens):
+        raise UserError(f"{folder / 'offsets.bin'}: the offsets do not ascend from 0 to {tokens}; tokenise again")
     return TokenizedCorpus(arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), counts)
+
+
+def _counts(counts: dict[str, Any]) -> dict[str, int]:
+    return {str(name): int(count) for name, count in counts.items()}
+
+
+def _ascending(offsets: np.ndarray, last: int) -> bool:
+    """Whether they rise from 0 to `last`; of a memory-mapped array a part is read at a time."""
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != last:
+        return False
+    starts = range(0, len(offsets) - 1, 2**20)
+    return all((np.diff(offsets[start : start + 2**20 + 1]) >= 0).all() for start in starts)
 
 
 def write_token_folder(

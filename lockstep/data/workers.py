@@ -79,11 +79,12 @@ class _Pool:
 class _Worker:
     def __init__(self, encoder: Encoder):
         root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+        # Never the working folder, where files beside the data may have the names of modules: -P, and no empty entry.
+        path = os.pathsep.join([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
         # One thread each: the processes are what shares the cores.
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from lockstep.data.workers import serve; serve()"],
+            [sys.executable, "-P", "-c", "from lockstep.data.workers import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -78,6 +78,13 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "d.jsonl.gz").write_bytes(cut)
     with pytest.raises(UserError, match=r"d\.jsonl\.gz: cannot be read"):
         list(TextSource(str(tmp_path / "d.jsonl.gz")))
+    # A kind of block that there is not, and a wrong check sum at the end.
+    whole = gzip.compress(json.dumps({"text": "abcdefg" * 50}).encode() + b"\n")
+    for position in (10, len(whole) - 7):
+        damaged = whole[:position] + bytes([whole[position] ^ 0xFF | 0x07]) + whole[position + 1 :]
+        (tmp_path / "e.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"e\.jsonl\.gz: cannot be read"):
+            list(TextSource(str(tmp_path / "e.jsonl.gz")))
     for package, data in {"pyarrow": str(tmp_path / "a.parquet"), "datasets": "hf:some/data"}.items():
         with monkeypatch.context() as without:
             without.setitem(sys.modules, package, None)
@@ -94,6 +101,18 @@ def test_a_line_longer_than_memory_allows_is_a_bad_line(tmp_path, monkeypatch):
         list(TextSource(str(tmp_path / "a.jsonl")))
     source = TextSource(str(tmp_path / "a.jsonl"), skip_bad_lines=True)
     assert list(source) == ["one", "two"] and source.tally.skipped_lines == 1
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("content", [b"\n", b"x", b'{"text": "a"}\n'])
+def test_a_file_that_expands_as_no_text_does_is_refused(tmp_path, monkeypatch, content, skip):
+    monkeypatch.setattr(records, "UNPACKED_FREELY", 2**16)
+    monkeypatch.setattr(records, "LONGEST_LINE", 2**14)
+    monkeypatch.setattr(records, "LARGEST_RATIO", 50)
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(content * (2**22 // len(content))))
+    message = "longer than 16384 bytes" if content == b"x" and not skip else "expands more than 50 times"
+    with pytest.raises(UserError, match=rf"bomb\.jsonl\.gz.*{message}"):
+        list(TextSource(str(tmp_path / "bomb.jsonl.gz"), skip_bad_lines=skip))
 
 
 def test_a_long_text_file_is_one_document_read_in_parts(tmp_path, monkeypatch):
@@ -184,6 +203,46 @@ def test_tokens_on_disk_are_those_in_memory(tmp_path, bpe_tokenizer):
     os.truncate(tmp_path / "tokens" / "tokens.bin", 10)
     with pytest.raises(UserError, match=r"tokens\.bin: has 10 bytes and not \d+; delete"):
         open_token_folder(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dtype": "O"}, r"tokens\.json: cannot be read"),
+        ({"dtype": "int16"}, r"tokens\.json: cannot be read"),
+        ({"dtype": ["uint16"]}, r"tokens\.json: cannot be read"),
+        ({"counts": [1]}, r"tokens\.json: cannot be read"),
+        ({"counts": {"a": "b"}}, r"tokens\.json: cannot be read"),
+        ({"tokens": float("inf")}, r"tokens\.json: cannot be read"),
+        ({"tokens": -1}, r"tokens\.bin: has"),
+        ({"documents": -1}, r"offsets\.bin: has"),
+    ],
+)
+def test_a_folder_of_tokens_says_only_what_it_may(tmp_path, values, message):
+    folder = tmp_path / "tokens"
+    write_token_folder(folder, TextSource(str(_jsonl(tmp_path / "a.jsonl"))), ENCODER)
+    about = json.loads((folder / "tokens.json").read_text())
+    (folder / "tokens.json").write_text(json.dumps(about | values))
+    with pytest.raises(UserError, match=message):
+        open_token_folder(folder)
+
+
+@pytest.mark.parametrize("offsets", [[1, 6, 9], [0, 6, 8], [0, 10, 9], [0, -1, 9], [0, 2**62, 9], [9, 0, 0]])
+def test_offsets_that_leave_the_tokens_are_refused(tmp_path, offsets):
+    write_token_folder(tmp_path / "tokens", TextSource(str(_jsonl(tmp_path / "a.jsonl", ["abcde", "fg"]))), ENCODER)
+    np.array(offsets, dtype=np.int64).tofile(tmp_path / "tokens" / "offsets.bin")
+    with pytest.raises(UserError, match=r"offsets\.bin: the offsets do not ascend from 0 to 9; tokenise again"):
+        open_token_folder(tmp_path / "tokens")
+
+
+def test_workers_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
+    for name in ("queue", "pickle", "numpy", "tokenizers", "lockstep"):
+        (tmp_path / f"{name}.py").write_text(f"open('imported', 'w').write('{name}'); raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", os.environ.get("PYTHONPATH", "")]))
+    parts = [text.TextPart("a text", True)]
+    (encoded,) = encode_all(parts, TextEncoder(ByteTokenizer()), workers=1)
+    assert encoded.tokens.tolist() == [*b"a text", 256] and not (tmp_path / "imported").exists()
 
 
 def test_a_document_larger_than_the_memory_it_takes_is_tokenised_to_disk(tmp_path):

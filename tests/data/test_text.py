@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from lockstep.data import ByteTokenizer, TextSource, tokenize_documents
+from lockstep.data import ByteTokenizer, TextSource, text, tokenize_documents
 from lockstep.errors import UserError
 
 
@@ -30,17 +30,38 @@ def test_the_default_is_the_standard_library_on_every_machine():
         ('{"text": 3}', "c.jsonl:2: key 'text'"),
         ('{"other": "x"}', r"c.jsonl:2: key 'text' .*\(here: other\)"),
         ('{"text": "half a pair: \\ud83d"}', "c.jsonl:2: .*surrogates not allowed"),
+        ('{"text": "half a pair, in bytes: \ud83d"}', "c.jsonl:2: .*surrogates not allowed"),
+        ('{"text": "caf\udce9"}', "c.jsonl:2: not a JSON object .*decode byte 0xe9"),
         ("[" * 100_000, "c.jsonl:2: .*nested too deep"),
     ],
 )
 def test_a_bad_line_is_named_or_counted(tmp_path, line, message):
     path = tmp_path / "c.jsonl"
-    path.write_text('{"text": "fine"}\n' + line + "\n")
+    written = line.encode(errors="surrogateescape" if "\udce9" in line else "surrogatepass")
+    path.write_bytes(b'{"text": "fine"}\n' + written + b"\n")
     with pytest.raises(UserError, match=message):
         list(TextSource(str(path)))
     source = TextSource(str(path), skip_bad_lines=True)
     assert list(source) == ["fine"] and source.tally.skipped_lines == 1
     assert list(source) == ["fine"] and source.tally.skipped_lines == 1, "a second reading does not count twice"
+
+
+@pytest.mark.parametrize("longest", [4, text.LONGEST_PART])
+def test_text_that_is_not_utf8_is_named_with_its_byte_or_its_lines_are_counted(tmp_path, monkeypatch, longest):
+    monkeypatch.setattr(text, "LONGEST_PART", longest)
+    path = tmp_path / "latin.txt"
+    content = "日本 🙂\r\none\n".encode() + "a café\n".encode("latin-1") + b"two\rthree \xff\xfe\nfour"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"latin\.txt: byte {content.index(0xE9)} \(from 0\) is not UTF-8; .*iconv"):
+        list(TextSource(str(path)))
+    source = TextSource(str(path), skip_bad_lines=True)
+    kept = "".join(source)
+    if longest > 4:
+        assert kept == "日本 🙂\none\nfour" and source.tally.skipped_lines == 2
+    assert "\N{REPLACEMENT CHARACTER}" not in kept and not kept.encode().count(b"\r") and "four" in kept
+    path.write_bytes("wholly fine 日本 🙂\r\nends in a cut character ".encode() + "日".encode()[:2])
+    with pytest.raises(UserError, match=rf"byte {path.stat().st_size - 2} "):
+        list(TextSource(str(path)))
 
 
 def test_an_escaped_pair_is_a_character_and_not_an_error(tmp_path):
