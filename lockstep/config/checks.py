@@ -14,6 +14,9 @@ from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfi
 from lockstep.config.train import TrainConfig
 from lockstep.errors import UserError
 
+LOWEST_TEMPERATURE = 0.01
+"""Of a run that is trained on its samples; below it nearly every draw is the likeliest token."""
+
 
 def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
     """Refuses impossible values, naming the field and what to change. Raises UserError."""
@@ -39,9 +42,9 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         ]
         not_negative += ["steps", "loader.workers"]
     else:
-        positive += ["steps", "prompts_per_step", "samples_per_prompt", "max_new_tokens", "inner_steps", "temperature"]
+        positive += ["steps", "prompts_per_step", "max_new_tokens", "inner_steps", "validation_examples"]
         positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
-        not_negative += ["kl_coefficient", "clip_low", "clip_high", "top_k", "validation_every", "validation_examples"]
+        not_negative += ["kl_coefficient", "clip_low", "clip_high", "top_k", "validation_every"]
     for name in positive:
         if not _value(config, name) > 0:
             yield f"{name} is {_value(config, name)}; it must be above 0"
@@ -78,6 +81,16 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if isinstance(config, RLConfig):
         if config.faults.spike_deviations:
             yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
+        if not config.samples_per_prompt >= 2:
+            yield (
+                f"samples_per_prompt is {config.samples_per_prompt}; it must be 2 or more, for the advantages of a "
+                "group of one are always 0"
+            )
+        if not config.temperature >= LOWEST_TEMPERATURE:
+            yield (
+                f"temperature is {config.temperature}; it must be {LOWEST_TEMPERATURE} or more, for logits are divided "
+                "by it"
+            )
         if not 0 < config.top_p <= 1:
             yield f"top_p is {config.top_p}; it must be in (0, 1]"
         if not 0 <= config.min_p < 1:

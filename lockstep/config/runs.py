@@ -111,7 +111,7 @@ class RLConfig:
     prompts_per_step: int = 16
     """Different prompts sampled in a step."""
     samples_per_prompt: int = 8
-    """Completions of each prompt: the group that advantages are relative to."""
+    """Completions of each prompt, at least 2: the group that advantages are relative to."""
     max_new_tokens: int = 32
     """Completions are cut here and count as truncated."""
     temperature: float = 1.0
@@ -123,7 +123,7 @@ class RLConfig:
     min_p: float = 0.0
     """Sample from tokens at least this likely relative to the likeliest; 0: off."""
     normalize_advantages: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
+    """Divide a group's advantages by the standard deviation (the population's) of its rewards."""
     clip_low: float = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2

@@ -16,6 +16,9 @@ def group_advantages(
 ) -> Float[Tensor, "prompts samples"]:
     """Rewards less their group's mean, divided by the group's standard deviation where `normalize` is set.
 
+    The deviation is the population's, √(Σ(r − mean)² / n), plus 1e-4. TRL takes the sample's, with n − 1: its
+    advantages are √((n − 1) / n) times these, 0.94 in groups of 8.
+
     With the division: GRPO (arXiv 2402.03300). Without: Dr. GRPO (arXiv 2503.20783), which does not weigh groups of
     nearly equal rewards up. A group of equal rewards gets exactly 0.
     """

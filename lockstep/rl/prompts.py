@@ -14,7 +14,11 @@ MOST_EXAMPLES = 1_000_000
 
 
 class PromptLoader:
-    """Examples in a new order every epoch, each order a function of (seed, epoch) alone."""
+    """Examples in a new order every epoch, each order a function of (seed, epoch) alone.
+
+    No step holds an example twice, unless it asks for more than there are: what is left at the end of an epoch and too
+    few for a step is left out, and the next epoch, in another order, begins.
+    """
 
     def __init__(self, examples: Sequence[Example], seed: int):
         self.examples = list(examples)
@@ -22,7 +26,10 @@ class PromptLoader:
         self.position = 0
 
     def next(self, count: int) -> list[Example]:
-        """The next `count` examples; an epoch's end runs over into the next epoch."""
+        """The next `count` examples: of one epoch, or of several where the examples are fewer."""
+        left = len(self.examples) - self.position % len(self.examples)
+        if left < count <= len(self.examples):
+            self.position += left
         chosen = []
         for position in range(self.position, self.position + count):
             epoch, index = divmod(position, len(self.examples))

@@ -12,8 +12,8 @@ import numpy as np
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example, source_file, user_line
 
-LARGEST = float(np.finfo(np.float32).max)
-"""Rewards are trained on in float32; a larger one would be infinite there."""
+LARGEST = 1e18
+"""Rewards are trained on in float32, where the square of a larger one, or of a difference, would be infinite."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def grade(environment: Environment, examples: Sequence[Example], completions: Se
     """Rewards of each completion of the example beside it.
 
     A single number goes by the name `reward`; True and False are 1 and 0. Raises UserError, naming the example, for a
-    reward that is NaN, infinite (in float32) or no number, for names that vary between examples, and for an error in
+    reward that is NaN, above `LARGEST` or no number, for names that vary between examples, and for an error in
     the environment's own code.
     """
     grades: list[Grade] = []
@@ -68,14 +68,14 @@ def _checked(value: Any, environment: Environment, example: Example) -> dict[str
         if number is None:
             raise UserError(
                 f"{type(environment).__name__}.reward returned {_shown(value_of_name)} as {name!r} for example "
-                f"{example.name}; return a finite number, or a dict of them"
+                f"{example.name}; return a number of at most {LARGEST:g}, or a dict of them"
             )
         checked[str(name)] = number
     return checked
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a float; None where it is no number or not finite."""
+    """The value as a float; None where it is no number, not finite or too large."""
     if not isinstance(value, (Real, np.bool_)):  # NumPy's bool is the one scalar of its that is no Real
         return None
     try:

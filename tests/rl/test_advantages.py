@@ -1,10 +1,12 @@
 """What group-relative advantages do not depend on."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.rl import group_advantages
+from lockstep.rl.rewards import LARGEST
 
 # Quarters up to 4 in groups of 4: sums and means are exact in float32, so equality below is of bits.
 REWARDS = st.lists(st.lists(st.integers(-16, 16).map(lambda n: n / 4), min_size=4, max_size=4), min_size=1, max_size=5)
@@ -37,6 +39,19 @@ def test_a_reward_has_its_advantage_wherever_it_stands_in_the_group(rewards, nor
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 9), st.booleans())
 def test_equal_rewards_are_exactly_zero_even_where_their_mean_is_rounded(reward, samples, normalize):
     assert not group_advantages(torch.full((2, samples), reward), normalize).any()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("others", [[1.0, 1.0, 1.0], [-LARGEST, 0.0, 0.0], [LARGEST, LARGEST, -LARGEST]])
+def test_the_largest_rewards_that_are_taken_have_finite_advantages_and_squares(normalize, others):
+    advantages = group_advantages(torch.tensor([[LARGEST, *others]]), normalize)
+    assert advantages.square().sum().isfinite() and advantages.any()
+
+
+def test_the_deviation_is_the_populations():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    deviation = float(rewards.std(correction=0))
+    assert group_advantages(rewards)[0, 0].item() == pytest.approx(0.75 / (deviation + 1e-4), rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None)

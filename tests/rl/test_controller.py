@@ -145,3 +145,18 @@ def test_the_parity_check_runs_a_mixed_load(model_folder, dtype):
     parity, load = check_parity(load_model(model_folder, dtype=dtype), tokens=300)
     assert parity == Parity(parity.tokens_checked, 0, 0.0) and parity.tokens_checked >= 300
     assert load["preemptions"] > 0 and load["reused prompt tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples_per_prompt": 1}, "samples_per_prompt is 1; .* a group of one are always 0"),
+        ({"temperature": 1e-50}, "temperature is 1e-50; it must be 0.01 or more"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be 0.01 or more"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be 0.01 or more"),
+        ({"validation_examples": 0}, "validation_examples is 0; it must be above 0"),
+    ],
+)
+def test_settings_that_teach_nothing_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        reinforce(RLConfig(model="model", **changes))

@@ -160,6 +160,13 @@ def test_gsm8k_completions_are_graded(completion, correct, format):
     assert grade(GSM8K(), [rl.Example("q", "1,234")], [completion])[0].total == pytest.approx(correct + 0.3 * format)
 
 
+@pytest.mark.parametrize("number", ["-.5", "-$.5", "$-.5", "-0.5", "-0.50"])
+def test_a_decimal_without_its_zero_is_right(number):
+    assert GSM8K().reward(rl.Example("q", "-0.5"), f"#### {number}") == {"correct": 1.0, "format": 1.0}
+    assert GSM8K().reward(rl.Example("q", "-.5"), f"#### {number}") == {"correct": 1.0, "format": 1.0}
+    assert GSM8K().reward(rl.Example("q", "0.5"), f"#### {number}")["correct"] == 0.0
+
+
 def test_bad_gsm8k_data_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"train.jsonl: no such file; give the folder"):
         examples_of(GSM8K(str(tmp_path)), "train")
@@ -172,12 +179,27 @@ def test_bad_gsm8k_data_is_refused(tmp_path):
 def test_prompts_come_once_an_epoch_in_an_order_of_the_seed():
     examples = [rl.Example(str(i)) for i in range(7)]
     loader = PromptLoader(examples, seed=3)
-    first = loader.next(10)
-    assert sorted(e.prompt for e in first[:7]) == [str(i) for i in range(7)]
+    first, second = loader.next(7), loader.next(7)
+    assert sorted(e.prompt for e in first) == sorted(e.prompt for e in second) == [str(i) for i in range(7)]
     again = PromptLoader(examples, seed=3)
     again.position = 4
-    assert again.next(6) == first[4:]
-    assert PromptLoader(examples, seed=4).next(10) != first
+    assert again.next(3) == first[4:] and again.next(7) == second != first
+    assert PromptLoader(examples, seed=4).next(7) != first
+
+
+def test_no_step_holds_a_prompt_twice_and_none_is_forgotten():
+    examples = [rl.Example(str(i)) for i in range(7)]
+    loader, asked = PromptLoader(examples, seed=1), []
+    for step in range(40):
+        again = PromptLoader(examples, seed=1)
+        again.position = loader.position
+        chosen = [e.prompt for e in loader.next(4)]
+        assert len(set(chosen)) == 4, f"step {step}: {chosen}"
+        assert [e.prompt for e in again.next(4)] == chosen
+        asked += chosen
+    assert min(asked.count(e.prompt) for e in examples) > 15, "each about 23 times"
+    pair = PromptLoader(examples[:2], seed=0)
+    assert sorted(e.prompt for e in pair.next(6)) == ["0", "0", "0", "1", "1", "1"]
 
 
 BROKEN = """

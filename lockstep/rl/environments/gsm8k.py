@@ -75,4 +75,5 @@ def is_right(answer: str, completion: str) -> bool:
 
 
 def _plain(number: str) -> str:
-    return number.replace(",", "").replace("$", "")
+    # math-verify reads ".5", but not "-.5".
+    return re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", "").replace("$", ""))
