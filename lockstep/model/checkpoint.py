@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -138,20 +138,34 @@ def hugging_face_name(name: str) -> str:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor name in the folder."""
+    """The file of every tensor name in the folder. Raises UserError for a file that lies outside it."""
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise UserError(f"{folder / INDEX}: weight_map is not a table of file names; download it again")
         files = {name: folder / file for name, file in weight_map.items()}
-        for file in sorted(set(files.values())):
-            if not file.is_file():
-                raise UserError(f"{folder / INDEX}: names {file.name}, which is not there; download it again")
+        for name in sorted(set(weight_map.values())):
+            if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                raise UserError(f"{folder / INDEX}: names {name!r}, which is not in this folder; download it again")
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / INDEX}: names {name}, which is not there; download it again")
+            _refuse_outside(folder, folder / name)
         return files
     single = folder / SINGLE
     if not single.is_file():
         raise UserError(f"{folder}: neither {SINGLE} nor {INDEX}; only safetensors are read, never pickles")
+    _refuse_outside(folder, single)
     return {name: single for name in _open(single).keys()}  # noqa: SIM118
+
+
+def _refuse_outside(folder: Path, file: Path) -> None:
+    """Links may point into the folder or, of a snapshot in a Hugging Face cache, to the blobs beside the snapshots."""
+    home, target = folder.resolve(), file.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise UserError(f"{file}: is a link to {target}, outside of the model's folder; put the file itself there")
 
 
 def _open(path: Path) -> Any:

@@ -108,3 +108,43 @@ def test_a_bad_folder_is_refused_for_what_is_wrong_with_it(tmp_path, change, mes
     import re
 
     assert re.search(message, _broken(tmp_path, change))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A folder of shards as a snapshot in a Hugging Face cache: links to blobs."""
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
+    save_model(build_model(preset("qwen3:micro", 100)), snapshot, max_shard_bytes=100_000)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(snapshot.glob("*.safetensors"))):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+def test_the_links_of_a_hugging_face_cache_are_followed(tmp_path, sharded):
+    (tmp_path / "link").symlink_to(sharded)
+    whole = load_model(tmp_path / "link").state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_model(sharded).state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["../blobs/0", "{hub}/blobs/0", "a/../../../blobs/0", "\0"])
+def test_shard_names_that_leave_the_folder_are_refused(tmp_path, sharded, name):
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = name.format(hub=tmp_path / "hub")
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index\.json: names .*, which is not in this folder"):
+        load_model(sharded)
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_links_that_leave_the_folder_are_refused(tmp_path, sharded, shards):
+    if not shards:
+        save_model(load_model(sharded), sharded)
+    file = min(sharded.glob("*.safetensors"))
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    elsewhere.write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"is a link to .*elsewhere\.safetensors, outside of the model's folder"):
+        load_model(sharded)
