@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
-from datetime import datetime
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from lockstep.data.tokenizer import CHAT_TEMPLATE_FILE
+from lockstep.data.workers import python_path
 from lockstep.errors import UserError
 
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+
+MEMORY_BYTES, SECONDS = 2**30, 5.0
+"""Of the process that renders: its whole memory, and the processor's time for compiling or for one rendering."""
+LONGEST_TEXT, MOST_INPUT_BYTES = 2**26, 2**26
 
 
 # Around what `{% generation %}` holds; no conversation contains them.
@@ -30,15 +37,23 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """Renders as transformers' `apply_chat_template` does: the same environment, functions and special tokens.
 
-    Raises jinja2.TemplateError for a source that is no template.
+    The template is compiled and rendered in a process of its own (`template_process.py`), which is started once, and
+    again after a rendering that went beyond its limits. Any thread may render; it waits for the others.
+
+    Raises ChatTemplateError for a source that is no template, or whose compilation goes beyond the limits.
     """
+
+    variables: frozenset[str]
+    """That the source reads and does not set itself."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         self.source = source
         self.special_tokens = special_tokens
-        self._template = _environment().from_string(source)
         self._marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None
-        self.variables = meta.find_undeclared_variables(self._template.environment.parse(source))
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        with self._lock:
+            self._start()
 
     def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str]]]:
         return ChatTemplate, (self.source, self.special_tokens)
@@ -46,14 +61,33 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
         """The conversation's text, by default up to where the assistant begins to speak.
 
-        Raises ChatTemplateError for messages that the template refuses.
+        Raises ChatTemplateError for messages that the template refuses, and for a rendering beyond the limits.
         """
         # Templates ask whether `tools is none`, as transformers renders without them.
         names = {"tools": None, "documents": None, **self.special_tokens, **values}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **names)
-        except Exception as error:  # a template is a program: these messages can make it raise anything
+            with self._lock:
+                process = self._process or self._start()
+                try:
+                    return process.ask(names)
+                except _Ended:
+                    self._process = None
+                    raise
+        except ChatTemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
+        except _Ended as error:
+            raise ChatTemplateError(f"the model's chat template fails on these messages: {error}") from error
+
+    def _start(self) -> _Process:
+        process = _Process()
+        try:
+            names = process.ask((self.source, MEMORY_BYTES, SECONDS, LONGEST_TEXT))
+        except _Ended as error:
+            raise ChatTemplateError(str(error)) from error
+        self.variables = frozenset(json.loads(names))
+        self._process = process
+        return process
 
     def render_with_assistant(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
@@ -129,42 +163,67 @@ def make_chat_template(source: str, special_tokens: dict[str, str], where: str) 
     """Raises UserError, naming `where`, for a source that is no template."""
     try:
         return ChatTemplate(source, special_tokens)
-    except jinja2.TemplateError as error:
+    except ChatTemplateError as error:
         raise UserError(f"{where}: the chat template cannot be read ({error}); mend it or take it away") from error
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+class _Ended(Exception):
+    """The process that renders is gone: says why."""
 
 
-class GenerationBlock(Extension):
-    """`{% generation %}`, with which templates mark what the assistant says; it changes no text by itself."""
+class _Process:
+    """A running `template_process.py`. It ends with this object, or when its pipe does, however its parent died."""
 
-    tags = {"generation"}  # noqa: RUF012
+    def __init__(self) -> None:
+        # Without the working folder, where files may have the names of modules (-P).
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            start_new_session=True,
+        )
+        self._close = weakref.finalize(self, _end, self._child)
 
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [_write("generation_begins", line), *body, _write("generation_ends", line)]
+    def ask(self, request: Any) -> str:
+        """The answer's text. Raises ChatTemplateError for an error of the template's, _Ended for one without answer."""
+        try:
+            sent = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+        except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
+            raise ChatTemplateError(f"they cannot be given to it ({type(error).__name__}: {error})"[:300]) from error
+        if len(sent) > MOST_INPUT_BYTES:
+            raise ChatTemplateError(f"they have {len(sent)} bytes, more than {MOST_INPUT_BYTES}")
+        assert self._child.stdin is not None and self._child.stdout is not None
+        try:
+            self._child.stdin.write(sent)
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            pass  # the missing answer says so
+        head = self._child.stdout.read(9)
+        length = int.from_bytes(head[1:], "little")
+        # A character is at most four bytes of UTF-8.
+        text = self._child.stdout.read(length) if len(head) == 9 and length <= 4 * LONGEST_TEXT else b""
+        if len(head) < 9 or len(text) < length:
+            raise self._ended()
+        answer = text.decode(errors="surrogatepass")
+        if head[:1] != b"=":
+            raise ChatTemplateError(answer)
+        return answer
+
+    def _ended(self) -> _Ended:
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout=1)
+        self._close()
+        if self._child.returncode == -signal.SIGXCPU:
+            return _Ended(f"it takes more than {SECONDS:g} seconds")
+        return _Ended(f"its process ended with code {self._child.returncode}; out of memory?")
 
 
-def _write(name: str, line: int) -> nodes.Node:
-    """Writes a variable's value; nothing where it is not given."""
-    return nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line)
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    # jinja's own filter escapes for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            # What it still held was for a process that is gone.
+            with suppress(BrokenPipeError):
+                pipe.close()

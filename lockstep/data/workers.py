@@ -79,8 +79,7 @@ class _Pool:
 class _Worker:
     def __init__(self, encoder: Encoder):
         root = str(Path(__file__).parents[2])
-        # Never the working folder, where files beside the data may have the names of modules: -P, and no empty entry.
-        path = os.pathsep.join([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+        path = python_path(root)
         # One thread each: the processes are what shares the cores.
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -124,6 +123,14 @@ class _Worker:
             self.process.stdin.flush()
         except BrokenPipeError:  # the missing answer says so
             pass
+
+
+def python_path(*first: str) -> str:
+    """PYTHONPATH for a child that is started with -P: without empty entries, which stand for the working folder.
+
+    Files beside the data may have the names of modules.
+    """
+    return os.pathsep.join([*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def serve() -> None:

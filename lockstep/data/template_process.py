@@ -1,0 +1,114 @@
+"""The process in which a chat template is compiled and rendered, with limits of time and memory.
+
+A template is a program that came with a model: jinja's sandbox keeps it from files and from Python's insides, but not
+from running for hours or taking all memory. This file is run as a script, not imported: it needs jinja2 and the
+standard library alone, so a process is there in a fraction of a second.
+
+Requests arrive on standard input, pickled: first (source, bytes of memory, seconds of processor time, characters of a
+text), then the variables of each rendering. The answers on standard output are bytes: `=` or `!`, eight for the length,
+and JSON of the source's variables, a text, or why there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import resource
+import sys
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def serve() -> None:
+    """Answers until the pipe ends or a limit of time ends the process."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    source, memory, seconds, longest = pickle.load(requests)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Where the system does not know this limit, as on macOS, the one of time is left.
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    environment, template = make_environment(), None
+    variables: Any = None
+    while True:
+        _give_time(seconds)
+        try:
+            if template is None:
+                names = meta.find_undeclared_variables(environment.parse(source))
+                template, text = environment.from_string(source), json.dumps(sorted(names))
+            else:
+                text = template.render(variables)
+                if len(text) > longest:
+                    raise jinja2.TemplateError(f"its text has more than {longest} characters")
+            kind, answer = b"=", text.encode(errors="surrogatepass")
+        except MemoryError:
+            text, kind, answer = "", b"!", f"it needs more than {memory // 2**20} MiB of memory".encode()
+        except RecursionError:
+            text, kind, answer = "", b"!", b"it is nested too deep"
+        except Exception as error:  # a template is a program: these variables can make it raise anything
+            text, kind, answer = "", b"!", f"{error}"[:1000].encode(errors="replace")
+        answers.write(kind + len(answer).to_bytes(8, "little") + answer)
+        answers.flush()
+        text, answer = "", b""
+        try:
+            variables = pickle.load(requests)
+        except EOFError:
+            return
+
+
+def _give_time(seconds: float) -> None:
+    """From now on, so many seconds of processor time until the system ends the process; it counts whole ones."""
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    limit = math.ceil(used + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """As transformers' `apply_chat_template` has it: the same options, functions and blocks."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}`, with which templates mark what the assistant says; it changes no text by itself."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_write("generation_begins", line), *body, _write("generation_ends", line)]
+
+
+def _write(name: str, line: int) -> nodes.Node:
+    """Writes a variable's value; nothing where it is not given."""
+    return nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+if __name__ == "__main__":
+    serve()
