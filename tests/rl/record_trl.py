@@ -1,0 +1,124 @@
+"""Writes trl_grpo.json: loss and gradient of TRL's own GRPOTrainer on a small batch.
+
+Run with a Python that has trl (1.16), transformers and torch: python tests/rl/record_trl.py. The test beside it needs
+none of them. Weights and the old policy's and the reference's log-probabilities are formulas that both sides compute.
+"""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+FILE = Path(__file__).with_name("trl_grpo.json")
+SHAPE = {"vocab_size": 16, "dim": 8, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 4, "intermediate": 12}
+PROMPTS = [[1, 2, 3], [1, 2, 3], [4], [4]]
+COMPLETIONS = [[5, 6, 7, 8, 0], [9, 0], [10, 11, 12, 13], [14]]
+ADVANTAGES = [1.0, -1.0, 0.75, -1.5]
+SETTINGS = {"temperature": 0.9, "clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.1}
+AVERAGES = {"grpo": "sequence", "bnpo": "token"}
+"""Loss types of TRL, and what Lockstep calls the average that they take."""
+
+
+def weight(name, shape):
+    """A parameter's values by its Hugging Face name: around 0, those of norms around 1."""
+    start = sum(name.encode())
+    center, scale = (1.0, 0.2) if "norm" in name else (0.0, 0.8)
+    return _formula(shape, lambda i: center + scale * math.sin(start + 1.7 * i))
+
+
+def direction(name, shape):
+    """What a gradient is multiplied with, so that one number stands for all of it."""
+    return _formula(shape, lambda i: math.cos(sum(name.encode()) + 0.9 * i * i))
+
+
+def old_log_prob(row, position):
+    return -2.7 + 0.9 * math.sin(3 * row + 1.3 * position)
+
+
+def reference_log_prob(row, position):
+    return -2.7 + 0.5 * math.cos(2 * row + 0.7 * position)
+
+
+def in_figures(name, gradient):
+    return [float(gradient.double().norm()), float((gradient.double() * direction(name, gradient.shape)).sum())]
+
+
+def _formula(shape, value):
+    import torch
+
+    return torch.tensor([value(i) for i in range(math.prod(shape))], dtype=torch.float64).reshape(tuple(shape))
+
+
+def record():
+    import torch
+    import transformers
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    recorded = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    tokens = Tokenizer(models.WordLevel({str(i): i for i in range(SHAPE["vocab_size"])}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="0", eos_token="0")
+    for kind in AVERAGES:
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=SHAPE["vocab_size"], hidden_size=SHAPE["dim"], num_hidden_layers=SHAPE["layers"],
+                num_attention_heads=SHAPE["heads"], num_key_value_heads=SHAPE["kv_heads"],
+                head_dim=SHAPE["head_dim"], intermediate_size=SHAPE["intermediate"], tie_word_embeddings=False,
+                rms_norm_eps=1e-6, rope_theta=1e6,
+            )
+        ).float()  # fmt: skip
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weight(name, parameter.shape))
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = trl.GRPOConfig(
+                output_dir=folder, loss_type=kind, beta=0.0, epsilon=SETTINGS["clip_low"],
+                epsilon_high=SETTINGS["clip_high"], temperature=SETTINGS["temperature"], num_generations=2,
+                per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to="none",
+                # TRL can weigh the KL term by the ratio; Lockstep takes the plain estimator.
+                use_bias_correction_kl=False,
+            )  # fmt: skip
+            trainer = trl.GRPOTrainer(
+                model, lambda completions, **_: [0.0] * len(completions), args=arguments,
+                train_dataset=Dataset.from_dict({"prompt": ["1", "2"] * 4}), processing_class=tokenizer,
+            )  # fmt: skip
+            # With a coefficient from the start it would load a reference model by name; the batch holds its values.
+            trainer.beta = SETTINGS["kl_coefficient"]
+            trainer.current_gradient_accumulation_steps = 1
+            trainer.model.train()
+            loss = trainer._compute_loss(trainer.model, _padded())
+            trainer.model.zero_grad()
+            loss.backward()
+        gradients = {name: in_figures(name, p.grad) for name, p in trainer.model.named_parameters()}
+        recorded[kind] = {"loss": float(loss.detach()), "gradients": gradients}
+    FILE.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
+def _padded():
+    """TRL's batch: prompts padded on the left, completions on the right."""
+    import torch
+
+    before, after = max(map(len, PROMPTS)), max(map(len, COMPLETIONS))
+
+    def right(rows, fill):
+        return torch.tensor([[*row, *[fill] * (after - len(row))] for row in rows])
+
+    def values(log_prob):
+        return right([[log_prob(r, t) for t in range(len(c))] for r, c in enumerate(COMPLETIONS)], 0.0)
+
+    return {
+        "prompt_ids": torch.tensor([[0] * (before - len(p)) + p for p in PROMPTS]),
+        "prompt_mask": torch.tensor([[0] * (before - len(p)) + [1] * len(p) for p in PROMPTS]),
+        "completion_ids": right(COMPLETIONS, 0),
+        "completion_mask": right([[1] * len(c) for c in COMPLETIONS], 0),
+        "advantages": torch.tensor(ADVANTAGES),
+        "old_per_token_logps": values(old_log_prob),
+        "ref_per_token_logps": values(reference_log_prob),
+        "num_items_in_batch": torch.tensor(sum(map(len, COMPLETIONS))),
+    }
+
+
+if __name__ == "__main__":
+    record()

@@ -1,0 +1,68 @@
+"""A GRPO step's loss and gradient equal TRL's on the same batch; `record_trl.py` ran the real TRL."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep import build_model
+from lockstep.config import RLConfig, TrainConfig
+from lockstep.model import ModelConfig
+from lockstep.model.checkpoint import hugging_face_name
+from lockstep.rl import Example
+from lockstep.rl.batch import PolicyLoss, policy_batches
+from lockstep.rl.rollouts import Rollout
+from tests.rl import record_trl as trl
+
+RECORDED = json.loads(trl.FILE.read_text())
+
+
+def _model():
+    shape = trl.SHAPE
+    config = ModelConfig(
+        family="qwen3", vocab_size=shape["vocab_size"], dim=shape["dim"], num_layers=shape["layers"],
+        num_heads=shape["heads"], num_kv_heads=shape["kv_heads"], head_dim=shape["head_dim"],
+        intermediate_size=shape["intermediate"], tie_embeddings=False, qk_norm=True, max_positions=64,
+    )  # fmt: skip
+    model = build_model(config, dtype="float32")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(trl.weight(hugging_face_name(name), parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("tokens_per_microbatch", [1000, 8])
+@pytest.mark.parametrize("kind", trl.AVERAGES)
+def test_loss_and_gradient_of_a_step_are_those_of_trl(kind, tokens_per_microbatch):
+    config = RLConfig(
+        model="none", loss_average=trl.AVERAGES[kind], **trl.SETTINGS,
+        train=TrainConfig(tokens_per_microbatch=tokens_per_microbatch),
+    )  # fmt: skip
+    rollouts = []
+    for row, (prompt, tokens, advantage) in enumerate(zip(trl.PROMPTS, trl.COMPLETIONS, trl.ADVANTAGES)):
+        old = [trl.old_log_prob(row, position) for position in range(len(tokens))]
+        rollouts.append(Rollout(Example("p"), row // 2, prompt, tokens, old, "stop", "", 0, advantage=advantage))
+    model, step = _model(), PolicyLoss(config, compare=False)
+    loss, row = 0.0, 0
+    batches = policy_batches(rollouts, config)
+    for batch in batches:
+        reference = [
+            trl.reference_log_prob(row + r, t)
+            for r, one in enumerate(batch.rollouts)
+            for t in range(len(one.token_ids))
+        ]
+        batch.reference_log_probs, row = torch.tensor(reference), row + len(batch.rollouts)
+        part = step(model, batch)
+        part.backward()
+        loss += float(part.detach())
+    assert len(batches) == (1 if tokens_per_microbatch == 1000 else 3)
+    assert 0.1 < step.metrics()["policy/clip_fraction"] < 0.9, "some tokens are clipped, others not"
+    recorded = RECORDED[kind]
+    # Both sides compute in float32, in different orders.
+    assert loss == pytest.approx(recorded["loss"], rel=1e-5)
+    ours = {hugging_face_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    assert ours.keys() == recorded["gradients"].keys()
+    for name, gradient in ours.items():
+        (norm, along), (their_norm, their_along) = trl.in_figures(name, gradient), recorded["gradients"][name]
+        assert norm == pytest.approx(their_norm, rel=2e-5) and norm > 0, name
+        assert along == pytest.approx(their_along, abs=5e-5 * their_norm), name
