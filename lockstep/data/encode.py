@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from lockstep.data.text import TextPart
-from lockstep.data.tokenizer import ByteTokenizer, Tokenizer
+from lockstep.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 
 BATCH = 512
 """Documents that are tokenised at once, at most."""
@@ -72,7 +72,12 @@ class TextEncoder:
 
     def _tokens(self, texts: Sequence[str]) -> list[np.ndarray]:
         if isinstance(self.tokenizer, ByteTokenizer):
-            return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+            return [
+                np.array(self.tokenizer.encode(text), np.uint16)
+                if END_OF_TEXT in text
+                else np.frombuffer(text.encode(), dtype=np.uint8)
+                for text in texts
+            ]
         return [np.array(ids, dtype=np.int64) for ids in self.tokenizer.encode_batch(texts)]
 
 

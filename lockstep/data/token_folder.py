@@ -22,13 +22,13 @@ import numpy as np
 from lockstep.data.corpus import NO_TEXT, TokenizedCorpus, drain
 from lockstep.data.encode import Encoded, Encoder, token_dtype
 from lockstep.data.records import Tally
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.data.tokenizer import BYTE_FILE, Tokenizer
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
 DESCRIPTION = "tokens.json"
 DTYPES = {"uint16": np.uint16, "uint32": np.uint32}
-FORMAT = 1
+FORMAT = 2
 
 
 @runtime_checkable
@@ -204,9 +204,8 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}".encode())
-        for name in ("tokenizer.json", "byte_tokenizer.json"):
-            if (path := Path(folder) / name).is_file():
-                digest.update(path.read_bytes())
+        path = Path(folder) / BYTE_FILE
+        digest.update((path if path.is_file() else Path(folder) / "tokenizer.json").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -50,7 +50,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0–255; 256 ends a text, 257 is unused (an even vocabulary).
 
-    `carried` holds texts of other files by name, which `save` writes again.
+    As for other tokenizers, `<|endoftext|>` in a text is the token. `carried` holds texts of other files by name, which
+    `save` writes again. It also writes a `tokenizer.json`, with which transformers gives the same tokens.
     """
 
     vocab_size = 258
@@ -61,13 +62,24 @@ class ByteTokenizer:
         self.carried = carried or {}
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        first, *others = text.split(END_OF_TEXT)
+        ids = list(first.encode())
+        for part in others:
+            ids.append(256)
+            ids += part.encode()
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        spans = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+        spans: list[tuple[int, int]] = []
+        start = 0
+        for part in text.split(END_OF_TEXT):
+            if start:
+                spans.append((start - len(END_OF_TEXT), start))
+            spans += [(i, i + 1) for i, character in enumerate(part, start) for _ in character.encode()]
+            start += len(part) + len(END_OF_TEXT)
         return self.encode(text), spans
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -75,8 +87,29 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def save(self, folder: str | Path) -> None:
-        _write(Path(folder) / BYTE_FILE, json.dumps({"vocab_size": self.vocab_size, "eos_id": self.eos_id}))
-        _write_all(Path(folder), self.carried)
+        folder = Path(folder)
+        _write(folder / BYTE_FILE, json.dumps({"vocab_size": self.vocab_size, "eos_id": self.eos_id}))
+        _write(folder / "tokenizer.json", json.dumps(_bytes_for_transformers()))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        _write(folder / "tokenizer_config.json", json.dumps(settings | {"clean_up_tokenization_spaces": False}))
+        _write_all(folder, self.carried)
+
+
+def _bytes_for_transformers() -> dict[str, Any]:
+    """The byte tokenizer as the content of a `tokenizer.json`: byte-level BPE without merges."""
+    # Byte-level BPE writes a byte as a printable character: itself where it is one, else the next one from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"id": 256, "content": END_OF_TEXT, "special": True, "normalized": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [end | {"single_word": False, "lstrip": False, "rstrip": False}],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {names[byte]: byte for byte in range(256)}, "merges": []},
+    }
 
 
 class HuggingFaceTokenizer:
@@ -134,6 +167,7 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
+        (folder / BYTE_FILE).unlink(missing_ok=True)
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
         names = {"eos_token": self._token(self.eos_id), "bos_token": self._token(self.bos_id)}
         _write(folder / "tokenizer_config.json", json.dumps({**self._settings, **names}))
@@ -241,10 +275,10 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
     """
     folder = local_folder(folder)
     tokenizer: ByteTokenizer | HuggingFaceTokenizer
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = _hugging_face(folder)
-    elif (folder / BYTE_FILE).is_file():
+    if (folder / BYTE_FILE).is_file():  # which comes with a tokenizer.json for others
         tokenizer = ByteTokenizer(_carried(folder))
+    elif (folder / "tokenizer.json").is_file():
+        tokenizer = _hugging_face(folder)
     else:
         raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:

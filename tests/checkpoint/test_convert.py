@@ -40,7 +40,8 @@ def test_a_runs_checkpoint_becomes_a_model_folder_by_command(tmp_path, capsys):
     assert main([*run, "--steps", "1", "--tokens-per-step", "128", "--sequence-length", "32", "--device", "cpu"]) == 0
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "model"), "--dtype", "float32"]) == 0
     names = {p.name for p in (tmp_path / "model").iterdir()}
-    assert names == {"config.json", "model.safetensors", "byte_tokenizer.json"}
+    tokenizer = {"byte_tokenizer.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {"config.json", "model.safetensors"} | tokenizer
     assert main(["generate", "--model", str(tmp_path / "model"), "--prompt", "a", "--max-tokens", "1"]) == 0
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "model")]) == 2
     assert "is not an empty folder" in capsys.readouterr().err

@@ -16,8 +16,9 @@ from tokenizers import (
     trainers,
 )
 
-from lockstep.data import load_tokenizer
+from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.errors import UserError
+from lockstep.model import build_model, preset, save_model
 
 TEXTS = ["def f(x):\n    return x + 1\n", "The naïve café is “open” 24/7.", "日本語のテキスト 🙂 Ελληνικά", "a b  c\td"]
 LLAMA3 = (
@@ -193,6 +194,20 @@ def test_tokens_and_texts_are_those_of_transformers(tmp_path, make):
     assert [ours.decode(ids) for ids in expected[:500]] == theirs.batch_decode(expected[:500], skip_special_tokens=True)
     ours.save(tmp_path / "again")
     assert load_tokenizer(tmp_path / "again").encode_batch(texts) == expected
+
+
+def test_a_saved_byte_tokenizer_gives_the_same_tokens_in_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    save_model(build_model(preset("qwen3:micro", 258, (256,))), tmp_path)
+    ours = ByteTokenizer()
+    ours.save(tmp_path)
+    theirs, texts = AutoTokenizer.from_pretrained(tmp_path), [*_strings(2000), "a<|endoftext|>b"]
+    expected = theirs(texts)["input_ids"]
+    assert ours.encode_batch(texts) == expected and isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+    assert theirs.eos_token_id == ours.eos_id and len(theirs) <= ours.vocab_size
+    every_byte = [*range(256), 256]
+    assert theirs.decode(every_byte, skip_special_tokens=True) == ours.decode(every_byte)
 
 
 def test_added_tokens_whose_ids_are_not_theirs_are_refused(tmp_path):

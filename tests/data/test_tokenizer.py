@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data import ByteTokenizer, HuggingFaceTokenizer, StreamDecoder, Tokenizer, load_tokenizer
+from lockstep.data import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    StreamDecoder,
+    TextEncoder,
+    Tokenizer,
+    load_tokenizer,
+)
+from lockstep.data.text import TextPart
 from lockstep.errors import UserError
 
 TEXT = "naïve 日本語 🙂🙃 def f(x):\n\treturn x + 1\n"
@@ -17,6 +25,15 @@ TEXT = "naïve 日本語 🙂🙃 def f(x):\n\treturn x + 1\n"
 def test_bytes_survive(text):
     tokenizer = ByteTokenizer()
     assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eos_id]) == text
+
+
+def test_the_end_of_text_in_a_text_is_its_token_for_bytes_too():
+    tokenizer, text = ByteTokenizer(), "é<|endoftext|><|endoftext|>b<|endoftext|"
+    ids, spans = tokenizer.encode_with_spans(text)
+    assert ids == tokenizer.encode(text) == [*"é".encode(), 256, 256, *b"b<|endoftext|"]
+    (encoded,) = TextEncoder(tokenizer).encode([TextPart(text, True)])
+    assert encoded.tokens.tolist() == [*ids, 256] and len(spans) == len(ids)
+    assert spans[:5] == [(0, 1), (0, 1), (1, 14), (14, 27), (27, 28)] and spans[-1][1] == len(text)
 
 
 def test_bpe_survives_and_is_loaded_as_it_was_saved(bpe_tokenizer, tmp_path):
