@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -56,7 +57,7 @@ def drain(
     `tally` tells what the source has met and takes what is found here. Raises UserError for a bad document unless
     those are skipped.
     """
-    offsets, total = [0], 0
+    offsets, total = array("q", [0]), 0
     for part in encoded:
         if part.problem:
             if not skip_bad:
@@ -70,7 +71,7 @@ def drain(
             tally().empty_documents += 1
         elif part.ends:
             offsets.append(total)
-    return np.array(offsets, dtype=np.int64)
+    return np.frombuffer(offsets, dtype=np.int64)
 
 
 def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer, skip_bad: bool = False) -> TokenizedCorpus:

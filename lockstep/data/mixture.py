@@ -36,15 +36,17 @@ def _number(text: str) -> float | None:
 
 
 class MixedRows:
-    """Rows of several streams, each row of one: after any number of rows each stream is within a row of its share.
+    """Rows of several streams, each row of one: after any number of rows each stream is about a row from its share.
 
-    Which stream a row is of is a function of the weights alone. A stream that ends drops out.
+    Shares are of tokens without padding, which rows of whole documents have in different amounts. Which stream a row is
+    of is a function of the weights and of the rows before. A stream that ends drops out.
     """
 
     def __init__(self, streams: Sequence[RowStream], weights: Sequence[float]):
         self.streams = list(streams)
         self.weights = [weight / sum(weights) for weight in weights]
         self.sequence_length = streams[0].sequence_length
+        # Tokens of each.
         self._given = [0] * len(streams)
 
     @property
@@ -66,10 +68,11 @@ class MixedRows:
         going = [i for i, stream in enumerate(self.streams) if not stream.ended]
         if not going:
             return []
-        total = sum(self._given) + 1
+        total = sum(self._given) + self.sequence_length
         chosen = max(going, key=lambda i: self.weights[i] * total - self._given[i])
-        self._given[chosen] += 1
-        return self.streams[chosen].plan()
+        pieces = self.streams[chosen].plan()
+        self._given[chosen] += sum(piece.stop - piece.start for piece in pieces)
+        return pieces
 
     def targets(self, pieces: list[Piece]) -> int:
         return self.streams[0].targets(pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -48,6 +49,12 @@ class Piece(NamedTuple):
         if self.corpus.scored is None:
             return np.ones(self.stop - self.start, dtype=bool)
         return self.corpus.scored[self.start : self.stop].astype(bool)
+
+
+def _lengths(corpus: TokenizedCorpus) -> Iterator[np.ndarray]:
+    """Tokens of each document, some hundred thousand documents at a time."""
+    for start in range(0, len(corpus.offsets) - 1, 2**18):
+        yield np.diff(corpus.offsets[start : start + 2**18 + 1])
 
 
 class Rows:
@@ -175,10 +182,14 @@ class Rows:
         """Goes to the window at the position or, where it has nothing to predict, to the next one that has."""
         for _ in range(2):
             while (corpus := self.documents.window(self._window)) is not None:
-                if int(np.diff(corpus.offsets).max(initial=0)) >= 2:
+                if any(int(lengths.max()) >= 2 for lengths in _lengths(corpus)):
+                    count = len(corpus.offsets) - 1
                     draw = np.random.default_rng([self.seed, self._epoch, self._window])
-                    self._corpus, self._order = corpus, draw.permutation(len(corpus.offsets) - 1)
-                    self._cut = int((np.diff(corpus.offsets) > self.sequence_length).sum())
+                    # Every rank holds it: in four bytes per document, and the same order as in eight.
+                    self._order = np.arange(count, dtype=np.uint32 if count < 2**32 else np.int64)
+                    draw.shuffle(self._order)
+                    self._corpus = corpus
+                    self._cut = sum(int((lengths > self.sequence_length).sum()) for lengths in _lengths(corpus))
                     return
                 self._window += 1
             self._window, self._epoch = 0, self._epoch + 1

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import ByteTokenizer, RowLoader, Rows, TokenizedCorpus, tokenize_documents
+from lockstep.data.corpus import drain
+from lockstep.data.encode import Encoded
+from lockstep.data.records import Tally
 from lockstep.errors import UserError
 
 CORPORA = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -199,3 +203,22 @@ def test_no_epochs_are_no_training():
     loader = RowLoader(Rows(tokenize_documents(["abcdef"], ByteTokenizer()), 4, seed=0), 8, 8)
     with pytest.raises(UserError, match="epochs is -1"):
         loader.steps_of(-1)
+
+
+def test_many_documents_take_few_bytes_each_and_keep_their_order():
+    documents = 2_000_000
+    corpus = TokenizedCorpus(np.zeros(2 * documents, np.uint16), np.arange(0, 2 * documents + 1, 2))
+    tracemalloc.start()
+    rows = Rows(corpus, 8, seed=7)
+    _, peak = tracemalloc.get_traced_memory()
+    assert peak / documents < 4 + 4, "four bytes for the order, and lengths of a part of the documents"
+    expected = np.random.default_rng([7, 0, 0]).permutation(documents)
+    assert [piece.start // 2 for piece in rows.plan()] == expected[:4].tolist()
+    one = Encoded(np.zeros(2, np.uint16))
+    tracemalloc.reset_peak()
+    before, _ = tracemalloc.get_traced_memory()
+    offsets = drain((one for _ in range(documents // 10)), lambda part: None, Tally, skip_bad=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert offsets.tolist() == list(range(0, documents // 5 + 1, 2)) and offsets.dtype == np.int64
+    assert (peak - before) / (documents // 10) < 20, "an offset is eight bytes; the list of them may grow by an eighth"

@@ -405,6 +405,18 @@ def test_a_mixture_keeps_its_proportions_and_resumes(weights, taken, repeat):
         MixedRows(rows.streams, [w + 1 + i for i, w in enumerate(weights)]).load_state(rows.state())
 
 
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.2, 0.8], [0.7, 0.3]])
+def test_the_shares_of_a_mixture_are_those_of_its_tokens_however_full_the_rows_are(weights):
+    # Of the first source two documents fill a row of 64; of the second one document leaves nearly half of it empty.
+    corpora = [TokenizedCorpus(np.arange(n * 20) % n, np.arange(0, n * 20 + 1, n)) for n in (32, 35)]
+    rows = MixedRows([Rows(c, 64, 0, packing="whole") for c in corpora], weights)
+    tokens = [0, 0]
+    for _ in range(200):
+        for piece in rows.plan():
+            tokens[0 if piece.corpus is corpora[0] else 1] += piece.stop - piece.start
+    assert all(abs(t - w * sum(tokens)) <= 64 for t, w in zip(tokens, weights)), tokens
+
+
 def test_nothing_of_a_mixture_is_lost_where_a_source_ends_before_another():
     corpora = [TokenizedCorpus(np.arange(1, n) + 1000 * i, np.array([0, n - 1])) for i, n in enumerate((20, 90))]
     rows = MixedRows([Rows(c, 8, 0, repeat=False) for c in corpora], [0.9, 0.1])
