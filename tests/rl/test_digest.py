@@ -11,8 +11,8 @@ from tests.rl.digest import digests_of_a_process
 
 EXPECTED = {
     "pretrain": "9a53a00103950c8bcfc5bceeab938afef2bf116c69fb8f7d1b5126a935ca6b66",
-    "rl": "3908e942aa36611ea676bd3ecccf2863cf0465d826226d1e237b14360c96ca7b",
-    "rollouts": "67ba4ecbfc8ef145763760f64cc58888c4f1f48a98f0367888edf74e4999eb79",
+    "rl": "c6bcf30c46cec047d2f4544527b2e84ea1557918a23006388a0cfaa49e0ab356",
+    "rollouts": "383cd96757fbcb110fbc5ce368aa29894a6b652d65b34df55c8bea3f4e8d704d",
 }
 """Of every processor, compiler and number of threads. What changes a bit of a float32 run changes it."""
 
