@@ -74,6 +74,7 @@ def reinforce(
     start = 0
     if config.resume and (state := checkpoints.resume()):
         start, prompts.position = state["step"], state["prompts"]
+        engine.weights_changed(start)
     if config.resume:
         # Without a checkpoint the validation before the first step is made again, too.
         run.truncate(start or -1)

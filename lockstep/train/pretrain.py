@@ -169,7 +169,13 @@ def run_training(
             if bar is not None:
                 bar.advance(min(start, config.steps))
             if start and (start >= config.steps or loader.ended):
-                log.warning("the run has come to its end at step %d; give more --steps or data to go on", start)
+                ended = "all its data" if loader.ended else f"step {start}"
+                log.warning(
+                    "the run has come to its end at %s; to train on, give more --steps or, "
+                    "from its weights, --model %s and another --output",
+                    ended,
+                    run.path,
+                )
             if answers is not None and start == 0:
                 answers.write(0, model)
             if config.steps == 0:

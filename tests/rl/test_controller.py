@@ -103,6 +103,10 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")
     reinforce(_config(tmp_path / "torn", model_folder, "", resume=True, **changes))
     assert [m["reward/mean"] for m in _metrics(torn)[1:]] == rewards
+    for step in (1, 7, 9):
+        name = f"rollouts/step_{step:08}.jsonl"
+        assert (torn / name).read_text() == (whole / name).read_text(), "the weights' version included"
+    assert json.loads((torn / name).read_text().splitlines()[0])["version"] == 8
 
 
 def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, model_folder, monkeypatch):
