@@ -18,6 +18,7 @@ from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.model.device import open_device
 from lockstep.parallel.messages import from_all, from_rank_0
+from lockstep.parallel.orphans import end_with_torchrun
 
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
@@ -146,6 +147,7 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
         raise UserError("parallel.cpu_offload is for CUDA devices: on a CPU all is in its memory already; leave it out")
     if size == 1:
         return World(chosen, degrees)
+    end_with_torchrun()
     if not dist.is_initialized():
         # torch's Flight Recorder keeps the last collectives: the watchdog writes them down where one hangs.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,10 +50,10 @@ from lockstep.observe import (
     Progress,
     RunFolder,
     announce,
+    claim_run,
     in_short,
     log,
     merge_timelines,
-    open_run,
     read_metrics,
     require_observers,
     start_line,
@@ -73,6 +73,9 @@ from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
 
+LARGE = 10**9
+"""Parameters from which a model needs data and a tokenizer of its own."""
+
 
 def pretrain(
     config: PretrainConfig,
@@ -86,6 +89,8 @@ def pretrain(
     UserError for bad input.
     """
     validate(config)
+    if documents is None:
+        _refuse_toy_data(config)
     world = open_world(config.parallel, config.device)
     try:
         return _pretrain(settle(config, world), world, documents, progress, on_metrics)
@@ -135,9 +140,23 @@ def run_training(
     if isinstance(model, Pipeline):
         model.plan.check_microbatches(loader.microbatches)
     trainer = Trainer(model, config.train, config.steps, world)
+    claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
+    with ExitStack() as opened:
+        world.on_main(lambda: opened.enter_context(claimed))
+        return _train(config, trainer, tokenizer, loader, progress, command, held_out)
 
-    run = RunFolder(Path(config.output))
-    world.on_main(partial(open_run, config.output, to_toml(config), config.resume, config.overwrite))
+
+def _train(
+    config: PretrainConfig,
+    trainer: Trainer,
+    tokenizer: Tokenizer,
+    loader: RowLoader,
+    progress: Progress | None,
+    command: str,
+    held_out: StepRows | None,
+) -> Path:
+    """The loop, in a folder that is open."""
+    world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
     start = 0
@@ -147,6 +166,7 @@ def run_training(
         spikes.load_state(state.get("losses", ()))
     if config.resume and world.is_main:
         run.truncate(start)
+        run.record(to_toml(config))
 
     compute = resolve_dtype(config.dtype)
     tokens = max(config.steps - start, 0) * config.tokens_per_step
@@ -230,6 +250,22 @@ def run_training(
     if stopped_by and step < config.steps:
         raise stop.error(stopped_by, step, config.output)
     return run.path
+
+
+def _refuse_toy_data(config: PretrainConfig) -> None:
+    """Raises UserError where a large model would be trained on a small model's defaults, by all appearances unasked."""
+    if Path(config.model).is_dir() or preset(config.model).num_parameters < LARGE:
+        return
+    if not config.data:
+        raise UserError(
+            f"data is empty, which stands for the standard library's own source, too little for {config.model}; "
+            "give --data"
+        )
+    if config.tokenizer == "byte" and not any(is_token_folder(name) for name, _ in parse_data(config.data)):
+        raise UserError(
+            f'tokenizer is "byte", whose 258 tokens are too few for {config.model}; give --tokenizer bpe:VOCABULARY or '
+            "a folder with a tokenizer.json"
+        )
 
 
 def validation_loss(trainer: Trainer, held_out: StepRows) -> float:
