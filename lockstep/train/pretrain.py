@@ -325,6 +325,7 @@ def foresee(config: PretrainConfig) -> DryRun:
     config = replace(config, model=folder_if_model(config.model))
     folder = Path(config.model)
     shape = read_config(folder) if folder.is_dir() else preset(config.model)
+    check_length(config, shape)
     # The ranks are somewhere else, so nothing is measured for them, but where it is said that they are CPUs.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
     dtype, why = recorded_settings(config).get("dtype", ""), "as the run began"
@@ -348,9 +349,19 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
     return preset(config.model, tokenizer.vocab_size, eos)
 
 
+def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
+    """Raises UserError where a row is longer than the model's context."""
+    if config.sequence_length > shape.max_positions:
+        raise UserError(
+            f"sequence_length is {config.sequence_length}, but {config.model} has {shape.max_positions} positions; "
+            f"give at most {shape.max_positions}"
+        )
+
+
 def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:
-    """This rank's part of a model with fresh weights, or of a folder's."""
+    """This rank's part of a model with fresh weights, or of a folder's. Raises UserError for rows too long for it."""
     shape = model_shape(config, tokenizer)
+    check_length(config, shape)
     folder = Path(config.model).is_dir()
     fill = partial(load_weights, path=config.model) if folder else partial(initialize, seed=config.seed)
     kind = resolve_dtype(config.dtype)
