@@ -63,7 +63,7 @@ class PretrainConfig:
     validation_every: Annotated[int, Above(0)] = 100
     """Steps between validations; there is always one after the last step."""
     validation_tokens: Annotated[int, Above(0)] = 65536
-    """Tokens of a validation, from the beginning of its data."""
+    """Tokens of a validation: its data in an order of its own, the same every time, from the beginning."""
     resume: bool = False
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False

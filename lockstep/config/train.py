@@ -29,9 +29,9 @@ class TrainConfig:
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """wsd: shape of the decay; `sqrt` falls as 1 - √progress."""
     final_learning_rate_ratio: Annotated[float, AtLeast(0)] = 0.1
-    """Learning rate at the last step, relative to the peak (linear, cosine and wsd)."""
+    """Learning rate that linear, cosine and wsd fall towards, relative to the peak: the step after the last has it."""
     schedule_file: str = ""
-    """csv: lines of `step,learning_rate` under that header, steps from 1; interpolated, and held before and after."""
+    """csv: lines of `step,learning_rate` under that header, updates from 1; interpolated, and held before and after."""
     beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
     """AdamW's decay of the first moment."""
     beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95

@@ -87,6 +87,17 @@ def test_a_full_disk_leaves_the_run_going_and_the_earlier_checkpoint_whole(tmp_p
     assert not any(damage(p) for p in checkpoints_in(tmp_path / "checkpoints"))
 
 
+def test_resuming_takes_no_second_copy_of_masters_and_moments(tmp_path, trainer):
+    update(trainer)
+    with checkpoints_of(tmp_path, trainer) as checkpoints:
+        checkpoints.save(1, {})
+    _, (parts, state, _) = checkpoints._to_load(tmp_path / "checkpoints" / "step_00000001")
+    held = trainer.optimizer.state_tensors()
+    assert state.keys() == held.keys() and any(name.startswith("exp_avg_sq.") for name in held)
+    assert all(state[name].data_ptr() == held[name].data_ptr() for name in held)
+    assert {p.local.data_ptr() for n, p in parts.items() if "random/" not in n} == {t.data_ptr() for t in held.values()}
+
+
 def _config(tmp_path, **changes):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     defaults = dict(
