@@ -55,10 +55,16 @@ def reinforce(
     the run ends early.
     """
     with ExitStack() as opened:
-        return _reinforce(config, progress, opened)
+        return _reinforce(config, environment, progress, on_metrics, opened)
 
 
-def _reinforce(config: RLConfig, progress: Progress | None, opened: ExitStack) -> Path:
+def _reinforce(
+    config: RLConfig,
+    environment: Environment | None,
+    progress: Progress | None,
+    on_metrics: OnMetrics | None,
+    opened: ExitStack,
+) -> Path:
     """The run; `opened` closes its folder after it."""
     validate(config)
     refuse_ranks("rl")

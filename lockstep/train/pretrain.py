@@ -33,6 +33,7 @@ from lockstep.data import (
     tokenize_documents,
 )
 from lockstep.errors import UserError
+from lockstep.hub import is_model
 from lockstep.model import (
     Decoder,
     ModelConfig,
@@ -143,7 +144,7 @@ def run_training(
     claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
     with ExitStack() as opened:
         world.on_main(lambda: opened.enter_context(claimed))
-        return _train(config, trainer, tokenizer, loader, progress, command, held_out)
+        return _train(config, trainer, tokenizer, loader, progress, command, held_out, on_metrics)
 
 
 def _train(
@@ -154,6 +155,7 @@ def _train(
     progress: Progress | None,
     command: str,
     held_out: StepRows | None,
+    on_metrics: OnMetrics | None,
 ) -> Path:
     """The loop, in a folder that is open."""
     world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
@@ -254,7 +256,7 @@ def _train(
 
 def _refuse_toy_data(config: PretrainConfig) -> None:
     """Raises UserError where a large model would be trained on a small model's defaults, by all appearances unasked."""
-    if Path(config.model).is_dir() or preset(config.model).num_parameters < LARGE:
+    if is_model(config.model) or preset(config.model).num_parameters < LARGE:
         return
     if not config.data:
         raise UserError(
