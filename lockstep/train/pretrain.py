@@ -144,7 +144,7 @@ def run_training(
     claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
     with ExitStack() as opened:
         world.on_main(lambda: opened.enter_context(claimed))
-        return _train(config, trainer, tokenizer, loader, progress, command, held_out, on_metrics)
+        return _train(config, trainer, tokenizer, loader, progress, command, held_out, on_metrics, answers)
 
 
 def _train(
@@ -156,6 +156,7 @@ def _train(
     command: str,
     held_out: StepRows | None,
     on_metrics: OnMetrics | None,
+    answers: Answers | None,
 ) -> Path:
     """The loop, in a folder that is open."""
     world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
