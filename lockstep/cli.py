@@ -75,8 +75,9 @@ def _parse(kind: type, arguments: list[str], command: str, default: Any = None, 
 
 
 def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
-    """The recipe's configuration, with a TOML file and the command line put over it, in this order."""
-    from lockstep.config import from_toml
+    """The recipe's configuration; over it, in this order, the settings of the run that --resume continues, a TOML file
+    and the command line."""
+    from lockstep.config import from_toml, recorded_run
     from lockstep.recipes import recipe
 
     rest, chosen = [], {"--recipe": "", "--config": ""}
@@ -90,6 +91,11 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
         else:
             rest.append(argument)
     default = recipe(command, chosen["--recipe"]) if chosen["--recipe"] else kind()
+    given = default
+    if chosen["--config"]:
+        given = from_toml(chosen["--config"], default)  # type: ignore[type-var]
+    if (output := _output_to_resume(rest, given.output)) and (run := recorded_run(output, default)):  # type: ignore[type-var]
+        default = run
     if chosen["--config"]:
         default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
         # What to do about the folder was said for that run alone: its file must not wipe it.
@@ -113,6 +119,18 @@ MOST_USED = {
     "rl": "--model --environment --data --output --steps --prompts-per-step --samples-per-prompt --max-new-tokens\n"
     "  --train.learning-rate --validation-every --resume",
 }
+
+
+def _output_to_resume(arguments: list[str], default: str) -> str:
+    """The run's folder that the command line asks to resume; empty where it asks for none."""
+    resume, output = False, default
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("--resume", "--no-resume"):
+            resume = name == "--resume"
+        elif name == "--output":
+            output = value if equals else "".join(arguments[index + 1 : index + 2])
+    return output if resume else ""
 
 
 def demo(arguments: list[str]) -> int:

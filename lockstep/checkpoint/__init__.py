@@ -1,6 +1,6 @@
 """Saving and resuming a whole run."""
 
-from lockstep.checkpoint.checkpoints import Checkpoints, checkpoints_in, newest_checkpoint, step_name
+from lockstep.checkpoint.checkpoints import Checkpoints, checkpoints_in, newest_checkpoint, step_name, weights_folder
 from lockstep.checkpoint.open_model import folder_if_model, model_folder, open_model, trained_arithmetic
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "open_model",
     "step_name",
     "trained_arithmetic",
+    "weights_folder",
 ]

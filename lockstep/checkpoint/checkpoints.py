@@ -1,34 +1,36 @@
-"""A run's checkpoints: when it is saved, which are kept, and where it goes on."""
+"""A run's checkpoints: when it is saved, which are kept, and where it resumes."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from lockstep.checkpoint.manifest import Piece, damage, sync_folder, write_manifest
+from lockstep.checkpoint.manifest import MANIFEST, Piece, damage, listed_files, sync_folder, write_manifest
 from lockstep.checkpoint.part import LoadPlanner, Part, SavePlanner
 from lockstep.checkpoint.staging import Staging
 from lockstep.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, tensors_to_save
 from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.model import Decoder, arithmetic_of, resolve_dtype, write_description
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
 STATE, CONFIG = "state.json", "config.toml"
+Result = TypeVar("Result")
 
 # A world of one is meant, not an accident.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -95,34 +97,43 @@ class Checkpoints:
     def resume(self) -> dict[str, Any] | None:
         """Puts trainer and random generators back to the newest whole checkpoint; returns what `save` was given.
 
-        None if there is no checkpoint. A damaged one is named in a warning, and the next older is tried. Of a run that
-        has come to its end with the model only, nothing is loaded. Raises UserError for a checkpoint of another model,
-        and where there are checkpoints, but none to go on from.
+        None if there is no checkpoint. One that cannot be read is named in a warning, and the next older is tried. Of a
+        run that has come to its end with the model only, nothing is loaded. Raises UserError for a checkpoint of
+        another model, and where there are checkpoints, but none to resume from.
         """
         self.wait()
         if self.world.is_main:
             for left_over in self.folder.glob("*.partial"):
                 _delete(left_over)
-        problem = ""
-        for folder in checkpoints_in(self.folder):
-            problem = self._damage(folder)
-            if not problem:
-                state: dict[str, Any] = json.loads((folder / STATE).read_text())
-                if not state["model_only"]:
-                    self._load(folder)
-                if not state["model_only"] or state["step"] >= self.config.steps or state.get("data_ended"):
-                    self.trainer.load_counts(state)
-                    self._name_other_arithmetic(folder, state.get("arithmetic", ""))
-                    return state
+        problem, overwritten = "", False
+        # Ranks may see different folders where a file system is slow to show them: rank 0 says which there are.
+        for name in self.world.from_main(lambda: [p.name for p in checkpoints_in(self.folder)]):
+            folder = self.folder / name
+            state, problem = self._verified(folder)
+            if not problem and not state["model_only"]:
+                overwritten = True
+                problem = self._load(folder)
+            elif not problem and not self._has_ended(state):
                 problem = "it holds the model only (checkpoint.last_model_only)"
+            if not problem:
+                self.trainer.load_counts(state)
+                self._name_other_arithmetic(folder, state.get("arithmetic", ""))
+                return state
             if self.world.is_main:
                 log.warning("%s cannot be resumed from: %s; trying an older one", folder, problem)
         if problem:
-            raise UserError(
-                f"{self.folder}: the run cannot go on from any checkpoint in it, the oldest because {problem}; begin "
+            message = (
+                f"{self.folder}: the run cannot resume from any checkpoint in it, the oldest because {problem}; begin "
                 "anew with --overwrite, or from a checkpoint's weights with --model FOLDER and another --output"
             )
+            # Weights that are partly another checkpoint's must not be trained on, whoever catches a UserError.
+            raise RunStopped(message, exit_code=1) if overwritten else UserError(message)
         return None
+
+    def _has_ended(self, state: dict[str, Any]) -> bool:
+        """Whether the settings of this start leave nothing to train after `state`."""
+        repeat = isinstance(self.config, PretrainConfig) and self.config.loader.repeat
+        return state["step"] >= self.config.steps or (state.get("data_ended", False) and not repeat)
 
     def _name_other_arithmetic(self, folder: Path, before: str) -> None:
         now = arithmetic_of(self.world.device)
@@ -195,27 +206,61 @@ class Checkpoints:
         for old in _superseded(newest_first, self.config.checkpoint):
             _delete(old)
 
-    def _damage(self, folder: Path) -> str:
-        found = damage(folder, rank=self.world.rank, ranks=self.world.size)
-        if self._group is None:
-            return found
-        of_ranks: list[Any] = [""] * self.world.size
-        dist.all_gather_object(of_ranks, found, group=self._group)
-        return next(filter(None, of_ranks), "")
+    def _verified(self, folder: Path) -> tuple[dict[str, Any], str]:
+        """A checkpoint's state, and what is wrong with the checkpoint; the same on all ranks."""
+        problem = self._first(damage(folder, rank=self.world.rank, ranks=self.world.size))
+        if problem:
+            return {}, problem
+        state, problem = self.world.from_main(lambda: _read_state(folder))
+        return state, problem
 
-    def _load(self, folder: Path) -> None:
-        reader = SafetensorsReader({f: g for g, stem in STEMS.items() for f in folder.glob(f"{stem}*.safetensors")})
-        held = reader.read_metadata().state_dict_metadata
+    def _load(self, folder: Path) -> str:
+        """Fills model, optimizer and random generators; returns what kept a rank from it, the same on all ranks."""
         trainer = self.trainer
-        parts, state, random = parts_to_load(folder, held, trainer.model, trainer.optimizer, self.world.rank)
-        dcp.load(
-            parts,
-            storage_reader=reader,
-            planner=LoadPlanner(),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-        take_over(trainer.optimizer, state, random)
+        prepared, problem = self._on_all(lambda: self._to_load(folder))
+        if not prepared or problem:
+            return problem
+        reader, (parts, state, random) = prepared
+        try:
+            dcp.load(
+                parts,
+                storage_reader=reader,
+                planner=LoadPlanner(),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except dcp.CheckpointException as error:
+            # Of any rank, and known to all.
+            return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
+        return self._on_all(lambda: take_over(trainer.optimizer, state, random))[1]
+
+    def _to_load(self, folder: Path) -> tuple[SafetensorsReader, Any]:
+        # Only what the manifest lists, and so was compared.
+        listed = listed_files(folder)
+        groups = {g: fnmatch.filter(listed, f"{stem}*.safetensors") for g, stem in STEMS.items()}
+        reader = SafetensorsReader({folder / name: group for group, names in groups.items() for name in names})
+        held = reader.read_metadata().state_dict_metadata
+        return reader, parts_to_load(folder, held, self.trainer.model, self.trainer.optimizer, self.world.rank)
+
+    def _on_all(self, action: Callable[[], Result]) -> tuple[Result | None, str]:
+        """Every rank does it. Returns its result, and what kept a rank from it, the same on all of them.
+
+        Raises UserError on all ranks where one of them did.
+        """
+        result, refused, problem = None, "", ""
+        try:
+            result = action()
+        except UserError as error:
+            refused = str(error)
+        except Exception as error:  # whatever a reader stumbles over, what it reads is no checkpoint of ours
+            problem = f"it cannot be read ({type(error).__name__}: {error})"
+        if refused := self._first(refused):
+            raise UserError(refused)
+        return result, self._first(problem)
+
+    def _first(self, problem: str) -> str:
+        """The first rank's problem that has one, on every rank."""
+        return next(filter(None, self.world.gather(problem)), "")
 
 
 def step_name(step: int) -> str:
@@ -230,8 +275,51 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """A run's newest checkpoint with all its files at their sizes; checksums are left to `Checkpoints.resume`."""
-    return next((p for p in checkpoints_in(run / "checkpoints") if not damage(p, checksums=False)), None)
+    """A run's newest checkpoint with all its files at their sizes; checksums are left to `Checkpoints.resume`.
+
+    None where there are none. Newer ones that are not whole are named in a warning. Raises UserError where none is.
+    """
+    problem = ""
+    for folder in checkpoints_in(run / "checkpoints"):
+        if not (found := damage(folder, checksums=False)):
+            return folder
+        log.warning("%s is not whole: %s; taking an older one", folder, found)
+        problem = problem or f"{folder.name}: {found}"
+    if problem:
+        raise UserError(f"{run}: holds no checkpoint that is whole ({problem}); give another folder")
+    return None
+
+
+def weights_folder(folder: Path) -> Path:
+    """Where a model's files are: in `folder` itself or, where it is a run's, in its newest checkpoint.
+
+    Raises UserError for a run without a checkpoint that is whole, and for a checkpoint whose model is not whole.
+    """
+    if newest := newest_checkpoint(folder):
+        return newest
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: holds a run that has no finished checkpoint so far; give a model's folder")
+    if folder.suffix == ".partial":
+        raise UserError(f"{folder}: is a checkpoint that was not finished; give an older one")
+    if (folder / STATE).is_file() or (folder / MANIFEST).is_file():
+        # The optimizer's files may have been left behind.
+        problem = damage(folder, checksums=False, pattern="*.json") or damage(folder, checksums=False, pattern="model*")
+        if problem:
+            raise UserError(f"{folder}: is not a whole checkpoint: {problem}; give an older one")
+    return folder
+
+
+def _read_state(folder: Path) -> tuple[dict[str, Any], str]:
+    """What a checkpoint's `save` was given, and what is wrong with it."""
+    try:
+        if STATE not in listed_files(folder):
+            return {}, f"{STATE} is not in its list of files"
+        state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+        if step_name(state["step"]) != folder.name or not isinstance(state["model_only"], bool):
+            return {}, f"{STATE} is of step {state['step']}, which its folder's name is not"
+        return state, ""
+    except Exception as error:  # whatever a reader stumbles over, what it reads is no checkpoint of ours
+        return {}, f"{STATE} cannot be read ({type(error).__name__}: {error})"
 
 
 def _superseded(newest_first: list[Path], settings: Any) -> list[Path]:

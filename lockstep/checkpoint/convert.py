@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.boxes import bytes_of, open_safetensors
-from lockstep.checkpoint.manifest import damage
+from lockstep.checkpoint.manifest import MANIFEST, damage
 from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
 from lockstep.errors import UserError
 from lockstep.model import (
@@ -55,7 +55,8 @@ def convert(source: str | Path, target: str | Path, dtype: str = "auto", max_fil
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: is not an empty folder; give another one to write")
     # A checkpoint of ours, of which only the model is read.
-    if (source / "state.json").is_file() and (problem := damage(source, pattern="model*")):
+    ours = (source / "state.json").is_file() or (source / MANIFEST).is_file()
+    if ours and (problem := damage(source, pattern="model*")):
         raise UserError(f"{source}: is damaged: {problem}; take an older checkpoint of the run")
     weights = _open(source)
     _check(source, weights)

@@ -1,14 +1,15 @@
-"""Sizes and checksums of a checkpoint's files: what tells a whole one from a torn one."""
+"""Sizes and checksums of a checkpoint's files, and of their list itself: what tells a whole one from a torn one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lockstep.checkpoint.boxes import bytes_of, open_safetensors, slices
@@ -30,6 +31,10 @@ class Piece:
     crc32: int
 
 
+class NotWhole(Exception):
+    """Says what is wrong with a checkpoint."""
+
+
 def write_manifest(folder: Path, pieces: list[Piece]) -> None:
     """Lists every file in `folder`, synced to disk: safetensors by header and pieces, others by their contents."""
     files: dict[str, Any] = {}
@@ -47,8 +52,8 @@ def write_manifest(folder: Path, pieces: list[Piece]) -> None:
         files[name] = {"bytes": path.stat().st_size, "crc32": _crc32_of_file(path, header_only=name in by_file)}
         if name in by_file:
             files[name]["pieces"] = by_file[name]
-    with (folder / MANIFEST).open("w") as file:
-        json.dump({"files": files}, file)
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(_sealed(json.dumps(files).encode()))
         file.flush()
         os.fsync(file.fileno())
     for parent in {path.parent for path in folder.rglob("*")}:
@@ -64,6 +69,26 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """What a checkpoint's manifest says of each file, by its name in `folder`. Raises NotWhole."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise NotWhole(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise NotWhole(f"{MANIFEST} cannot be read ({error})") from error
+    # Before anything in it is looked at.
+    files = text[len(_sealed(b"")) - 1 : -1]
+    if text != _sealed(files):
+        raise NotWhole(f"{MANIFEST} cannot be read (it does not match its own checksum)")
+    listed: dict[str, dict[str, Any]] = json.loads(files)
+    for name in listed:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise NotWhole(f"{MANIFEST} lists {name!r}, which is outside of the checkpoint")
+    return listed
+
+
 def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, pattern: str = "*") -> str:
     """What is wrong with a checkpoint, empty if nothing is. Of `ranks` callers each reads its share of the tensors.
 
@@ -71,8 +96,7 @@ def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, 
     are looked at.
     """
     try:
-        listed = json.loads((folder / MANIFEST).read_text())["files"]
-        files = {name: entry for name, entry in listed.items() if fnmatchcase(name, pattern)}
+        files = {name: entry for name, entry in listed_files(folder).items() if fnmatchcase(name, pattern)}
         for name, entry in files.items():
             path = folder / name
             if not path.is_file():
@@ -87,10 +111,10 @@ def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, 
         return _damaged_piece(folder, files, rank, ranks)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except UserError as error:
+    except (NotWhole, UserError) as error:
         return str(error)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({error!r})"
+    except Exception as error:  # whatever a reader stumbles over, what it reads is no checkpoint of ours
+        return f"cannot be read ({type(error).__name__}: {error})"
 
 
 def _damaged_piece(folder: Path, files: dict[str, Any], rank: int, ranks: int) -> str:
@@ -103,6 +127,11 @@ def _damaged_piece(folder: Path, files: dict[str, Any], rank: int, ranks: int) -
         if zlib.crc32(bytes_of(values)) != piece["crc32"]:
             return f"{name}: tensor {piece['name']} does not match its checksum"
     return ""
+
+
+def _sealed(files: bytes) -> bytes:
+    """The manifest's text: the list of files, in JSON, with its own SHA-256."""
+    return b'{"sha256": "%s", "files": %s}' % (hashlib.sha256(files).hexdigest().encode(), files)
 
 
 def _crc32_of_file(path: Path, header_only: bool) -> int:

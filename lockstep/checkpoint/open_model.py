@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.checkpoint.checkpoints import STATE, newest_checkpoint
+from lockstep.checkpoint.checkpoints import STATE, weights_folder
 from lockstep.errors import UserError
 from lockstep.hub import is_model, local_folder
 from lockstep.model import Decoder, arithmetic_of, is_auto, load_model, open_device, set_arithmetic
@@ -42,8 +42,7 @@ def model_folder(name: str | Path) -> Path:
 
     Raises UserError if there is none.
     """
-    folder = local_folder(name)
-    return newest_checkpoint(folder) or folder
+    return weights_folder(local_folder(name))
 
 
 def folder_if_model(name: str) -> str:

@@ -53,10 +53,11 @@ def parts_to_load(
 ) -> tuple[dict[str, Part], dict[str, Tensor], dict[str, Tensor]]:
     """What to read from a checkpoint that holds the tensors `held` (by name, with `.size` and `.properties.dtype`).
 
-    Returns the parts to fill, the optimizer's tensors and the random state, whose memory these parts are. Masters and
-    model are filled in place. Raises UserError where the checkpoint is of another model.
+    Returns the parts to fill, the optimizer's tensors and the random state, whose memory these parts are. Masters,
+    moments of the same dtype and model are filled in place. Raises UserError where the checkpoint is of another model.
     """
     masters: dict[str, Tensor] = optimizer.masters
+    own = optimizer.state_tensors()
     parts: dict[str, Part] = {}
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -75,8 +76,12 @@ def parts_to_load(
         kind, _, owner = name.partition(".")
         if group == "trainer" and kind != "master" and owner in masters:
             dtype, like = entry.properties.dtype, masters[owner].detach()
-            same_shape = entry.size == like.shape
-            state[name] = torch.empty_like(like, dtype=dtype) if same_shape else torch.empty(entry.size, dtype=dtype)
+            if name in own and (own[name].shape, own[name].dtype) == (entry.size, dtype):
+                state[name] = own[name]
+            elif entry.size == like.shape:
+                state[name] = torch.empty_like(like, dtype=dtype)
+            else:
+                state[name] = torch.empty(entry.size, dtype=dtype)
             parts[saved] = Part.of(state[name])
     random = {
         name.removeprefix(f"random/{rank}."): torch.empty(entry.size, dtype=entry.properties.dtype)

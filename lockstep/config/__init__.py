@@ -13,7 +13,7 @@ from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
-from lockstep.config.toml import from_toml, to_toml
+from lockstep.config.toml import from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "ServeConfig",
     "TrainConfig",
     "from_toml",
+    "recorded_run",
     "to_toml",
     "validate",
 ]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import AtLeast
 
 
 @dataclass
 class CheckpointConfig:
     """When a run is saved, and what is kept of it."""
 
-    every: int = 0
+    every: Annotated[int, AtLeast(0)] = 0
     """Steps between checkpoints; 0: only the last."""
-    keep_last: int = 3
+    keep_last: Annotated[int, AtLeast(0)] = 3
     """Newest checkpoints to keep; older ones are deleted once a newer one is whole. 0: keep all."""
-    keep_every: int = 0
+    keep_every: Annotated[int, AtLeast(0)] = 0
     """Also keep every checkpoint whose step this divides; 0: none."""
     asynchronous: bool = True
     """Write in the background: a step waits only until its tensors are copied to the host's memory."""

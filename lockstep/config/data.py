@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import Above, AtLeast
 
 
 @dataclass
@@ -16,9 +18,9 @@ class DataConfig:
     """Attention and positions stay within a document; off: a row is one sequence."""
     repeat: bool = True
     """Begin again, in another order, where the data ends; off: the run stops there."""
-    shuffle_window: int = 4096
+    shuffle_window: Annotated[int, Above(0)] = 4096
     """Documents of a stream (hf:…) that are shuffled together; files are shuffled as a whole."""
-    workers: int = 4
+    workers: Annotated[int, AtLeast(0)] = 4
     """Processes that tokenise in the background; 0: none. A few megabytes of files never need them."""
     cache: str = ""
     """Folder that keeps tokenised files for the next run. Empty: files up to 256 MiB are tokenised in memory at every

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import Above
 
 
 @dataclass
 class EngineConfig:
     """How the generator uses memory and batches its work."""
 
-    max_tokens_per_step: int = 2048
+    max_tokens_per_step: Annotated[int, Above(0)] = 2048
     """Token budget of one forward pass; longer prompts are computed in chunks."""
-    max_sequences: int = 256
+    max_sequences: Annotated[int, Above(0)] = 256
     """Sequences that run at the same time."""
-    cache_tokens: int = 65536
+    cache_tokens: Annotated[int, Above(0)] = 65536
     """Capacity of the key-value cache in tokens; when it runs out, the newest sequences are preempted."""
     prefix_cache: bool = True
     """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""

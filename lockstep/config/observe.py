@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from lockstep.config.bounds import AtLeast
 
 
 @dataclass
@@ -17,13 +20,13 @@ class ObserveConfig:
     """Also log to trackio, which keeps runs on this machine (needs the trackio package)."""
     project: str = "lockstep"
     """Project that Weights & Biases and trackio show the run in, under the name of its folder."""
-    timeline_steps: int = 200
+    timeline_steps: Annotated[int, AtLeast(0)] = 200
     """Steps whose phases timeline.json holds, the last of the run; 0: no timeline."""
     profile_steps: tuple[int, ...] = ()
     """Steps that the torch profiler records, a trace a rank in profile/."""
     memory_snapshot_steps: tuple[int, ...] = ()
     """Steps after which the CUDA allocator's history is written, a file a rank in profile/."""
-    gc_every: int = 50
+    gc_every: Annotated[int, AtLeast(0)] = 50
     """Python's garbage collection runs on all ranks at every so many steps, never in between; 0: whenever it likes."""
     deterministic: bool = False
     """Only deterministic kernels, on CUDA too (the CPU's are anyway); slower, and what has none raises an error."""

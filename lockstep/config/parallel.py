@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import AtLeast
 
 ROW_MULTIPLE = 8
 """The tokens of a micro-batch are padded to a multiple of this, so tensor degrees that divide it share any batch."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
 
 @dataclass
@@ -27,13 +30,13 @@ class ParallelConfig:
     """Ranks that the layers are spread over, in stages."""
     pipeline_schedule: str = "1f1b"
     """Order of the stages' work: `gpipe`, `1f1b`, `interleaved`, `zbv`, `dualpipev`, or a FILE.csv: a line a rank."""
-    pipeline_stages_per_rank: int = 2
+    pipeline_stages_per_rank: Annotated[int, AtLeast(1)] = 2
     """Stages of each rank in an interleaved schedule; the others fix theirs."""
     pipeline_split: str = ""
     """Layers that begin a new stage, as `layers.2,layers.5`; empty: stages of about equal work."""
-    pipeline_embedding_layers: float = 0.0
+    pipeline_embedding_layers: Annotated[float, AtLeast(0)] = 0.0
     """How many layers' work the embedding stands for where stages are made equal."""
-    pipeline_head_layers: float = 1.0
+    pipeline_head_layers: Annotated[float, AtLeast(0)] = 1.0
     """How many layers' work the head and its loss stand for where stages are made equal."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When sharded weights are let go after a layer's forward; default: always, but never within a pipeline."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import AtLeast
 
 KEEPABLE = ("attention", "linear", "norm", "activation")
 """Operators whose outputs can be kept while the rest of a layer is recomputed."""
@@ -15,9 +17,9 @@ class RecomputeConfig:
 
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
     """`full`: all layers; `every`: every k-th; `selective`: all but operators in `keep`; `budget`: as it needs."""
-    every: int = 2
+    every: Annotated[int, AtLeast(1)] = 2
     """every: layers 0, k, 2k … are recomputed."""
     keep: tuple[str, ...] = ("attention",)
     """selective: operators whose outputs are kept: attention, linear, norm, activation; compiled: attention only."""
-    budget_gib: float = 0.0
+    budget_gib: Annotated[float, AtLeast(0)] = 0.0
     """budget: GiB that a rank's layers may keep from forward to backward, measured in the first step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from lockstep.config.bounds import Above, AtLeast, AtMost, Below
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig
@@ -33,11 +34,11 @@ class PretrainConfig:
     """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
-    steps: int = 200
+    steps: Annotated[int, AtLeast(0)] = 200
     """Optimizer steps; 0: only write the initial weights, as a checkpoint that other runs can start from."""
-    tokens_per_step: int = 8192
+    tokens_per_step: Annotated[int, Above(0)] = 8192
     """Tokens of one optimizer step, over all ranks and micro-batches: a multiple of sequence_length."""
-    sequence_length: int = 256
+    sequence_length: Annotated[int, Above(0)] = 256
     """Tokens of one row of documents; a micro-batch is as many rows as fit into train.tokens_per_microbatch."""
     dtype: ModelDtype = "auto"
     """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own; for fresh
@@ -45,7 +46,7 @@ class PretrainConfig:
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` is faster in bfloat16 where there are
     instructions for it; auto: the run's own when it is resumed, else the fastest here."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Fixes initial weights and the order of the data."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
@@ -59,15 +60,15 @@ class PretrainConfig:
     faults: FaultConfig = field(default_factory=FaultConfig)
     validation_data: str = ""
     """Text or JSONL that the loss is also measured on, without training on it; empty: none."""
-    validation_every: int = 100
+    validation_every: Annotated[int, Above(0)] = 100
     """Steps between validations; there is always one after the last step."""
-    validation_tokens: int = 65536
-    """Tokens of a validation, from the beginning of its data."""
+    validation_tokens: Annotated[int, Above(0)] = 65536
+    """Tokens of a validation: its data in an order of its own, the same every time, from the beginning."""
     resume: bool = False
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
-    dry_run: int = 0
+    dry_run: Annotated[int, AtLeast(0)] = 0
     """Only print the memory and the messages of a rank, as if so many ranks ran; needs neither them nor the memory."""
 
 
@@ -83,9 +84,9 @@ class SFTConfig(PretrainConfig):
     """File of a chat template (jinja) to use instead of the model's own."""
     tokenizer: str = ""
     """Folder to take the tokenizer, the chat template and the end-of-text token from, instead of the model's."""
-    epochs: float = 0.0
+    epochs: Annotated[float, AtLeast(0)] = 0.0
     """Passes over the conversations, from which `steps` follows; 0: as many steps as `steps` says."""
-    sequence_length: int = 1024
+    sequence_length: Annotated[int, Above(0)] = 1024
     """Tokens of one row of conversations; only a longer one is cut."""
     loader: DataConfig = field(default_factory=lambda: DataConfig(packing="whole"))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=2e-5))
@@ -106,33 +107,33 @@ class RLConfig:
     """Folder of the environment's data (gsm8k: train.jsonl and test.jsonl)."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
-    steps: int = 100
+    steps: Annotated[int, Above(0)] = 100
     """Reinforcement steps."""
-    prompts_per_step: int = 16
+    prompts_per_step: Annotated[int, Above(0)] = 16
     """Different prompts sampled in a step."""
-    samples_per_prompt: int = 8
+    samples_per_prompt: Annotated[int, AtLeast(2)] = 8
     """Completions of each prompt, at least 2: the group that advantages are relative to."""
-    max_new_tokens: int = 32
+    max_new_tokens: Annotated[int, Above(0)] = 32
     """Completions are cut here and count as truncated."""
-    temperature: float = 1.0
+    temperature: Annotated[float, AtLeast(0.01), AtMost(100)] = 1.0
     """Sampling temperature; log-probabilities on both sides are taken at it."""
-    top_k: int = 0
+    top_k: Annotated[int, AtLeast(0)] = 0
     """Sample from the k likeliest tokens only; 0: off."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
     """Sample from the smallest set of tokens with this probability; 1: off."""
-    min_p: float = 0.0
+    min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
     """Sample from tokens at least this likely relative to the likeliest; 0: off."""
     normalize_advantages: bool = True
     """Divide a group's advantages by the standard deviation (the population's) of its rewards."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, AtLeast(0), Below(1)] = 0.2
     """The importance ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: Annotated[float, AtLeast(0)] = 0.2
     """The importance ratio is clipped above at 1 + clip_high."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL divergence to the starting model; 0: no reference model is kept."""
     loss_average: Literal["token", "sequence"] = "token"
     """Average the loss over all tokens, or over each completion first."""
-    inner_steps: int = 1
+    inner_steps: Annotated[int, Above(0)] = 1
     """Optimizer steps on each batch of rollouts; from the second on, the ratio leaves 1 and clipping bites."""
     on_parity_error: Literal["stop", "warn"] = "stop"
     """What to do when a token's log-probability differs between generator and trainer."""
@@ -141,16 +142,16 @@ class RLConfig:
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` is faster in bfloat16 where there are
     instructions for it; auto: the run's own when it is resumed, else the fastest here."""
-    seed: int = 0
+    seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Fixes the order of the prompts and every draw."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …, for trainer and generator; empty: the machine's accelerator where it has one."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
-    validation_every: int = 0
+    validation_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0: only before the first and after the last step."""
-    validation_examples: int = 256
+    validation_examples: Annotated[int, Above(0)] = 256
     """Held-out examples of a validation, one completion each, sampled as in training."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -170,7 +171,7 @@ class ServeConfig:
     """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     host: str = "127.0.0.1"
     """Address to listen on; any but a loopback address needs an API key."""
-    port: int = 8000
+    port: Annotated[int, AtLeast(0), AtMost(65535)] = 8000
     """Port to listen on; 0: any free one."""
     model_name: str = ""
     """Name that requests use for the model; empty: the folder's name."""
@@ -184,19 +185,19 @@ class ServeConfig:
     """Key that the /v1 routes ask for; empty: the environment's LOCKSTEP_API_KEY, and none if that is empty too."""
     admin_key: str = ""
     """Key of the /admin routes; empty: the environment's LOCKSTEP_ADMIN_KEY. Without either there are none."""
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: Annotated[int, Above(0)] = 8 * 2**20
     """Bytes of a request's body."""
-    max_prompt_tokens: int = 0
+    max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
     """Tokens of a prompt; 0: as many as the model's context holds."""
-    max_n: int = 128
+    max_n: Annotated[int, Above(0)] = 128
     """Samples of a prompt (`n`)."""
-    max_requests: int = 512
+    max_requests: Annotated[int, Above(0)] = 512
     """Requests that are answered at the same time; further ones get 429."""
-    max_waiting: int = 1024
+    max_waiting: Annotated[int, AtLeast(0)] = 1024
     """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
-    request_seconds: float = 0.0
+    request_seconds: Annotated[float, AtLeast(0)] = 0.0
     """Time that a request may take, reading it included; 0: as long as it needs."""
-    shutdown_seconds: float = 30.0
+    shutdown_seconds: Annotated[float, AtLeast(0)] = 30.0
     """Time that running requests are given after SIGTERM or SIGINT before they are aborted."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -12,6 +12,8 @@ from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.errors import UserError, closest
 
 Config = TypeVar("Config", PretrainConfig, RLConfig)
+OF_A_START = ("output", "resume", "overwrite", "dry_run")
+"""Settings that a resumed run does not take from its file."""
 
 
 def to_toml(config: PretrainConfig | RLConfig) -> str:
@@ -63,6 +65,19 @@ def _yaml(text: str) -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise ValueError(f"a {type(values).__name__}, not settings with names")
     return values or {}
+
+
+def recorded_run(output: str | Path, base: Config) -> Config | None:
+    """`base` with the settings of the run in the folder `output`; None where there is no run.
+
+    What a start says of the folder itself is not among them. dtype and arithmetic are "auto", which in a resumed run
+    stands for those that it has recorded. Raises UserError for settings that cannot be read.
+    """
+    path = Path(output) / "config.toml"
+    if not path.is_file():
+        return None
+    of_this_start = {name: getattr(base, name) for name in OF_A_START if hasattr(base, name)}
+    return dataclasses.replace(from_toml(path, base), **of_this_start, dtype="auto", arithmetic="auto")
 
 
 def _merge(config: Any, values: dict[str, Any], where: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import Above, AtLeast, AtMost, Below
 
 Dtype = Literal["bfloat16", "float32"]
 ModelDtype = Literal["auto", "bfloat16", "float32"]
@@ -16,33 +18,33 @@ class TrainConfig:
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for the matrices of the layers, AdamW for embedding, head and norms."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, Above(0)] = 1e-3
     """Peak learning rate, of AdamW and Muon alike."""
-    warmup_steps: int = 10
+    warmup_steps: Annotated[int, AtLeast(0)] = 10
     """Steps over which the learning rate rises linearly from zero."""
     schedule: Literal["constant", "linear", "cosine", "wsd", "csv"] = "cosine"
     """Shape of the learning rate after warm-up; `wsd` stays at the peak and then decays, `csv` is `schedule_file`."""
-    decay_share: float = 0.2
+    decay_share: Annotated[float, Above(0), AtMost(1)] = 0.2
     """wsd: the share of all steps, at the end, over which the learning rate decays."""
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
     """wsd: shape of the decay; `sqrt` falls as 1 - √progress."""
-    final_learning_rate_ratio: float = 0.1
-    """Learning rate at the last step, relative to the peak (linear, cosine and wsd)."""
+    final_learning_rate_ratio: Annotated[float, AtLeast(0)] = 0.1
+    """Learning rate that linear, cosine and wsd fall towards, relative to the peak: the step after the last has it."""
     schedule_file: str = ""
-    """csv: lines of `step,learning_rate` under that header, steps from 1; interpolated, and held before and after."""
-    beta1: float = 0.9
+    """csv: lines of `step,learning_rate` under that header, updates from 1; interpolated, and held before and after."""
+    beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9
     """AdamW's decay of the first moment."""
-    beta2: float = 0.95
+    beta2: Annotated[float, AtLeast(0), Below(1)] = 0.95
     """AdamW's decay of the second moment."""
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, AtLeast(0)] = 1e-8
     """AdamW's denominator offset."""
-    muon_momentum: float = 0.95
+    muon_momentum: Annotated[float, AtLeast(0), Below(1)] = 0.95
     """Muon's decay of the momentum."""
     muon_dtype: Dtype = "bfloat16"
     """Of the iterations that make Muon's updates orthogonal, which float32 makes several times as long."""
     moments_dtype: Dtype = "float32"
     """Of AdamW's moments and Muon's momentum; the master weights are float32 always."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
     """Decoupled weight decay of matrices; vectors are never decayed unless a rule says so."""
     rules: tuple[str, ...] = ()
     """`PATTERN key=value …` for parameters so named; keys learning_rate (a factor), weight_decay, optimizer, frozen."""
@@ -50,7 +52,7 @@ class TrainConfig:
     """Update a parameter as soon as its gradient is whole, and let the gradient go: no clipping, one micro-batch."""
     keep_freed_memory: bool = True
     """On a CPU: reuse freed memory in the process, for speed; off, it goes back to the system, for a lower peak."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
-    tokens_per_microbatch: int = 8192
+    tokens_per_microbatch: Annotated[int, Above(0)] = 8192
     """Tokens of one packed forward and backward pass; a step accumulates as many as it needs."""

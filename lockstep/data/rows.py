@@ -155,13 +155,13 @@ class Rows:
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on after the rows taken before `state`.
 
-        Raises UserError if the data, the seed or the packing are not those of `state`: the order would be another one.
+        Raises UserError if the data, the seed, the packing or `repeat` are not those of `state`: other rows would come.
         """
         for key, value in self._settings().items():
             if state.get(key) != value:
                 raise UserError(
                     f"{key}: {state.get(key)} when the run was saved, {value} now; resume with the same data, "
-                    "sequence_length, seed and packing, or start again with --overwrite"
+                    "sequence_length, seed, packing and repeat, or start again with --overwrite"
                 )
         self._epoch, self._window = int(state["epoch"]), int(state["window"])
         self._index, self._offset = int(state["index"]), int(state["offset"])
@@ -170,6 +170,7 @@ class Rows:
 
     def _settings(self) -> dict[str, Any]:
         own = {"seed": self.seed, "sequence_length": self.sequence_length, "packing": self.packing}
+        own |= {"repeat": self.repeat}
         return {**self.documents.fingerprint(), **own}
 
     def _advance(self) -> None:

@@ -7,7 +7,7 @@ from lockstep.observe.metrics import MetricsWriter, read_metrics
 from lockstep.observe.observer import Observer, OnMetrics, require_observers
 from lockstep.observe.progress import Progress
 from lockstep.observe.report import write_report
-from lockstep.observe.run_folder import RunFolder, open_run
+from lockstep.observe.run_folder import RunFolder, claim_run, open_run
 from lockstep.observe.speed import memory_gib, peak_flops, training_flops
 from lockstep.observe.start import announce, in_short, start_line
 from lockstep.observe.timeline import Timeline, merge_timelines
@@ -21,6 +21,7 @@ __all__ = [
     "RunFolder",
     "Timeline",
     "announce",
+    "claim_run",
     "compare_runs",
     "curves_png",
     "in_short",

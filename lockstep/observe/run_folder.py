@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.observe.logs import log
+from lockstep.observe.run_lock import LOCK, locked
 from lockstep.observe.watchdog import VERDICT
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
@@ -36,6 +39,12 @@ class RunFolder:
     def validation_path(self, step: int) -> Path:
         return self.path / "rollouts" / f"validation_{step:08}.jsonl"
 
+    def record(self, config_toml: str) -> None:
+        """Writes the settings that the run has from now on."""
+        partial = self.path / (CONFIG + ".partial")
+        partial.write_text(config_toml)
+        partial.replace(self.path / CONFIG)
+
     def truncate(self, step: int) -> None:
         """Forgets metrics and rollouts after `step`, which a resumed run writes anew."""
         if self.metrics.is_file():
@@ -49,34 +58,80 @@ class RunFolder:
                     path.unlink()
 
 
+@contextmanager
+def claim_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> Iterator[RunFolder]:
+    """`open_run`, with the folder locked until the context is left. Raises UserError where another run has locked it.
+
+    A run that an error ends before its first step is done leaves no folder behind.
+    """
+    path = Path(output)
+    existed, continued = path.exists(), _holds_run(path, resume, overwrite) and not overwrite
+    path.mkdir(parents=True, exist_ok=True)
+    failed = False
+    try:
+        with locked(path):
+            try:
+                yield open_run(output, config_toml, resume, overwrite)
+            except BaseException:
+                failed = not continued and not _has_results(path)
+                if failed:
+                    _empty(path)
+                raise
+    finally:
+        if failed and not existed:
+            with suppress(OSError):  # another run may have taken it
+                path.rmdir()
+
+
 def open_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> RunFolder:
     """Creates the run's folder, or opens it again.
 
     Raises UserError where `output` already holds a run (without `resume` or `overwrite`) or holds something else. A
-    folder without a run may be given to `resume`: whoever restarts a run need not know how far it came.
+    folder without a run may be given to `resume`: whoever restarts a run need not know how far it came. What a resumed
+    run's settings are from now on, `record` writes.
     """
     run = RunFolder(Path(output))
-    holds_run = (run.path / CONFIG).is_file()
-    if run.path.exists() and not run.path.is_dir():
-        raise UserError(f"{output}: is a file; give another --output")
-    if holds_run and not (resume or overwrite):
-        raise UserError(f"{output}: already holds a run; continue it with --resume, or replace it with --overwrite")
-    if run.path.is_dir() and any(p.suffix != ".partial" for p in run.path.iterdir()) and not holds_run:
-        raise UserError(f"{output}: is not empty and holds no run; give another --output")
+    holds_run = _holds_run(run.path, resume, overwrite)
     if holds_run and overwrite:
-        shutil.rmtree(run.path)
+        _empty(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "logs" / VERDICT).unlink(missing_ok=True)
     if resume and holds_run and not overwrite:
         if changed := _changed_settings(run.path / CONFIG, config_toml):
-            log.warning("%s goes on with other settings than it began with: %s", output, "; ".join(changed))
+            log.warning("%s resumes with other settings than before: %s", output, "; ".join(changed))
     else:
         # First and at once: a folder whose run was killed here is that run's, or still empty.
-        partial = run.path / (CONFIG + ".partial")
-        partial.write_text(config_toml)
-        partial.replace(run.path / CONFIG)
+        run.record(config_toml)
     (run.path / "checkpoints").mkdir(exist_ok=True)
     return run
+
+
+def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
+    """Whether there is a run to resume or overwrite. Raises UserError for what must stay as it is."""
+    holds_run = (path / CONFIG).is_file()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path}: is a file; give another --output")
+    if holds_run and not (resume or overwrite):
+        raise UserError(f"{path}: already holds a run; continue it with --resume, or replace it with --overwrite")
+    if path.is_dir() and not holds_run and any(p.suffix != ".partial" and p.name != LOCK for p in path.iterdir()):
+        raise UserError(f"{path}: is not empty and holds no run; give another --output")
+    return holds_run
+
+
+def _has_results(path: Path) -> bool:
+    """Whether a step, or what explains why there is none, was written."""
+    own = (CONFIG, CONFIG + ".partial", LOCK)
+    files = [p for p in path.rglob("*") if p.is_file() and p.name not in own and not p.name.startswith("timeline")]
+    return any(p.stat().st_size for p in files)
+
+
+def _empty(path: Path) -> None:
+    """Deletes what is in a folder, but for the lock."""
+    for held in path.iterdir():
+        if held.is_dir() and not held.is_symlink():
+            shutil.rmtree(held)
+        elif held.name != LOCK:
+            held.unlink()
 
 
 def _changed_settings(config: Path, config_toml: str) -> list[str]:

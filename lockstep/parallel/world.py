@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.model.device import open_device
+from lockstep.parallel.messages import from_all, from_rank_0
+from lockstep.parallel.orphans import end_with_torchrun
 
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
@@ -108,27 +111,23 @@ class World:
                 action()
             except Exception as raised:
                 error = raised
-        problem = [f"{error}" if error else ""]
+        problem = (str(error) or repr(error)) if error else ""
         if self.mesh is not None:
-            dist.broadcast_object_list(problem, src=0, device=torch.device("cpu"))
-        if error or problem[0]:
-            raise error or UserError(problem[0])
+            problem = from_rank_0(problem)
+        if error or problem:
+            raise error or UserError(problem)
 
-    def from_main(self, choose: Callable[[], str]) -> str:
-        """What rank 0 chooses, on every rank. Where it fails they raise UserError with the same message."""
-        chosen: list[str] = []
+    def from_main(self, choose: Callable[[], Any]) -> Any:
+        """What rank 0 chooses (JSON-able), on every rank. Where it fails they raise UserError with the same message."""
+        chosen: list[Any] = []
         self.on_main(lambda: chosen.append(choose()))
         if self.mesh is not None:
-            chosen = chosen or [""]
-            dist.broadcast_object_list(chosen, src=0, device=torch.device("cpu"))
+            chosen = from_rank_0(chosen)
         return chosen[0]
 
-    def gather(self, value: str) -> list[str]:
-        """Every rank's `value`, in the ranks' order, on every rank."""
-        values = [value] * self.size
-        if self.mesh is not None:
-            dist.all_gather_object(values, value)
-        return values
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (JSON-able), in the ranks' order, on every rank."""
+        return [value] if self.mesh is None else from_all(value)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -148,6 +147,7 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
         raise UserError("parallel.cpu_offload is for CUDA devices: on a CPU all is in its memory already; leave it out")
     if size == 1:
         return World(chosen, degrees)
+    end_with_torchrun()
     if not dist.is_initialized():
         # torch's Flight Recorder keeps the last collectives: the watchdog writes them down where one hangs.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

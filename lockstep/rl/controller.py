@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,9 +19,9 @@ from lockstep.observe import (
     OnMetrics,
     Progress,
     announce,
+    claim_run,
     in_short,
     log,
-    open_run,
     read_metrics,
     require_observers,
     start_line,
@@ -53,6 +54,18 @@ def reinforce(
     UserError for bad input, ParityError where trainer and generator disagree (unless set to warn), and RunStopped where
     the run ends early.
     """
+    with ExitStack() as opened:
+        return _reinforce(config, environment, progress, on_metrics, opened)
+
+
+def _reinforce(
+    config: RLConfig,
+    environment: Environment | None,
+    progress: Progress | None,
+    on_metrics: OnMetrics | None,
+    opened: ExitStack,
+) -> Path:
+    """The run; `opened` closes its folder after it."""
     validate(config)
     refuse_ranks("rl")
     device = open_device(config.device)
@@ -69,14 +82,16 @@ def reinforce(
     trainer = Trainer(model, config.train, config.steps * config.inner_steps)
 
     require_observers(config.observe, model.device)
-    run = open_run(config.output, to_toml(config), resume=config.resume, overwrite=config.overwrite)
+    run = opened.enter_context(claim_run(config.output, to_toml(config), config.resume, config.overwrite))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
     if config.resume and (state := checkpoints.resume()):
         start, prompts.position = state["step"], state["prompts"]
+        engine.weights_changed(start)
     if config.resume:
         # Without a checkpoint the validation before the first step is made again, too.
         run.truncate(start or -1)
+        run.record(to_toml(config))
 
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     work = f"{in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from lockstep.data import (
     tokenize_documents,
 )
 from lockstep.errors import UserError
+from lockstep.hub import is_model
 from lockstep.model import (
     Decoder,
     ModelConfig,
@@ -50,10 +51,10 @@ from lockstep.observe import (
     Progress,
     RunFolder,
     announce,
+    claim_run,
     in_short,
     log,
     merge_timelines,
-    open_run,
     read_metrics,
     require_observers,
     start_line,
@@ -73,6 +74,9 @@ from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
 
+LARGE = 10**9
+"""Parameters from which a model needs data and a tokenizer of its own."""
+
 
 def pretrain(
     config: PretrainConfig,
@@ -86,6 +90,8 @@ def pretrain(
     UserError for bad input.
     """
     validate(config)
+    if documents is None:
+        _refuse_toy_data(config)
     world = open_world(config.parallel, config.device)
     try:
         return _pretrain(settle(config, world), world, documents, progress, on_metrics)
@@ -135,9 +141,25 @@ def run_training(
     if isinstance(model, Pipeline):
         model.plan.check_microbatches(loader.microbatches)
     trainer = Trainer(model, config.train, config.steps, world)
+    claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
+    with ExitStack() as opened:
+        world.on_main(lambda: opened.enter_context(claimed))
+        return _train(config, trainer, tokenizer, loader, progress, command, held_out, on_metrics, answers)
 
-    run = RunFolder(Path(config.output))
-    world.on_main(partial(open_run, config.output, to_toml(config), config.resume, config.overwrite))
+
+def _train(
+    config: PretrainConfig,
+    trainer: Trainer,
+    tokenizer: Tokenizer,
+    loader: RowLoader,
+    progress: Progress | None,
+    command: str,
+    held_out: StepRows | None,
+    on_metrics: OnMetrics | None,
+    answers: Answers | None,
+) -> Path:
+    """The loop, in a folder that is open."""
+    world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
     start = 0
@@ -147,6 +169,7 @@ def run_training(
         spikes.load_state(state.get("losses", ()))
     if config.resume and world.is_main:
         run.truncate(start)
+        run.record(to_toml(config))
 
     compute = resolve_dtype(config.dtype)
     tokens = max(config.steps - start, 0) * config.tokens_per_step
@@ -169,7 +192,13 @@ def run_training(
             if bar is not None:
                 bar.advance(min(start, config.steps))
             if start and (start >= config.steps or loader.ended):
-                log.warning("the run has come to its end at step %d; give more --steps or data to go on", start)
+                ended = "all its data" if loader.ended else f"step {start}"
+                log.warning(
+                    "the run has come to its end at %s; to train on, give more --steps or, "
+                    "from its weights, --model %s and another --output",
+                    ended,
+                    run.path,
+                )
             if answers is not None and start == 0:
                 answers.write(0, model)
             if config.steps == 0:
@@ -224,6 +253,22 @@ def run_training(
     if stopped_by and step < config.steps:
         raise stop.error(stopped_by, step, config.output)
     return run.path
+
+
+def _refuse_toy_data(config: PretrainConfig) -> None:
+    """Raises UserError where a large model would be trained on a small model's defaults, by all appearances unasked."""
+    if is_model(config.model) or preset(config.model).num_parameters < LARGE:
+        return
+    if not config.data:
+        raise UserError(
+            f"data is empty, which stands for the standard library's own source, too little for {config.model}; "
+            "give --data"
+        )
+    if config.tokenizer == "byte" and not any(is_token_folder(name) for name, _ in parse_data(config.data)):
+        raise UserError(
+            f'tokenizer is "byte", whose 258 tokens are too few for {config.model}; give --tokenizer bpe:VOCABULARY or '
+            "a folder with a tokenizer.json"
+        )
 
 
 def validation_loss(trainer: Trainer, held_out: StepRows) -> float:
@@ -283,6 +328,7 @@ def foresee(config: PretrainConfig) -> DryRun:
     config = replace(config, model=folder_if_model(config.model))
     folder = Path(config.model)
     shape = read_config(folder) if folder.is_dir() else preset(config.model)
+    check_length(config, shape)
     # The ranks are somewhere else, so nothing is measured for them, but where it is said that they are CPUs.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
     dtype, why = recorded_settings(config).get("dtype", ""), "as the run began"
@@ -310,9 +356,19 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
     return preset(config.model, tokenizer.vocab_size, eos)
 
 
+def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
+    """Raises UserError where a row is longer than the model's context."""
+    if config.sequence_length > shape.max_positions:
+        raise UserError(
+            f"sequence_length is {config.sequence_length}, but {config.model} has {shape.max_positions} positions; "
+            f"give at most {shape.max_positions}"
+        )
+
+
 def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:
-    """This rank's part of a model with fresh weights, or of a folder's."""
+    """This rank's part of a model with fresh weights, or of a folder's. Raises UserError for rows too long for it."""
     shape = model_shape(config, tokenizer)
+    check_length(config, shape)
     folder = Path(config.model).is_dir()
     fill = partial(load_weights, path=config.model) if folder else partial(initialize, seed=config.seed)
     kind = resolve_dtype(config.dtype)

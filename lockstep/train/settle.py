@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -28,14 +27,12 @@ def settle(config: Config, world: World) -> Config:
     """
     folders: Any = _folders(config, world)
     config = dataclasses.replace(config, **folders)
-    recorded = json.loads(world.from_main(lambda: json.dumps(recorded_settings(config))))
+    recorded = world.from_main(lambda: recorded_settings(config))
     arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""))
     dtype, why = recorded.get("dtype", ""), "as the run began"
     if not is_auto(config.dtype) or not dtype:
         # Measured on one rank: others may find otherwise.
-        dtype, why = json.loads(
-            world.from_main(lambda: json.dumps(choose_dtype(config.dtype, config.model, world.device)))
-        )
+        dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
     if dtype == "float32" and config.arithmetic == "auto" and arithmetic == "bf16_pairs":
         # Pairs are of bfloat16 alone: what such a run computes has the same bits everywhere.
         arithmetic = set_arithmetic("portable", world.device)

@@ -10,9 +10,9 @@ import torch
 from lockstep.checkpoint import checkpoints_in, newest_checkpoint
 from lockstep.checkpoint.convert import convert
 from lockstep.checkpoint.manifest import damage, write_manifest
-from lockstep.config import CheckpointConfig, ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.config import CheckpointConfig, DataConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.errors import UserError
-from lockstep.parallel import World
+from lockstep.parallel import World, close_world, open_world
 from lockstep.train.pretrain import pretrain
 from tests.checkpoint.runs import checkpoints_of, equal, full_disk, trainer_of, update, whole
 from tests.parallel.launch import launch
@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(tmp_path
     assert re.search(f"step_00000002 cannot be resumed from: {named}; trying an older one", caplog.text)
     assert state["mark"] == 1 and trainer.updates == 1 and equal(whole(trainer), held)
     harm(checkpoints_in(tmp_path / "checkpoints")[1])
-    with pytest.raises(UserError, match=f"cannot go on from any checkpoint in it, the oldest because {named}"):
+    with pytest.raises(UserError, match=f"cannot resume from any checkpoint in it, the oldest because {named}"):
         checkpoints.resume()
 
 
@@ -85,6 +85,17 @@ def test_a_full_disk_leaves_the_run_going_and_the_earlier_checkpoint_whole(tmp_p
     (tmp_path / "checkpoints" / "step_00000004.partial").unlink()
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
     assert not any(damage(p) for p in checkpoints_in(tmp_path / "checkpoints"))
+
+
+def test_resuming_takes_no_second_copy_of_masters_and_moments(tmp_path, trainer):
+    update(trainer)
+    with checkpoints_of(tmp_path, trainer) as checkpoints:
+        checkpoints.save(1, {})
+    _, (parts, state, _) = checkpoints._to_load(tmp_path / "checkpoints" / "step_00000001")
+    held = trainer.optimizer.state_tensors()
+    assert state.keys() == held.keys() and any(name.startswith("exp_avg_sq.") for name in held)
+    assert all(state[name].data_ptr() == held[name].data_ptr() for name in held)
+    assert {p.local.data_ptr() for n, p in parts.items() if "random/" not in n} == {t.data_ptr() for t in held.values()}
 
 
 def _config(tmp_path, **changes):
@@ -186,3 +197,45 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path):
         write_manifest(tmp_path / "checkpoints" / name, [])
     (tmp_path / "checkpoints" / "step_00000011").mkdir()
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_00000010"
+
+
+def test_a_model_alone_is_not_resumed_from_when_the_data_are_to_be_repeated(tmp_path):
+    once = dict(loader=DataConfig(repeat=False), steps=1000, checkpoint=CheckpointConfig(last_model_only=True))
+    run = pretrain(_config(tmp_path, **once))
+    lines = (run / "metrics.jsonl").read_text()
+    assert 1 < len(lines.splitlines()) < 1000
+    pretrain(_config(tmp_path, resume=True, **once))
+    assert (run / "metrics.jsonl").read_text() == lines, "the data has ended, so nothing is left to train"
+    again = once | dict(loader=DataConfig(repeat=True))
+    with pytest.raises(UserError, match="cannot resume from any checkpoint .* holds the model only"):
+        pretrain(_config(tmp_path, resume=True, **again))
+    assert (run / "metrics.jsonl").read_text() == lines
+
+
+def test_a_position_in_data_that_were_to_end_is_refused_where_they_are_to_be_repeated(tmp_path):
+    pretrain(_config(tmp_path, loader=DataConfig(repeat=False), steps=1))
+    with pytest.raises(UserError, match="repeat: False when the run was saved, True now"):
+        pretrain(_config(tmp_path, loader=DataConfig(repeat=True), steps=2, resume=True))
+
+
+def _resumed_where_rank_1_sees_less(run):
+    world = open_world(ParallelConfig(), "cpu")
+    # As of a file system that shows rank 1 late what rank 0 has written.
+    trainer = trainer_of(world, ParallelConfig(), "float32", seed=4)
+    state = checkpoints_of(run / f"rank_{world.rank}", trainer).resume()
+    held = whole(trainer)
+    close_world(world)
+    return state["step"], trainer.updates, held
+
+
+def test_rank_0_says_which_checkpoint_is_resumed(tmp_path, trainer):
+    with checkpoints_of(tmp_path / "rank_0", trainer) as checkpoints:
+        for step in (1, 2):
+            update(trainer)
+            held = whole(trainer) if step == 1 else held
+            checkpoints.save(step, {})
+    seen = tmp_path / "rank_1" / "checkpoints"
+    seen.mkdir(parents=True)
+    (seen / "step_00000001").symlink_to(tmp_path / "rank_0" / "checkpoints" / "step_00000001")
+    for step, updates, resumed in launch(2, _resumed_where_rank_1_sees_less, tmp_path):
+        assert step == 1 and updates == 1 and equal(resumed, held)

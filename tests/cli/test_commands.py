@@ -200,3 +200,34 @@ def test_every_name_that_is_answered_exists_in_some_command():
         name for kind in (PretrainConfig, RLConfig, ServeConfig, SFTConfig, GenerateOptions) for name in _options(kind)
     }
     assert {name.partition(" ")[0] for names in HERE.values() for name in names} <= known
+
+
+def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_changes(tmp_path, capsys, caplog):
+    assert main(_tiny_run(tmp_path, "--steps", "1", "--train.learning-rate", "0.002")) == 0
+    run = tmp_path / "run"
+    begun = tomllib.loads((run / "config.toml").read_text())
+    assert main(["pretrain", "--output", str(run), "--resume", "--steps", "2"]) == 0
+    assert "resumes with other settings than before: steps 2, was 1" in caplog.text
+    assert "learning_rate" not in caplog.text and "dtype" not in caplog.text
+    now = tomllib.loads((run / "config.toml").read_text())
+    assert now == begun | {"steps": 2, "resume": True}
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 2
+    # A file is between the run's own settings and the command line.
+    (tmp_path / "more.toml").write_text("steps = 3\n[train]\nlearning_rate = 0.001\n")
+    caplog.clear()
+    arguments = ["pretrain", f"--output={run}", "--resume", "--config", str(tmp_path / "more.toml")]
+    assert main([*arguments, "--train.learning-rate", "0.003"]) == 0
+    assert "before: steps 3, was 2; train.learning_rate 0.003, was 0.002" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "data is empty, which stands for the standard library's own source, too little for llama3:8b"),
+        (["--data", __file__], 'tokenizer is "byte", whose 258 tokens are too few for llama3:8b'),
+    ],
+)
+def test_a_large_model_is_not_begun_on_a_small_ones_data(arguments, message, capsys, tmp_path):
+    assert main(["pretrain", "--recipe", "llama3_8b", "--output", str(tmp_path / "run"), *arguments]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()

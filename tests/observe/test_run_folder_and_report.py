@@ -1,12 +1,18 @@
 """The run's folder: refused where it would destroy something, readable when interrupted, safe with hostile text."""
 
+import errno
+import fcntl
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from lockstep.config import ObserveConfig, ParallelConfig
 from lockstep.errors import UserError
-from lockstep.observe import MetricsWriter, curves_png, open_run, read_metrics, write_report
+from lockstep.observe import MetricsWriter, claim_run, curves_png, open_run, read_metrics, write_report
 from lockstep.observe.curves import curves_svg
 from lockstep.parallel import close_world, open_world
 from tests.parallel.launch import launch
@@ -27,6 +33,73 @@ def test_a_folder_is_never_taken_from_its_owner(tmp_path):
         open_run(str(tmp_path / "thesis" / "chapter.tex"), "")
     new = open_run(str(tmp_path / "new"), "a = 4\n", resume=True)
     assert (new.path / "config.toml").read_text() == "a = 4\n"
+
+
+HOLDER = """
+import sys, time
+from lockstep.observe import claim_run
+with claim_run(sys.argv[1], "a = 1"):
+    print("claimed", flush=True)
+    time.sleep(120)
+"""
+
+
+def test_a_folder_in_which_a_run_lives_is_refused_by_name_until_its_process_is_gone(tmp_path):
+    run = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "claimed\n"
+        for how in (dict(resume=True), dict(overwrite=True)):
+            with (
+                pytest.raises(UserError, match=rf"run: another run is writing to it \(process {holder.pid} on "),
+                claim_run(str(run), "a = 2", **how),
+            ):
+                pass
+        assert (run / "config.toml").read_text() == "a = 1"
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with claim_run(str(run), "a = 1", resume=True):
+            assert (run / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+        assert not (run / ".lock").exists()
+        with claim_run(str(run), "a = 3", overwrite=True):
+            pass
+        assert (run / "config.toml").read_text() == "a = 3"
+    finally:
+        holder.kill()
+
+
+def test_where_the_file_system_cannot_lock_a_run_starts_with_a_warning(tmp_path, caplog, monkeypatch):
+    def refuse(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with claim_run(str(tmp_path / "run"), ""):
+        assert "run: cannot be locked ([Errno 37] No locks available); make sure that no other run" in caplog.text
+
+
+def test_a_start_that_fails_before_its_first_step_leaves_no_folder(tmp_path):
+    def fail(path, before=lambda run: None, **how):
+        with pytest.raises(ZeroDivisionError), claim_run(str(path), "", **how) as run:
+            MetricsWriter(run.path).__enter__()
+            before(run)
+            raise ZeroDivisionError
+
+    fail(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "made").mkdir()
+    fail(tmp_path / "made")
+    assert list((tmp_path / "made").iterdir()) == []
+    fail(tmp_path / "begun", lambda run: run.metrics.write_text('{"step": 1}'))
+    assert (tmp_path / "begun" / "metrics.jsonl").is_file()
+    with claim_run(str(tmp_path / "idle"), ""):
+        pass
+    fail(tmp_path / "idle", resume=True)
+    assert (tmp_path / "idle" / "config.toml").is_file(), "a run that was there stays"
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds no run"), claim_run(str(tmp_path / "thesis"), ""):
+        pass
+    assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
 
 
 def _open_on_two_ranks(output):
@@ -51,7 +124,7 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
     open_run(str(tmp_path / "run"), toml.format("./run", 4, "true"), resume=True)
     assert not caplog.messages
     open_run(str(tmp_path / "run"), toml.format("run", 5, "true").replace("0.1", "0.2"), resume=True)
-    assert "other settings than it began with: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
+    assert "other settings than before: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
 
 
 def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):

@@ -103,6 +103,10 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")
     reinforce(_config(tmp_path / "torn", model_folder, "", resume=True, **changes))
     assert [m["reward/mean"] for m in _metrics(torn)[1:]] == rewards
+    for step in (1, 7, 9):
+        name = f"rollouts/step_{step:08}.jsonl"
+        assert (torn / name).read_text() == (whole / name).read_text(), "the weights' version included"
+    assert json.loads((torn / name).read_text().splitlines()[0])["version"] == 8
 
 
 def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, model_folder, monkeypatch):
@@ -150,7 +154,7 @@ def test_the_parity_check_runs_a_mixed_load(model_folder, dtype):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples_per_prompt": 1}, "samples_per_prompt is 1; .* a group of one are always 0"),
+        ({"samples_per_prompt": 1}, "samples_per_prompt is 1; it must be 2 or more"),
         ({"temperature": 1e-50}, "temperature is 1e-50; it must be 0.01 or more"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be 0.01 or more"),
         ({"temperature": float("nan")}, "temperature is nan; it must be 0.01 or more"),

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import newest_checkpoint, step_name
+from lockstep.checkpoint import step_name, weights_folder
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.protocol import WeightsRequest
@@ -42,7 +42,7 @@ def _folder(service: Service, wanted: WeightsRequest) -> Path:
     if wanted.path is not None:
         folder = Path(wanted.path)
         try:
-            folder = newest_checkpoint(folder) or folder
+            folder = weights_folder(folder)
         except (OSError, ValueError) as error:
             raise UserError(f"{wanted.path!r}: cannot be read ({error})") from error
     elif wanted.version is None:

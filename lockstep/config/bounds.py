@@ -1,0 +1,76 @@
+"""What a setting's number may be, written beside it: `steps: Annotated[int, AtLeast(0)]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLeast:
+    limit: float
+
+    def problem(self, value: float) -> str:
+        return "" if value >= self.limit else f"{self.limit} or more"
+
+
+@dataclasses.dataclass(frozen=True)
+class Above:
+    limit: float
+
+    def problem(self, value: float) -> str:
+        return "" if value > self.limit else f"above {self.limit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class AtMost:
+    limit: float
+
+    def problem(self, value: float) -> str:
+        return "" if value <= self.limit else f"{self.limit} or less"
+
+
+@dataclasses.dataclass(frozen=True)
+class Below:
+    limit: float
+
+    def problem(self, value: float) -> str:
+        return "" if value < self.limit else f"below {self.limit}"
+
+
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
+    """What is wrong with each field of a config dataclass, those of nested ones included, by its annotation alone.
+
+    A value must be of its type, one of the choices where it has some, finite, and within its bounds.
+    """
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value, name, hint = getattr(config, field.name), prefix + field.name, hints[field.name]
+        kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(value):
+            yield from bound_problems(value, f"{name}.")
+        elif get_origin(kind) is Literal:
+            choices = get_args(kind)
+            if value not in choices:
+                *others, last = [str(choice) or '""' for choice in choices]
+                yield f'{name} is "{value}"; give {", ".join(others)} or {last}'
+        elif not _is(value, kind):
+            yield f"{name} is {value!r}; it must be {_NAMES[kind]}"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} is {value}; it must be finite"
+        else:
+            wrong = (bound.problem(value) for bound in bounds if not isinstance(bound, str))
+            yield from (f"{name} is {value}; it must be {problem}" for problem in wrong if problem)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind not in _NAMES:
+        return True
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)

@@ -1,0 +1,53 @@
+"""One run at a time in a folder: a lock that the kernel releases when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.observe.logs import log
+
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds `folder`'s lock file, which is gone afterwards. Raises UserError, naming the holder, where another does.
+
+    A file system that cannot lock gets a warning.
+    """
+    path = folder / LOCK
+    descriptor = _lock(path)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 300).decode(errors="replace")
+            os.close(descriptor)
+            raise UserError(
+                f"{path.parent}: another run is writing to it ({holder or 'just started'}); wait until it ends, "
+                "stop it, or give another --output"
+            ) from None
+        except OSError as error:
+            # Network file systems may not know how.
+            log.warning("%s: cannot be locked (%s); make sure that no other run writes to it", path.parent, error)
+        # Whoever held it may have removed the file between the two calls.
+        if path.is_file() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+        os.close(descriptor)

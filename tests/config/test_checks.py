@@ -1,0 +1,110 @@
+"""Settings that cannot work are refused before any work is done, each by its name and with what it may be."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config import PretrainConfig, RLConfig, ServeConfig, SFTConfig, validate
+from lockstep.config.bounds import AtLeast, bound_problems
+from lockstep.config.parallel import SCHEDULES
+from lockstep.errors import UserError
+from lockstep.parallel import pipeline_schedule
+from lockstep.recipes import RECIPES
+
+CONFIGS = [PretrainConfig(), SFTConfig(model="m", data="d"), RLConfig(model="m"), ServeConfig(model="m")]
+
+
+def _changed(config, name, value):
+    """As a TOML file may: no type is checked."""
+    changed = part = copy.deepcopy(config)
+    *parts, last = name.split(".")
+    for step in parts:
+        part = getattr(part, step)
+    setattr(part, last, value)
+    return changed
+
+
+def _numbers(config, prefix=""):
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{field.name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + field.name, value
+
+
+UNBOUNDED = ["parallel." + name for name in ("data_replicate", "data_shard", "context", "tensor", "pipeline")]
+"""Refused where the number of ranks is known."""
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_every_number_is_finite_and_has_a_lower_bound(config):
+    validate(config)
+    for name, value in _numbers(config):
+        if name not in UNBOUNDED:
+            with pytest.raises(UserError, match=f"{name} is -7; it must be"):
+                validate(_changed(config, name, -7))
+        for wrong in (float("nan"), float("inf")) if isinstance(value, float) else (value + 0.5, None, True):
+            with pytest.raises(UserError, match=f"{name} is {wrong}; it must be (finite|a whole number)"):
+                validate(_changed(config, name, wrong))
+
+
+@pytest.mark.parametrize(
+    "config, name, value, message",
+    [
+        (PretrainConfig(), "train.epsilon", -1e-8, "train.epsilon is -1e-08; it must be 0 or more"),
+        (PretrainConfig(), "train.final_learning_rate_ratio", -0.1, "it must be 0 or more"),
+        (PretrainConfig(), "seed", -1, "seed is -1; it must be 0 or more"),
+        (RLConfig(model="m"), "seed", 2**63, "seed is 9223372036854775808; it must be below 9223372036854775808"),
+        (PretrainConfig(), "train.learning_rate", float("inf"), "train.learning_rate is inf; it must be finite"),
+        (PretrainConfig(), "train.beta2", 1.0, "train.beta2 is 1.0; it must be below 1"),
+        (
+            PretrainConfig(),
+            "train.schedule",
+            "cosin",
+            'train.schedule is "cosin"; give constant, linear, cosine, wsd or',
+        ),
+        (PretrainConfig(), "steps", "ten", "steps is 'ten'; it must be a whole number"),
+        (PretrainConfig(), "parallel.pipeline_schedule", "zbw", '"zbw" is unknown. Did you mean "zbv"'),
+        (PretrainConfig(), "parallel.asynchronous_tensor", True, "is for parallel.tensor above 1"),
+        (PretrainConfig(), "faults.on_spike", "rollback", "checkpoint.every is 0, so there would be no checkpoint"),
+        (RLConfig(model="m"), "top_p", 0.0, "top_p is 0.0; it must be above 0"),
+        (RLConfig(model="m"), "clip_low", 1.0, "clip_low is 1.0; it must be below 1"),
+        (ServeConfig(model="m"), "port", 65536, "port is 65536; it must be 65535 or less"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(config, name, value, message):
+    with pytest.raises(UserError) as refused:
+        validate(_changed(config, name, value))
+    assert message in str(refused.value)
+
+
+def test_recipes_are_within_their_bounds():
+    for recipes in RECIPES.values():
+        for recipe in recipes.values():
+            assert list(bound_problems(recipe())) == []
+
+
+def test_the_schedules_that_are_known_are_those_that_there_are():
+    assert list(pipeline_schedule.SCHEDULES) == list(SCHEDULES)
+
+
+def test_rows_longer_than_the_models_context_are_refused(tmp_path, model_folder, capsys):
+    positions = json.loads((model_folder / "config.json").read_text())["max_position_embeddings"]
+    (tmp_path / "t.txt").write_text("some text to learn from. " * 50)
+    length = ["--sequence-length", str(2 * positions), "--tokens-per-step", str(2 * positions)]
+    for more in ([], ["--dry-run", "2"]):
+        arguments = ["--model", str(model_folder), "--data", str(tmp_path / "t.txt"), *length, *more]
+        assert main(["pretrain", "--output", str(tmp_path / "run"), *arguments]) == 2
+        assert f"sequence_length is {2 * positions}, but" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_shows_a_bounded_number_as_a_number(capsys):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--help"])
+    text = capsys.readouterr().out
+    assert "--train.learning-rate FLOAT" in text and "--steps INT" in text and AtLeast.__name__ not in text
