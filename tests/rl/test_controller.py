@@ -157,7 +157,7 @@ def test_the_parity_check_runs_a_mixed_load(model_folder, dtype):
         ({"samples_per_prompt": 1}, "samples_per_prompt is 1; it must be 2 or more"),
         ({"temperature": 1e-50}, "temperature is 1e-50; it must be 0.01 or more"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be 0.01 or more"),
-        ({"temperature": float("nan")}, "temperature is nan; it must be 0.01 or more"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be finite"),
         ({"validation_examples": 0}, "validation_examples is 0; it must be above 0"),
     ],
 )
