@@ -54,7 +54,8 @@ class Trainer:
         `loss_of` returns a micro-batch's share of the step's loss: a sum whose weights add up to 1 over the whole
         step, over all ranks, so that how it was cut into micro-batches does not matter. Every rank brings the same
         number of micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer as they are,
-        on all ranks alike, and counts as skipped.
+        on all ranks alike, and counts as skipped. Raises RunStopped where only the gradient is not finite and updates
+        in the backward have changed weights already.
         """
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
@@ -68,7 +69,7 @@ class Trainer:
                 self.updates += 1
                 self.skipped_in_a_row = 0
             else:
-                self.optimizer.discard()
+                self.optimizer.skip()
                 self.skipped_steps += 1
                 self.skipped_in_a_row += 1
         return {
@@ -91,9 +92,13 @@ class Trainer:
                 self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
             with self.timeline.span("forward"):
                 share = loss_of(self.model, microbatch)
+            loss += share.item()
+            # Weights are changed within the backward: whether the step counts is decided before, by all ranks.
+            if self.config.optimizer_in_backward and not math.isfinite(self.world.sum([loss])[0]):
+                self._reshard()
+                return loss
             with self.timeline.span("backward"):
                 share.backward()
-            loss += share.item()
         return loss
 
     @torch.no_grad()
@@ -106,11 +111,14 @@ class Trainer:
             for microbatch in microbatches:
                 with self.timeline.span("forward"):
                     loss += loss_of(self.model, microbatch).item()
+        self._reshard()
+        return self.world.sum([loss])[0]
+
+    def _reshard(self) -> None:
+        """Lets gathered weights go after a forward that no backward follows."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                # No backward follows, which would let gathered weights go.
                 module.reshard()
-        return self.world.sum([loss])[0]
 
     def counts(self) -> dict[str, int]:
         """What a checkpoint keeps beside the tensors; JSON-able."""
