@@ -70,7 +70,8 @@ class MasterOptimizer:
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""
         grads = self.gradients.held()
-        if 0 < self.config.max_grad_norm < grad_norm:
+        # A pipeline's stage may have frozen parameters only: it has nothing to clip.
+        if grads and 0 < self.config.max_grad_norm < grad_norm:
             scale = self.config.max_grad_norm / (grad_norm + 1e-6)
             torch._foreach_mul_([local_values(g) for g in grads.values()], scale)
         self._update(grads, learning_rate)
