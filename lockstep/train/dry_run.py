@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep import ops
 from lockstep.config import CompileConfig, PretrainConfig
 from lockstep.data import Row, divide_step
-from lockstep.model import Decoder, ModelConfig, resolve_dtype
+from lockstep.model import ModelConfig, ScoringModel, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
@@ -66,7 +66,7 @@ class DryRun:
 
 
 def dry_run(
-    config: PretrainConfig, shape: ModelConfig, ranks: int, loss: Callable[[Decoder, PackedRow], Tensor]
+    config: PretrainConfig, shape: ModelConfig, ranks: int, loss: Callable[[ScoringModel, PackedRow], Tensor]
 ) -> DryRun:
     """Builds rank 0 of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
 
@@ -111,7 +111,7 @@ def dry_run(
     return DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
 
 
-def _leave(model: Decoder) -> None:
+def _leave(model: TrainableModel) -> None:
     """Fills no weights."""
 
 

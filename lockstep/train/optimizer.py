@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.errors import RunStopped, UserError
-from lockstep.model import Decoder, resolve_dtype
+from lockstep.model import Decoder, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.train.adamw import State, adamw_state, adamw_update
 from lockstep.train.gradients import Gradients, GradientsUsedAtOnce, OwnGradients, SummedGradients
@@ -25,7 +25,7 @@ class MasterOptimizer:
     With `optimizer_in_backward` every parameter is updated within the backward, and nothing is left for `update`.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig):
+    def __init__(self, model: TrainableModel, config: TrainConfig):
         self.config = config
         whole = Decoder(model.config, torch.float32, "meta")  # a rank may hold some of the layers only
         settings = settings_of({n: p.shape for n, p in whole.named_parameters()}, config)

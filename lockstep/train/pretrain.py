@@ -36,6 +36,8 @@ from lockstep.errors import UserError
 from lockstep.model import (
     Decoder,
     ModelConfig,
+    ScoringModel,
+    TrainableModel,
     choose_dtype,
     initialize,
     is_auto,
@@ -118,7 +120,7 @@ def run_training(
     config: PretrainConfig,
     world: World,
     tokenizer: Tokenizer,
-    model: Decoder,
+    model: TrainableModel,
     loader: RowLoader,
     progress: Progress | None = None,
     command: str = "pretrain",
@@ -170,7 +172,7 @@ def run_training(
                 bar.advance(min(start, config.steps))
             if start and (start >= config.steps or loader.ended):
                 log.warning("the run has come to its end at step %d; give more --steps or data to go on", start)
-            if answers is not None and start == 0:
+            if answers is not None and isinstance(model, Decoder) and start == 0:
                 answers.write(0, model)
             if config.steps == 0:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
@@ -206,7 +208,7 @@ def run_training(
                         shown["validation"] = metrics["validation/loss"]
                     bar.reach(step, "", **shown)
 
-            if answers is not None and step > start and not stopped_by:
+            if answers is not None and isinstance(model, Decoder) and step > start and not stopped_by:
                 answers.write(step, model)
         # The last checkpoint may still be on its way to the disk.
         world.barrier()
@@ -242,7 +244,7 @@ class NextTokenLoss:
     def __init__(self, targets: int):
         self.targets = max(targets, 1)
 
-    def __call__(self, model: Decoder, row: PackedRow) -> Tensor:
+    def __call__(self, model: ScoringModel, row: PackedRow) -> Tensor:
         return target_log_prob_sum(model, row, -1.0 / self.targets)
 
 
@@ -310,7 +312,7 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
     return preset(config.model, tokenizer.vocab_size, eos)
 
 
-def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:
+def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
     """This rank's part of a model with fresh weights, or of a folder's."""
     shape = model_shape(config, tokenizer)
     folder = Path(config.model).is_dir()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import TrainConfig
 from lockstep.errors import UserError
-from lockstep.model import Decoder
+from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel import Pipeline, World
 from lockstep.train.host_memory import keep_freed_memory
@@ -26,7 +26,7 @@ _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 class Trainer:
     """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone."""
 
-    def __init__(self, model: Decoder, config: TrainConfig, total_updates: int, world: World | None = None):
+    def __init__(self, model: TrainableModel, config: TrainConfig, total_updates: int, world: World | None = None):
         if isinstance(model, Pipeline) and config.optimizer_in_backward:
             raise UserError(
                 "train.optimizer_in_backward does not go with parallel.pipeline, which computes a weight's gradient in "
@@ -47,7 +47,7 @@ class Trainer:
         self.timeline = Timeline()
 
     def step(
-        self, microbatches: Iterable[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]
+        self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
     ) -> dict[str, float]:
         """Accumulates the gradient of the summed losses, then updates the weights once.
 
@@ -80,7 +80,9 @@ class Trainer:
             **({"pipeline/bubble": self.model.bubble} if isinstance(self.model, Pipeline) else {}),
         }
 
-    def accumulate(self, microbatches: Sequence[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]) -> float:
+    def accumulate(
+        self, microbatches: Sequence[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
+    ) -> float:
         """Adds the gradients of all micro-batches; returns the sum of the losses that this rank has computed."""
         if isinstance(self.model, Pipeline):
             with self.timeline.span("forward and backward"):
@@ -91,7 +93,7 @@ class Trainer:
                 # Ranks exchange gradients once a step.
                 self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
             with self.timeline.span("forward"):
-                share = loss_of(self.model, microbatch)
+                share = loss_of(self._scoring_model(), microbatch)
             loss += share.item()
             # Weights are changed within the backward: whether the step counts is decided before, by all ranks.
             if self.config.optimizer_in_backward and not math.isfinite(self.world.sum([loss])[0]):
@@ -102,7 +104,14 @@ class Trainer:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]) -> float:
+    def _scoring_model(self) -> ScoringModel:
+        """The model, which a loss calls by itself where it is whole."""
+        assert isinstance(self.model, ScoringModel)
+        return self.model
+
+    def evaluate(
+        self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
+    ) -> float:
         """The summed losses without a gradient; as for `step`, over all ranks, and equally many on each."""
         loss = 0.0
         with self.timeline.span("validation"):
@@ -110,7 +119,7 @@ class Trainer:
                 return self.world.sum([self.model.evaluate(microbatches, loss_of)])[0]
             for microbatch in microbatches:
                 with self.timeline.span("forward"):
-                    loss += loss_of(self.model, microbatch).item()
+                    loss += loss_of(self._scoring_model(), microbatch).item()
         self._reshard()
         return self.world.sum([loss])[0]
 

@@ -7,8 +7,11 @@ import torch
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
 from lockstep.errors import UserError
+from lockstep.model import Decoder, ScoringModel, preset
+from lockstep.parallel import Pipeline
 from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, read_table
 from lockstep.parallel.pipeline_split import split_layers
+from lockstep.parallel.pipeline_stage import Computed, Stage
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
@@ -64,6 +67,15 @@ def test_compiled_stages_train_as_one_compiled_process_does():
     own = ("float32", 3, "llama3:micro", 258, False, None, None, True)
     (expected,) = launch(1, train, ParallelConfig(), *own, seconds=300)
     _compare(launch(2, train, ParallelConfig(pipeline=2), *own, seconds=300), expected)
+
+
+def test_a_loss_sees_no_more_of_a_pipelines_last_stage_than_of_any_model():
+    shape = preset("qwen3:micro", 258)
+    assert isinstance(Decoder(shape, torch.float32, "meta"), ScoringModel)
+    last = Stage(shape, torch.float32, 1, [range(2), range(2, 4)])
+    computed = Computed(last, torch.empty(3, shape.dim))
+    assert isinstance(computed, ScoringModel) and computed.head_weight is last.embed_tokens.weight
+    assert not hasattr(computed, "layers") and not issubclass(Pipeline, Decoder)
 
 
 def _compare(traces, expected, tolerance=1e-5, bits=True):
