@@ -51,9 +51,11 @@ def parallel_model(
             shard_tensor_parallel(part, world)
             shard_data_parallel(part, world, parallel, dtype)
             part.to_empty(device="cpu" if parallel.cpu_offload else world.device)
+            if parallel.cpu_offload:
+                part.runs_on = world.device
     fill(model)
     for part in _parts(model):
-        apply_recompute(part, recompute or RecomputeConfig())
+        apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_held(model))
         apply_compile(part, compiled)
     return model
 
@@ -61,3 +63,7 @@ def parallel_model(
 def _parts(model: Decoder | Pipeline) -> tuple[Decoder, ...]:
     """What a forward runs through: the model, or this rank's stages of it."""
     return model.stages if isinstance(model, Pipeline) else (model,)
+
+
+def _passes_held(model: Decoder | Pipeline) -> int:
+    return model.passes_held if isinstance(model, Pipeline) else 1

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
-from lockstep.model import Decoder, ModelConfig
-from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction
+from lockstep.model import ModelConfig, ScoringModel
+from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, passes_held
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
@@ -63,6 +63,8 @@ class Pipeline(nn.Module):
         self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group)
         self.bubble = float("nan")
         """The part of all ranks' time that they wait in the last step's schedule, as computed from its table."""
+        self.passes_held = 1
+        """Forwards of this rank's stages whose activations it keeps at once, in the last step's schedule."""
         self._schedules: dict[tuple[int, int], tuple[Any, list[PipelineStage], float]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
 
@@ -128,6 +130,7 @@ class Pipeline(nn.Module):
         if (count, tokens) not in self._schedules:
             stages = [self._torch_stage(stage, tokens) for stage in self.stages]
             schedule, table = self.plan.make(stages, count, self._loss)
+            self.passes_held = passes_held(table[self.rank])
             self._schedules = {(count, tokens): (schedule, stages, bubble_fraction(table, self.work))}
         return self._schedules[count, tokens]
 

@@ -53,7 +53,7 @@ class Stage(Decoder):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return self.runs_on or next(self.parameters()).device
 
 
 class Computed:
