@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel import Pipeline, World
+from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
@@ -40,6 +41,7 @@ class Trainer:
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
         self.optimizer = MasterOptimizer(model, config)
+        self.sums_every_microbatch = sums_every_microbatch(model.config.num_parameters, self.world)
         self.updates = 0
         self.skipped_steps = 0
         """Steps whose loss or gradient was not finite, which changed nothing."""
@@ -90,8 +92,7 @@ class Trainer:
         loss = 0.0
         for index, microbatch in enumerate(microbatches):
             if isinstance(self.model, FSDPModule):
-                # Ranks exchange gradients once a step.
-                self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
+                set_gradient_sums(self.model, self.sums_every_microbatch, last=index == len(microbatches) - 1)
             with self.timeline.span("forward"):
                 share = loss_of(self._scoring_model(), microbatch)
             loss += share.item()
@@ -103,12 +104,12 @@ class Trainer:
                 share.backward()
         return loss
 
-    @torch.no_grad()
     def _scoring_model(self) -> ScoringModel:
         """The model, which a loss calls by itself where it is whole."""
         assert isinstance(self.model, ScoringModel)
         return self.model
 
+    @torch.no_grad()
     def evaluate(
         self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
     ) -> float:
