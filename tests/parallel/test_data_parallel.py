@@ -1,6 +1,7 @@
 """Data parallelism's own settings, and degrees that do not fit. Its training is compared in test_layouts.py."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -73,9 +74,10 @@ def _devices_when_offloaded(pipeline):
     """Where this rank's stages say that they run, and where their weights lie: "meta" stands for a GPU."""
     parallel = ParallelConfig(pipeline=pipeline, cpu_offload=True)
     world = replace(imagined_world(parallel, 4), device=torch.device("meta"))
-    model = parallel_model(
-        preset("qwen3:micro", 258), torch.float32, world, parallel, CompileConfig(), lambda model: None
-    )
+    shape = preset("qwen3:micro", 258)
+    # Memory is pinned for a real GPU only.
+    with patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
+        model = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), lambda model: None)
     parts = model.stages if pipeline > 1 else (model,)
     devices = [(part.device.type, next(part.parameters()).device.type) for part in parts]
     close_world(world)
