@@ -71,22 +71,28 @@ def assert_resumes(saved, resumed, dtype):
     assert next_losses == pytest.approx(losses, rel=1e-5 if dtype == "float32" else 1e-3)
 
 
-RESUMING = {
-    "half_the_learning_rate": "float32",
-    "moments_left_behind": "float32",
-    "resumed_with_a_swapped_shard": "float32",
-    "resumed_with_a_flipped_bit": "float32",
-    "resumed_with_stale_weights": "bfloat16",
-}
+RESUMING = [
+    ("half_the_learning_rate", ALONE, "float32"),
+    ("half_the_learning_rate", FSDP, "float32"),
+    ("moments_left_behind", ALONE, "float32"),
+    ("moments_left_behind", FSDP, "float32"),
+    ("resumed_with_a_swapped_shard", ALONE, "float32"),
+    ("resumed_with_a_swapped_shard", FSDP, "float32"),
+    ("resumed_with_a_flipped_bit", ALONE, "float32"),
+    ("resumed_with_a_flipped_bit", FSDP, "float32"),
+    # Over ranks the masters are the weights.
+    ("resumed_with_stale_weights", ALONE, "bfloat16"),
+]
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(f, marks=() if f == "resumed_with_a_flipped_bit" else pytest.mark.slow) for f in RESUMING],
+    "fault, loaded, dtype",
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1][0]}", marks=() if case == RESUMING[6] else pytest.mark.slow)
+        for case in RESUMING
+    ],
 )
-@pytest.mark.parametrize("loaded", [ALONE, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["1", "2"])
-def test_a_planted_fault_in_resuming_is_found(tmp_path, monkeypatch, fault, loaded):
-    dtype = RESUMING[fault]
+def test_a_planted_fault_in_resuming_is_found(tmp_path, monkeypatch, fault, loaded, dtype):
     before = launch(ALONE[0], trained_and_saved, tmp_path, ALONE[1], dtype)
     monkeypatch.setenv(VARIABLE, fault)
     after = launch(loaded[0], resumed, tmp_path, loaded[1], dtype)
