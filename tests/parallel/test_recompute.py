@@ -120,17 +120,17 @@ def test_a_budget_recomputes_as_many_layers_as_it_must():
 
 
 def test_a_budget_is_for_all_micro_batches_that_a_rank_of_a_pipeline_keeps():
-    hidden = torch.zeros(8, 16)
+    hidden, block = torch.zeros(8, 16), torch.nn.Identity()
     held = [1]
     budget = Budget(4 * hidden.nbytes + 12_000, 4, lambda: held[0])
     budget.layer_bytes_per_row = 3000 / 8
-    assert budget.recomputed_layers(None, None, (hidden,)) == 0
+    assert budget.recomputed_layers(block.forward, block, (hidden,)) == 0
     held[0] = 2
     # Half of it for each: the inputs of all layers, and less than two layers more.
-    assert budget.recomputed_layers(None, None, (hidden,)) == 3
+    assert budget.recomputed_layers(block.forward, block, (hidden,)) == 3
     held[0] = 9
     with pytest.raises(UserError, match="inputs of 4 layers, for 9 micro-batches at once.* give at least 1.72e-05"):
-        budget.recomputed_layers(None, None, (hidden,))
+        budget.recomputed_layers(block.forward, block, (hidden,))
 
 
 def _passes_held(schedule):
