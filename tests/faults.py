@@ -57,8 +57,8 @@ def flipped_bit() -> None:
 
 
 def flipped_exponent() -> None:
-    """A high bit of one element's exponent, for layouts whose sums are compared within a tolerance."""
-    _damage_fresh_weights(lambda own: _flip(own, 1 << 29))
+    """The highest bit of one element's exponent, for layouts whose sums are compared within a tolerance."""
+    _damage_fresh_weights(lambda own: _flip(own, 1 << 30))
 
 
 def stale_weight() -> None:
