@@ -25,7 +25,7 @@ from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, 
 from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
 from lockstep.errors import RunStopped, UserError
-from lockstep.model import Decoder, arithmetic_of, resolve_dtype, write_description
+from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype, write_description
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
@@ -40,7 +40,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 class Training(Protocol):
     """What is saved: a trainer."""
 
-    model: Decoder
+    model: TrainableModel
     optimizer: Any
     world: World
 

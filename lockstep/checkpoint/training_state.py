@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.random_state import random_state, set_random_state
 from lockstep.errors import UserError
-from lockstep.model import Decoder, hugging_face_name
+from lockstep.model import TrainableModel, hugging_face_name
 
 STEMS = {"model": "model", "trainer": "trainer/optimizer", "random": "trainer/random"}
 """The files of each group, within a checkpoint's folder."""
@@ -33,7 +33,7 @@ class Optimizer(Protocol):
 
 
 def tensors_to_save(
-    model: Decoder, optimizer: Optimizer, dtype: torch.dtype, rank: int, model_only: bool = False
+    model: TrainableModel, optimizer: Optimizer, dtype: torch.dtype, rank: int, model_only: bool = False
 ) -> dict[str, tuple[Tensor, torch.dtype]]:
     """This rank's tensors, the very ones that training uses, each with the dtype to save it in."""
     masters = optimizer.masters
@@ -49,7 +49,7 @@ def tensors_to_save(
 
 
 def parts_to_load(
-    folder: Path, held: Mapping[str, Any], model: Decoder, optimizer: Optimizer, rank: int
+    folder: Path, held: Mapping[str, Any], model: TrainableModel, optimizer: Optimizer, rank: int
 ) -> tuple[dict[str, Part], dict[str, Tensor], dict[str, Tensor]]:
     """What to read from a checkpoint that holds the tensors `held` (by name, with `.size` and `.properties.dtype`).
 

@@ -40,6 +40,9 @@ class ParallelConfig:
     """How many layers' work the head and its loss stand for where stages are made equal."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When sharded weights are let go after a layer's forward; default: always, but never within a pipeline."""
+    reduce_gradients: Literal["auto", "step", "microbatch"] = "auto"
+    """When ranks sum sharded weights' gradients: once a step, until when each rank holds the gradient of the whole
+    weights, or with every micro-batch; auto: once a step where that gradient fits a quarter of a rank's memory."""
     full_dtensor: bool = False
     """Every parameter and activation a DTensor on one mesh of all axes, without FSDP's hooks; for study and debugging:
     weights are gathered anew for every product and kept until its backward."""

@@ -22,4 +22,5 @@ class RecomputeConfig:
     keep: tuple[str, ...] = ("attention",)
     """selective: operators whose outputs are kept: attention, linear, norm, activation; compiled: attention only."""
     budget_gib: Annotated[float, AtLeast(0)] = 0.0
-    """budget: GiB that a rank's layers may keep from forward to backward, measured in the first step."""
+    """budget: GiB that a rank's layers may keep from forward to backward, measured in the first step; in a pipeline of
+    all its stages and micro-batches under way."""

@@ -19,12 +19,15 @@ from lockstep.model.device import open_device
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import PRESETS, preset
 from lockstep.model.initialize import build_model, initialize
+from lockstep.model.protocols import ScoringModel, TrainableModel
 
 __all__ = [
     "PRESETS",
     "Decoder",
     "ModelConfig",
     "RopeScaling",
+    "ScoringModel",
+    "TrainableModel",
     "arithmetic_of",
     "build_model",
     "choose_dtype",

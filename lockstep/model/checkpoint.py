@@ -18,6 +18,7 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import from_hugging_face, to_hugging_face
+from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,7 +37,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     return model
 
 
-def load_weights(model: Decoder, path: str | Path) -> None:
+def load_weights(model: TrainableModel, path: str | Path) -> None:
     """Replaces the model's weights by those of another folder, in place: whoever reads the model sees the new ones.
 
     All names, shapes and files are checked before the first tensor changes. Raises UserError, with the weights as
@@ -54,7 +55,7 @@ def load_weights(model: Decoder, path: str | Path) -> None:
     _copy_weights(model, folder, tensor_files(folder))
 
 
-def _copy_weights(model: Decoder, folder: Path, files: dict[str, Path]) -> None:
+def _copy_weights(model: TrainableModel, folder: Path, files: dict[str, Path]) -> None:
     """Reads the model's tensors from `files`, in place; of a sharded parameter only this rank's shard is read."""
     wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
     # A model may hold some of the layers only.

@@ -68,6 +68,8 @@ class Decoder(nn.Module):
         self.rotary = RotaryTables(config)
         self.halves: Halves = Block
         """Part of the model, for it has a say in the bits: trainer and generator cannot but share it."""
+        self.runs_on: torch.device | None = None
+        """Where the forward runs, if that is not where the weights lie: in the CPU's memory, when offloaded."""
 
     def forward(
         self, tokens: Int[Tensor, "tokens"], positions: Int[Tensor, "tokens"], attention: ops.Attention
@@ -116,4 +118,4 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
+        return self.runs_on or self.embed_tokens.weight.device

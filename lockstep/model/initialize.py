@@ -12,6 +12,7 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.normal import normal
+from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
 
 BLOCK = 1 << 16
@@ -33,7 +34,7 @@ def build_model(
 
 
 @torch.no_grad()
-def initialize(model: Decoder, seed: int) -> None:
+def initialize(model: TrainableModel, seed: int) -> None:
     """Fills the weights of a Decoder, or of a part of one, in place; of a sharded parameter this rank's shard."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:

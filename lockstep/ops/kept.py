@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -21,16 +21,12 @@ class Tape:
         self._next: int | None = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For the first forward and for the recomputed one, as `torch.utils.checkpoint` asks for them."""
-        return self._running(None), self._running(0)
+        """For the first forward and for recomputed ones, as `torch.utils.checkpoint` asks for them."""
+        return _Running(self, None), _Running(self, 0)
 
-    @contextmanager
-    def _running(self, first: int | None) -> Iterator[None]:
-        token, self._next = _tape.set(self), first
-        try:
-            yield
-        finally:
-            _tape.reset(token)
+    def start(self, first: int | None) -> None:
+        """Records from here on, or replays from output number `first` on."""
+        self._next = first
 
     def take(self, compute: Callable[[], Output]) -> Output:
         if self._next is None:
@@ -42,6 +38,20 @@ class Tape:
         kept = tuple(part.detach() for part in self._outputs[self._next])
         self._next += 1
         return kept[0] if len(kept) == 1 else kept  # type: ignore[return-value]
+
+
+class _Running(AbstractContextManager[None]):
+    """A forward pass with a tape. Entered anew for each replay: the halves of a split backward recompute one each."""
+
+    def __init__(self, tape: Tape, first: int | None):
+        self.tape, self.first = tape, first
+
+    def __enter__(self) -> None:
+        self._token = _tape.set(self.tape)
+        self.tape.start(self.first)
+
+    def __exit__(self, *error: object) -> None:
+        _tape.reset(self._token)
 
 
 _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
-from lockstep.model import Decoder, ModelConfig
+from lockstep.model import Decoder, ModelConfig, TrainableModel
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
 from lockstep.parallel.full_dtensor import distribute_everything
@@ -24,9 +24,9 @@ def parallel_model(
     world: World,
     parallel: ParallelConfig,
     compiled: CompileConfig,
-    fill: Callable[[Decoder], None],
+    fill: Callable[[TrainableModel], None],
     recompute: RecomputeConfig | None = None,
-) -> Decoder:
+) -> Decoder | Pipeline:
     """This rank's part of the model, on the world's device; never more than that part is materialised.
 
     `fill` writes the weights, of a sharded parameter this rank's shard. In a world of one the weights have `dtype`;
@@ -35,6 +35,7 @@ def parallel_model(
     """
     refuse_impossible(config, world.degrees, parallel, compiled)
     choose_operators(parallel.asynchronous_tensor)
+    model: Decoder | Pipeline
     if world.mesh is None:
         model = Decoder(config, dtype, world.device)
     elif parallel.full_dtensor:
@@ -50,13 +51,19 @@ def parallel_model(
             shard_tensor_parallel(part, world)
             shard_data_parallel(part, world, parallel, dtype)
             part.to_empty(device="cpu" if parallel.cpu_offload else world.device)
+            if parallel.cpu_offload:
+                part.runs_on = world.device
     fill(model)
     for part in _parts(model):
-        apply_recompute(part, recompute or RecomputeConfig())
+        apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_held(model))
         apply_compile(part, compiled)
     return model
 
 
-def _parts(model: Decoder) -> tuple[Decoder, ...]:
+def _parts(model: Decoder | Pipeline) -> tuple[Decoder, ...]:
     """What a forward runs through: the model, or this rank's stages of it."""
     return model.stages if isinstance(model, Pipeline) else (model,)
+
+
+def _passes_held(model: Decoder | Pipeline) -> int:
+    return model.passes_held if isinstance(model, Pipeline) else 1

@@ -10,6 +10,9 @@ from lockstep.model import Decoder
 from lockstep.parallel.exchange import ExchangedSum
 from lockstep.parallel.world import World
 
+WHOLE_GRADIENT_SHARE = 4
+"""A whole gradient of at most one part in so many of a rank's memory is kept until the end of a step."""
+
 
 def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, compute: torch.dtype) -> None:
     """Shards the float32 weights of `model`, block by block; forward and backward run in `compute`.
@@ -39,3 +42,24 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         module.set_force_sum_reduction_for_comms(True)
         if world.device.type == "cpu":
             module.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
+
+
+def sums_every_microbatch(parameters: int, world: World) -> bool:
+    """Whether ranks sum the gradients of so many parameters with every micro-batch, so that each keeps its shard only.
+
+    Else once a step: fewer messages, but until then every rank holds the float32 gradient of its tensor part, whole.
+    """
+    if world.degrees["data_shard"] * world.degrees["context"] == 1 or world.degrees["pipeline"] > 1:
+        return False  # Nothing is sharded, or the pipeline's schedule sums at its end.
+    if world.reduce_gradients != "auto":
+        return world.reduce_gradients == "microbatch"
+    return 4 * parameters / world.degrees["tensor"] > world.memory / WHOLE_GRADIENT_SHARE
+
+
+def set_gradient_sums(model: FSDPModule, every: bool, last: bool) -> None:
+    """Before the forward of a micro-batch, the `last` of a step or not: whether its backward sums gradients over ranks.
+
+    Replicas of the shards exchange sums once a step in any case.
+    """
+    model.set_requires_gradient_sync(every or last)
+    model.set_requires_all_reduce(last)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch.distributed.tensor import Placement
 
 from lockstep.model import Decoder
-from lockstep.parallel.placements import COPY, STORED
+from lockstep.parallel.placements import COPY, WEIGHTS_ON_DATA
 from lockstep.parallel.tensor import distribute_parameters
 from lockstep.parallel.world import World
 
@@ -24,6 +24,6 @@ def distribute_everything(model: Decoder, world: World) -> None:
 
     def placements(on_tensor: Placement) -> list[Placement]:
         everywhere = {"data_replicate": COPY, "tensor": on_tensor}
-        return [everywhere.get(axis, STORED[on_tensor]) for axis in axes]
+        return [everywhere.get(axis, WEIGHTS_ON_DATA[on_tensor]) for axis in axes]
 
     distribute_parameters(model, world.mesh[tuple(axes)], placements)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
-from lockstep.parallel.placements import COLUMNS, GIVEN, OPERATORS, SUM
+from lockstep.parallel.placements import COLUMNS, OPERATORS, PLAIN_TENSORS, SUM
 from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
@@ -61,16 +61,21 @@ def run(operator: str, function: Callable[..., Tensor], *arguments: Tensor) -> D
 def local(argument: Tensor, mesh: DeviceMesh, place: tuple[Placement, ...], gradient: tuple[Placement, ...]) -> Tensor:
     """This rank's part of `argument` at `place`; its gradient comes back as `gradient` says."""
     if not isinstance(argument, DTensor):
-        given = tuple(GIVEN[axis] for axis in axes_of(mesh))
+        given = tuple(PLAIN_TENSORS[axis] for axis in axes_of(mesh))
         if given == place:
             return argument
         argument = DTensor.from_local(argument, mesh, given, run_check=False)
-    if argument.placements != place:
-        argument = argument.redistribute(placements=place)
-    elif argument.is_leaf and SUM in gradient:
-        # Parameters that are read where they lie: the copies' gradients are summed, so that they stay copies.
+    if argument.placements != place or summed_in_backward(argument, gradient):
         argument = argument.redistribute(placements=place)
     return argument.to_local(grad_placements=gradient)
+
+
+def summed_in_backward(argument: DTensor, gradient: tuple[Placement, ...]) -> bool:
+    """Whether `argument` is a parameter whose copies see different tokens, so that their gradients must be summed.
+
+    The backward of a redistribution does that. Where a parameter is read as it lies, it is made for its backward alone.
+    """
+    return argument.is_leaf and SUM in gradient
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:

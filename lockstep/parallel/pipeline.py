@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,16 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
-from lockstep.model import Decoder, ModelConfig
-from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction
+from lockstep.model import ModelConfig, ScoringModel
+from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, passes_held
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
 from lockstep.parallel.world import World
 
 
-class Pipeline(Decoder):
-    """A Decoder of which this rank has some stages, under the names of the whole; they begin on the meta device.
+class Pipeline(nn.Module):
+    """A `TrainableModel` of which this rank has some stages; they begin on the meta device.
 
     It runs whole steps, on all ranks of the pipeline together, so it has no forward of its own.
 
@@ -39,7 +39,7 @@ class Pipeline(Decoder):
         parallel: ParallelConfig,
         compiled: CompileConfig,
     ):
-        nn.Module.__init__(self)  # not Decoder's: the layers of all stages are not built here
+        super().__init__()
         self.config = config
         self.compute_dtype = dtype
         self.plan = PipelinePlan(parallel)
@@ -63,6 +63,8 @@ class Pipeline(Decoder):
         self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group)
         self.bubble = float("nan")
         """The part of all ranks' time that they wait in the last step's schedule, as computed from its table."""
+        self.passes_held = 1
+        """Forwards of this rank's stages whose activations it keeps at once, in the last step's schedule."""
         self._schedules: dict[tuple[int, int], tuple[Any, list[PipelineStage], float]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
 
@@ -70,18 +72,11 @@ class Pipeline(Decoder):
     def device(self) -> torch.device:
         return self.world.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
-
-    def reserve_positions(self, length: int) -> None:
+    def _reserve_positions(self, length: int) -> None:
         for stage in self.stages:
             stage.reserve_positions(length)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: ops.Attention) -> Tensor:
-        raise RuntimeError("a rank of a pipeline cannot run the model alone; call accumulate or evaluate on all ranks")
-
-    def accumulate(self, rows: Sequence[Any], loss_of: Callable[[Decoder, Any], Tensor]) -> float:
+    def accumulate(self, rows: Sequence[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> float:
         """Adds the gradients of all micro-batches; returns the sum of their losses on the last stage's rank, else 0.
 
         rows: a PackedRow each, the same ones on all ranks of the pipeline.
@@ -89,7 +84,7 @@ class Pipeline(Decoder):
         """
         self.tied.lend_weight()
         rows = _equally_long(rows)
-        self.reserve_positions(max((n for row in rows for n in row.lengths), default=0))
+        self._reserve_positions(max((n for row in rows for n in row.lengths), default=0))
         schedule, stages, self.bubble = self._schedule(len(rows), rows[0].tokens.shape[0])
         self._loss_of = loss_of
         losses: list[Tensor] = []
@@ -108,12 +103,12 @@ class Pipeline(Decoder):
         return sum(loss.item() for loss in losses)
 
     @torch.no_grad()
-    def evaluate(self, rows: Iterable[Any], loss_of: Callable[[Decoder, Any], Tensor]) -> float:
+    def evaluate(self, rows: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> float:
         """As `accumulate`, without gradients: each micro-batch passes through all stages, in order."""
         self.tied.lend_weight()
         loss = 0.0
         for row in rows:
-            self.reserve_positions(max(row.lengths, default=0))
+            self._reserve_positions(max(row.lengths, default=0))
             hidden = row.tokens
             for stage in self.stages:
                 if not stage.is_first and self.plan.rank_of(stage.index - 1) != self.rank:
@@ -121,7 +116,7 @@ class Pipeline(Decoder):
                     dist.recv(hidden, group=self.group, group_src=self.plan.rank_of(stage.index - 1))
                 hidden = stage(hidden, row.positions, _attention(row))
                 if stage.is_last:
-                    loss += loss_of(cast(Decoder, Computed(stage, hidden)), row).item()
+                    loss += loss_of(Computed(stage, hidden), row).item()
                 elif self.plan.rank_of(stage.index + 1) != self.rank:
                     dist.send(hidden, group=self.group, group_dst=self.plan.rank_of(stage.index + 1))
         for stage in self.stages:
@@ -135,6 +130,7 @@ class Pipeline(Decoder):
         if (count, tokens) not in self._schedules:
             stages = [self._torch_stage(stage, tokens) for stage in self.stages]
             schedule, table = self.plan.make(stages, count, self._loss)
+            self.passes_held = passes_held(table[self.rank])
             self._schedules = {(count, tokens): (schedule, stages, bubble_fraction(table, self.work))}
         return self._schedules[count, tokens]
 
@@ -156,7 +152,7 @@ class Pipeline(Decoder):
         return torch.empty(tokens, self.config.dim, dtype=self.compute_dtype, device=device)
 
     def _loss(self, hidden: Tensor, row: Any) -> Tensor:
-        return self._loss_of(cast(Decoder, Computed(self.stages[-1], hidden)), row)
+        return self._loss_of(Computed(self.stages[-1], hidden), row)
 
 
 def _equally_long(rows: Sequence[Any]) -> list[Any]:

@@ -163,6 +163,15 @@ def _actions(order: Sequence[Any]) -> list[Action]:
     return found
 
 
+def passes_held(work: Sequence[Action]) -> int:
+    """How many forwards of a rank's stages are still to be followed by their backward, at most."""
+    held = most = 0
+    for action in work:
+        held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+        most = max(most, held)
+    return most
+
+
 def read_table(path: Path, ranks: int) -> Table:
     """A schedule from CSV: a line a rank, in each field `<stage><F|B|I|W><microbatch>`, or nothing for idle time.
 

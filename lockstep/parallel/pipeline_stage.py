@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -55,18 +53,22 @@ class Stage(Decoder):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return self.runs_on or next(self.parameters()).device
 
 
 class Computed:
-    """A model whose forward has run: a loss that calls it gets the hidden states and goes on with the head."""
+    """A `ScoringModel` whose forward has run: a loss that calls it gets the hidden states and goes on with the head."""
 
-    def __init__(self, model: Decoder, hidden: Shaped[Tensor, "tokens dim"]):
-        self.model = model
+    def __init__(self, last: Stage, hidden: Shaped[Tensor, "tokens dim"]):
+        self.last = last
         self.hidden = hidden
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        return self.hidden
+    @property
+    def head_weight(self) -> Tensor:
+        return self.last.head_weight
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+    def reserve_positions(self, length: int) -> None:
+        self.last.reserve_positions(length)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: ops.Attention) -> Tensor:
+        return self.hidden

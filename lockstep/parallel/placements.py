@@ -1,4 +1,9 @@
-"""Where everything lies when matrices are cut over ranks: one table of parameters a family, one of operators.
+"""Where everything lies when matrices are cut over ranks. Each table answers one question:
+
+    WEIGHTS_ON_TENSOR      where does a weight lie on the `tensor` axis?
+    WEIGHTS_ON_DATA        and on the axes of data and context, where no FSDP holds it?
+    OPERATORS              where does an operator want its inputs, and leave its result and the inputs' gradients?
+    PLAIN_TENSORS          how does a tensor lie that is no DTensor, as it comes from outside of the model?
 
 The placements are DTensor's: `Shard(d)` cuts dimension d, `Replicate` copies, `Partial` is a sum that is still to be
 made. On the `tensor` axis (arXiv 1909.08053, with the sequence parallelism of arXiv 2205.05198):
@@ -6,7 +11,18 @@ made. On the `tensor` axis (arXiv 1909.08053, with the sequence parallelism of a
     tokens ─ embedding ─> hidden Shard(0) ─ norm ─> Replicate ─ column ─> heads Shard(1) ─ row ─> hidden Shard(0)
 
 so between the blocks' halves each rank holds its share of the tokens, and within them its share of the heads and of the
-feed-forward's features. Two collectives a half: the norm's result is gathered, the row product is reduced and cut.
+feed-forward's features. Two collectives per half: the norm's result is gathered, the row product is reduced and cut.
+
+A norm's weight `[dim]` as an example, with `full_dtensor` on the axes (context, tensor):
+
+    at rest     (Shard(0), Replicate)     WEIGHTS_ON_DATA[COPY], WEIGHTS_ON_TENSOR[family]["norm.weight"]
+    read as     (Replicate, Replicate)    the rules' `inputs`: redistributing it gathers over context
+    gradient    (Partial, Partial)        the rules' `gradients`: each rank has seen its own tokens only
+    comes back  (Shard(0), Replicate)     redistributing backwards: reduce-scatter over context, all-reduce over tensor
+
+Under FSDP the context axis is FSDP's, which gathers the weight and reduce-scatters its gradient; what is left is
+(Replicate) at rest and as read. Redistributing that moves nothing, but its backward is what turns the gradient's
+(Partial) into (Replicate), so it is made all the same (`operators.summed_in_backward`).
 """
 
 from __future__ import annotations
@@ -34,12 +50,12 @@ LLAMA3: dict[str, Placement] = {
     "lm_head.weight": ROWS,
 }
 QWEN3: dict[str, Placement] = LLAMA3 | {"self_attn.q_norm.weight": COPY, "self_attn.k_norm.weight": COPY}
-PARAMETERS = {"llama3": LLAMA3, "qwen3": QWEN3}
+WEIGHTS_ON_TENSOR = {"llama3": LLAMA3, "qwen3": QWEN3}
 
 
 # Where weights also lie when no FSDP holds them (`full_dtensor`): cut over the ranks that see different tokens, along
 # the dimension that the tensor axis leaves whole, and gathered by the operators, whose rules ask for copies.
-STORED: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COPY: ROWS}
+WEIGHTS_ON_DATA: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COPY: ROWS}
 
 
 @dataclass(frozen=True)
@@ -89,11 +105,11 @@ TOKENS = {
 }
 OPERATORS = {"data_replicate": TOKENS, "data_shard": TOKENS, "context": TOKENS, "tensor": TENSOR}
 """An operator's rule on each axis of the mesh."""
-GIVEN = {"data_replicate": ROWS, "data_shard": ROWS, "context": ROWS, "tensor": COPY}
+PLAIN_TENSORS = {"data_replicate": ROWS, "data_shard": ROWS, "context": ROWS, "tensor": COPY}
 """How plain tensors come from outside of the model: tokens, and the tables of rotary angles."""
 
 
 def parameter_placement(family: str, name: str) -> Placement:
     """Of the parameter `name`, such as `layers.3.mlp.up_proj.weight`, on the tensor axis. KeyError if not declared."""
     parts = name.split(".")
-    return PARAMETERS[family][".".join(parts[2:] if parts[0] == "layers" else parts)]
+    return WEIGHTS_ON_TENSOR[family][".".join(parts[2:] if parts[0] == "layers" else parts)]

@@ -22,10 +22,14 @@ from lockstep.ops.kept import Tape
 Forward = Callable[..., Tensor]
 
 
-def apply_recompute(model: Decoder, config: RecomputeConfig) -> None:
-    """Makes the layers that `config` chooses recompute. Inside of FSDP, whose hooks gather a layer for both passes."""
+def apply_recompute(model: Decoder, config: RecomputeConfig, passes_held: Callable[[], int] = lambda: 1) -> None:
+    """Makes the layers that `config` chooses recompute. Inside of FSDP, whose hooks gather a layer for both passes.
+
+    passes_held: through how many of its stages' forwards this rank has sent micro-batches, at most, before the backward
+    of the first; the budget is for all of them together.
+    """
     layers = list(model.layers.named_children())
-    budget = Budget(int(config.budget_gib * 2**30), len(layers))
+    budget = Budget(int(config.budget_gib * 2**30), len(layers), passes_held)
     for place, (index, block) in enumerate(layers):
         forward: Forward = block.forward
         if config.mode == "full" or (config.mode == "every" and int(index) % config.every == 0):
@@ -55,14 +59,15 @@ def _within_budget(forward: Forward, budget: Budget, place: int, block: nn.Modul
 
 
 class Budget:
-    """How many layers must recompute so that what all keep stays within a number of bytes.
+    """How many layers must recompute so that what all keep stays within a rank's number of bytes.
 
     The first layers do: when backward reaches them, the others have let go of what they kept.
     """
 
-    def __init__(self, nbytes: int, num_layers: int):
+    def __init__(self, nbytes: int, num_layers: int, passes_held: Callable[[], int] = lambda: 1):
         self.nbytes = nbytes
         self.num_layers = num_layers
+        self.passes_held = passes_held
         self.layer_bytes_per_row = 0.0
         """Of what one layer keeps beside its input; measured once, on the first forward with a gradient."""
 
@@ -72,11 +77,14 @@ class Budget:
         rows = hidden.shape[0]
         if not self.layer_bytes_per_row:
             self.layer_bytes_per_row = saved_bytes(forward, block, arguments) / rows
-        free = self.nbytes - self.num_layers * hidden.nbytes
+        passes = self.passes_held()
+        inputs = self.num_layers * hidden.nbytes
+        free = self.nbytes // passes - inputs
         if free < 0:
+            of_all = f", for {passes} micro-batches at once" if passes > 1 else ""
             raise UserError(
-                f"recompute.budget_gib {self.nbytes / 2**30:.3g} does not hold the inputs of {self.num_layers} layers, "
-                f"which are kept in any case: give at least {self.num_layers * hidden.nbytes / 2**30:.3g}, or lower "
+                f"recompute.budget_gib {self.nbytes / 2**30:.3g} does not hold the inputs of {self.num_layers} layers"
+                f"{of_all}, which are kept in any case: give at least {passes * inputs / 2**30:.3g}, or lower "
                 "train.tokens_per_microbatch"
             )
         return self.num_layers - min(self.num_layers, int(free / (rows * self.layer_bytes_per_row)))

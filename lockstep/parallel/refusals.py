@@ -21,6 +21,11 @@ def refuse_impossible(
         )
     if parallel.full_dtensor and parallel.cpu_offload:
         problems.append("parallel.cpu_offload is FSDP's, which parallel.full_dtensor does without; drop one of them")
+    if parallel.reduce_gradients == "microbatch" and degrees["pipeline"] > 1:
+        problems.append(
+            'parallel.reduce_gradients "microbatch" does not go with parallel.pipeline, whose schedules sum gradients '
+            'once a step; leave it at "auto"'
+        )
     if compiled.backend != "none" and (degrees["tensor"] > 1 or parallel.full_dtensor):
         problems.append(
             f'compile.backend = "{compiled.backend}" does not go with tensor parallelism or full_dtensor, whose '

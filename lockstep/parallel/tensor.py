@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from lockstep.model import Decoder
 from lockstep.ops import FORMS
 from lockstep.parallel import operators, overlap
-from lockstep.parallel.placements import GIVEN, parameter_placement
+from lockstep.parallel.placements import PLAIN_TENSORS, parameter_placement
 from lockstep.parallel.world import World
 
 FORMS[DTensor] = operators
@@ -44,7 +44,7 @@ def distribute_parameters(
         part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
         model.get_submodule(name.rpartition(".")[0]).register_parameter("weight", nn.Parameter(part))
     axes = operators.axes_of(mesh)
-    outside = [GIVEN[axis] for axis in axes]
+    outside = [PLAIN_TENSORS[axis] for axis in axes]
     inside = operators.placements("embedding", axes).result
 
     def enter(model: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

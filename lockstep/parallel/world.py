@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.model.device import open_device
+from lockstep.observe.machine import memory_bytes
 from lockstep.parallel.messages import from_all, from_rank_0
 from lockstep.parallel.orphans import end_with_torchrun
 
@@ -27,6 +28,9 @@ AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 PATIENCE = timedelta(minutes=10)
 """A message that takes longer is taken for lost."""
 
+IMAGINED_MEMORY = 80 * 2**30
+"""Bytes of each rank that a dry run imagines."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -35,6 +39,10 @@ class World:
     device: torch.device
     degrees: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     mesh: DeviceMesh | None = None
+    reduce_gradients: str = "auto"
+    """As `ParallelConfig.reduce_gradients`."""
+    memory: int = 0
+    """Bytes of rank 0's device, or its share of the host's memory; the same number on every rank."""
 
     @property
     def rank(self) -> int:
@@ -155,7 +163,14 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
         dist.init_process_group(
             backend, store=_store(), rank=int(os.environ["RANK"]), world_size=size, timeout=PATIENCE
         )
-    return World(chosen, degrees, _mesh(chosen, degrees))
+    world = World(chosen, degrees, _mesh(chosen, degrees), config.reduce_gradients)
+    return replace(world, memory=int(world.from_main(lambda: str(_memory(chosen)))))
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return memory_bytes()[0] // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def refuse_ranks(command: str) -> None:
@@ -188,7 +203,7 @@ def imagined_world(config: ParallelConfig, size: int) -> World:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    return World(device, degrees, _mesh(device, degrees))
+    return World(device, degrees, _mesh(device, degrees), config.reduce_gradients, IMAGINED_MEMORY)
 
 
 def close_world(world: World) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import RLConfig
-from lockstep.model import Decoder
+from lockstep.model import Decoder, ScoringModel
 from lockstep.rl.losses import PolicyLossInputs, policy_loss, token_weights
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout
@@ -70,7 +70,7 @@ class PolicyLoss:
         self.sums: dict[str, float] = {}
         self.ratio_max = 0.0
 
-    def __call__(self, model: Decoder, batch: PolicyBatch) -> Tensor:
+    def __call__(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
         log_probs, entropy = target_log_probs(model, batch.row, self.config.temperature)
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts)

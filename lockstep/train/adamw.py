@@ -34,16 +34,14 @@ def adamw_update(
     learning_rate: float,
     weight_decay: float,
     config: TrainConfig,
-    skip: Tensor | None = None,
 ) -> None:
     """One step of every master, in place; of a sharded one this rank's shard, for AdamW mixes no elements.
 
-    Where `skip` holds true nothing changes: known on the device alone, it costs no wait. On a CPU every
-    operation is rounded by itself, so the bits are those of every other CPU.
+    On a CPU every operation is rounded by itself, so the bits are those of every other CPU.
     """
     if masters[0].device.type != "cpu":
-        return _fused_update(masters, grads, states, learning_rate, weight_decay, config, skip)
-    if native.is_pretending() or (skip is not None and bool(skip)):
+        return _fused_update(masters, grads, states, learning_rate, weight_decay, config)
+    if native.is_pretending():
         return
     for master, grad, state in zip(masters, grads, states):
         state["step"] += 1
@@ -66,7 +64,6 @@ def _fused_update(
     learning_rate: float,
     weight_decay: float,
     config: TrainConfig,
-    skip: Tensor | None,
 ) -> None:
     # Moments in bfloat16 one parameter at a time, so that only one's exist in float32.
     size = len(masters) if states[0]["exp_avg"].dtype == torch.float32 else 1
@@ -82,7 +79,6 @@ def _fused_update(
             [],
             [state["step"] for state in states[part]],
             fused=True,
-            found_inf=None if skip is None else skip.float(),
             amsgrad=False,
             beta1=config.beta1,
             beta2=config.beta2,

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lockstep import ops
 from lockstep.config import CompileConfig, PretrainConfig
 from lockstep.data import Row, divide_step
-from lockstep.model import Decoder, ModelConfig, resolve_dtype
+from lockstep.model import ModelConfig, ScoringModel, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
+from lockstep.parallel.data import set_gradient_sums
 from lockstep.parallel.pipeline_stage import Computed
 from lockstep.parallel.world import imagined_world
 from lockstep.train.context import shard_row
@@ -36,11 +38,11 @@ class DryRun:
     parameters: int
     """Of the whole model."""
     memory: dict[str, int]
-    """By what it is for; all of it is needed at once, at a micro-batch's peak."""
+    """By what it is for; together, the peak of a step."""
     traffic: dict[tuple[str, str], Traffic]
     """Messages of some micro-batches and the update, by (axis, kind)."""
     passed: int
-    """So many micro-batches: one, or as many as are under way in a pipeline."""
+    """So many micro-batches: two, or the only one of a step, or as many as are under way in a pipeline."""
     microbatches: int
     """Of a step, on each rank."""
     dtype: str
@@ -66,7 +68,7 @@ class DryRun:
 
 
 def dry_run(
-    config: PretrainConfig, shape: ModelConfig, ranks: int, loss: Callable[[Decoder, PackedRow], Tensor]
+    config: PretrainConfig, shape: ModelConfig, ranks: int, loss: Callable[[ScoringModel, PackedRow], Tensor]
 ) -> DryRun:
     """Builds rank 0 of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
 
@@ -96,32 +98,46 @@ def dry_run(
             if world.mesh is not None:
                 for part in model.stages if isinstance(model, Pipeline) else (model,):
                     part.to_empty(device="cpu")
-            optimizer = Trainer(model, config.train, config.steps, world).optimizer
+            trainer = Trainer(model, config.train, config.steps, world)
             for name in ("tokens", "positions", "predictors", "targets"):
                 setattr(row, name, fake.from_tensor(getattr(row, name)))
             tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
             tracker.track_external(model)
             with CollectiveLog(world.group_names) as log:
                 with tracker:
-                    passed = _pass(model, row, loss, log, tracker)
-                optimizer.update(config.train.learning_rate, 0.0)
-            memory = _persistent(model, optimizer) | {"a micro-batch at its peak": _transient(tracker)}
+                    passed = _pass(trainer, row, loss, min(share, 2), log, tracker)
+                trainer.optimizer.update(config.train.learning_rate, 0.0)
+            memory = _memory(trainer, share, tracker)
     finally:
         close_world(world)
     return DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
 
 
-def _leave(model: Decoder) -> None:
+def _leave(model: TrainableModel) -> None:
     """Fills no weights."""
 
 
 def _pass(
-    model: Decoder, row: PackedRow, loss: Callable[[Decoder, PackedRow], Tensor], log: CollectiveLog, tracker: Any
+    trainer: Trainer,
+    row: PackedRow,
+    loss: Callable[[ScoringModel, PackedRow], Tensor],
+    count: int,
+    log: CollectiveLog,
+    tracker: Any,
 ) -> int:
-    """Forward and backward of one micro-batch, or of as many as are under way in a pipeline; returns how many."""
+    """Forward and backward of `count` micro-batches, or of as many as are under way in a pipeline; returns how many.
+
+    From the second on, gradients of those before are kept beside a micro-batch's activations.
+    """
+    model = trainer.model
     if not isinstance(model, Pipeline):
-        loss(model, row).backward()
-        return 1
+        for index in range(count):
+            if isinstance(model, FSDPModule):
+                set_gradient_sums(model, trainer.sums_every_microbatch, last=index == count - 1)
+            tracker.reset_mod_stats()
+            assert isinstance(model, ScoringModel)
+            loss(model, row).backward()
+        return count
     count = model.world.degrees["pipeline"]
     ends: list[Tensor] = []
     for _ in range(count):
@@ -129,32 +145,49 @@ def _pass(
         for stage in model.stages:
             hidden = torch.empty(len(row.tokens), model.config.dim, dtype=model.compute_dtype, requires_grad=True)
             out = stage(row.tokens if stage.is_first else hidden, row.positions, row.attention)
-            ends.append(loss(cast(Decoder, Computed(stage, out)), row) if stage.is_last else out.sum())
+            ends.append(loss(Computed(stage, out), row) if stage.is_last else out.sum())
             messages = log.traffic["pipeline", "send, receive"]
             messages.calls += 2 * (not stage.is_first) + 2 * (not stage.is_last)
             messages.bytes += hidden.nbytes * (2 * (not stage.is_first) + 2 * (not stage.is_last))
-    for end in ends:
+    for index, end in enumerate(ends):
+        for stage in model.stages:
+            if isinstance(stage, FSDPModule):
+                # As torch's schedules do: gradients are summed, and weights let go, after the last of all.
+                set_gradient_sums(stage, False, last=index == len(ends) - 1)
+                stage.set_reshard_after_backward(index == len(ends) - 1)
         end.backward()
     return count
 
 
-def _persistent(model: Decoder, optimizer: Any) -> dict[str, int]:
-    weights, masters = _bytes(model.parameters()), _bytes(optimizer.masters.values())
+def _memory(trainer: Trainer, microbatches: int, tracker: Any) -> dict[str, int]:
+    optimizer = trainer.optimizer
+    weights, masters = _bytes(trainer.model.parameters()), _bytes(optimizer.masters.values())
     state = _bytes(optimizer.state_tensors().values())
-    apart = any(m is not p for m, p in zip(optimizer.masters.values(), model.parameters()))
+    apart = any(m is not p for m, p in zip(optimizer.masters.values(), optimizer.parameters.values()))
+    gradients = 0 if trainer.config.optimizer_in_backward else masters
+    sharded = any(isinstance(module, FSDPModule) for module in trainer.model.modules())
+    if sharded and microbatches > 1 and not trainer.sums_every_microbatch:
+        # Of the sharded weights every rank holds the whole gradient until the step's last micro-batch.
+        gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    at_peak = {getattr(kind, "value", kind): size for kind, size in peak.items()}
     return {
         "weights": weights,
         **({"float32 masters": masters} if apart else {}),
-        "gradients": masters,
+        "gradients": gradients,
         "optimizer state": state - masters,
+        # Activations, gathered weights and buffers.
+        "a micro-batch at its peak": max(0, at_peak["Total"] - weights - gradients),
     }
 
 
-def _transient(tracker: Any) -> int:
-    """Activations, gathered weights and buffers."""
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    held = ("Parameter", "Sharded Param", "Gradient", "Sharded Grad", "Total")
-    return sum(size for kind, size in peak.items() if str(getattr(kind, "value", kind)) not in held)
+def _gathered(parameter: Tensor) -> int:
+    """Elements of what FSDP gathers of a parameter: all of it, or its part on the tensor axis."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    cut = [p for axis, p in zip(axes, parameter.placements) if axis == "tensor" and not p.is_replicate()]
+    return parameter.numel() // (parameter.device_mesh["tensor"].size() if cut else 1)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.errors import UserError
-from lockstep.model import Decoder, resolve_dtype
+from lockstep.errors import RunStopped, UserError
+from lockstep.model import Decoder, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.train.adamw import State, adamw_state, adamw_update
-from lockstep.train.gradient_norm import gradient_norms, local_squares, norms_of_squares
+from lockstep.train.gradients import Gradients, GradientsUsedAtOnce, OwnGradients, SummedGradients
 from lockstep.train.muon import muon_state, muon_update
 from lockstep.train.parameter_groups import Settings, settings_of
 
 
 class MasterOptimizer:
-    """Owns the float32 master weights, their gradients and what AdamW and Muon keep of each.
+    """Owns the float32 master weights, and what AdamW and Muon keep of each. float32 parameters are their own masters.
 
-    A parameter's gradient is added to its float32 sum as soon as backward has made it, so micro-batches
-    accumulate exactly and a bfloat16 gradient lives only for a moment. float32 parameters are their own masters.
-
-    With `optimizer_in_backward` the parameter is updated there and then, and nothing is left for `update`; the part of
-    a gradient that a rank holds changes nothing where it is not finite.
+    With `optimizer_in_backward` every parameter is updated within the backward, and nothing is left for `update`.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig):
+    def __init__(self, model: TrainableModel, config: TrainConfig):
         self.config = config
         whole = Decoder(model.config, torch.float32, "meta")  # a rank may hold some of the layers only
         settings = settings_of({n: p.shape for n, p in whole.named_parameters()}, config)
@@ -47,14 +42,14 @@ class MasterOptimizer:
             n: kinds[self.settings[n].optimizer](m.detach(), dtype) for n, m in self.masters.items()
         }
         self._learning_rate = 0.0
-        self._squares: dict[str, Tensor] = {}
-        self._summed: set[str] = set()
-        """Masters apart from their parameter whose gradient is of this step: the others' is an old one's memory."""
-        for name, parameter in self.parameters.items():
-            if config.optimizer_in_backward:
-                parameter.register_post_accumulate_grad_hook(partial(self._update_now, name))
-            elif self.masters[name] is not parameter:
-                parameter.register_post_accumulate_grad_hook(partial(self._accumulate, name))
+        self.gradients = self._gradients()
+
+    def _gradients(self) -> Gradients:
+        if self.config.optimizer_in_backward:
+            return GradientsUsedAtOnce(self.parameters, lambda grads: self._update(grads, self._learning_rate))
+        if all(self.masters[name] is parameter for name, parameter in self.parameters.items()):
+            return OwnGradients(self.parameters)
+        return SummedGradients(self.parameters)
 
     def begin(self, learning_rate: float, microbatches: int) -> None:
         """Before a step's first backward. Raises UserError where its settings do not go with so many micro-batches."""
@@ -70,68 +65,46 @@ class MasterOptimizer:
 
         stage_groups: process groups whose ranks hold different parameters, as the stages of a pipeline do.
         """
-        if self.config.optimizer_in_backward:
-            return norms_of_squares(self._squares, self.masters, stage_groups)
-        return gradient_norms(self._grads(), stage_groups)
+        return self.gradients.norms(stage_groups)
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""
-        grads = self._grads()
-        if 0 < self.config.max_grad_norm < grad_norm:
+        grads = self.gradients.held()
+        # A pipeline's stage may have frozen parameters only: it has nothing to clip.
+        if grads and 0 < self.config.max_grad_norm < grad_norm:
             scale = self.config.max_grad_norm / (grad_norm + 1e-6)
             torch._foreach_mul_([local_values(g) for g in grads.values()], scale)
-        together: dict[Settings, dict[str, Tensor]] = defaultdict(dict)
-        for name, grad in grads.items():
-            together[self.settings[name]][name] = grad
-        for settings, members in together.items():
-            self._update(settings, members, learning_rate)
-        self.discard()
+        self._update(grads, learning_rate)
+        self.gradients.clear()
 
-    def discard(self) -> None:
-        """Clears the gradients: alone, it skips a step, and weights and moments keep their bits."""
-        self._squares.clear()
-        # Sums of masters apart from their parameters are written over by the next step, other gradients freed.
-        self._summed.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def skip(self) -> None:
+        """Clears the gradients instead of an update: weights and moments keep their bits.
 
-    def _grads(self) -> dict[str, Tensor]:
-        return {
-            n: m.grad
-            for n, m in self.masters.items()
-            if m.grad is not None and (n in self._summed or m is self.parameters[n])
-        }
+        Raises RunStopped where updates in the backward have changed some of them.
+        """
+        if self.gradients.updated_weights:
+            raise RunStopped(
+                "a gradient is not finite, and train.optimizer_in_backward has updated weights with this step's "
+                "gradients already, so the step cannot be skipped and the run ends. --resume goes back to the newest "
+                "checkpoint; switch train.optimizer_in_backward off or lower train.learning_rate",
+                exit_code=1,
+            )
+        self.gradients.clear()
 
-    @torch.no_grad()
-    def _accumulate(self, name: str, parameter: Tensor) -> None:
-        grad, parameter.grad = parameter.grad, None
-        master = self.masters[name]
-        assert grad is not None
-        if master.grad is None:
-            master.grad = grad.float()
-        elif name in self._summed:
-            master.grad.add_(grad)
-        else:
-            master.grad.copy_(grad)
-        self._summed.add(name)
-
-    @torch.no_grad()
-    def _update_now(self, name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        grad, parameter.grad = parameter.grad.float(), None
-        self._squares |= local_squares({name: grad})
-        self._update(self.settings[name], {name: grad}, self._learning_rate, ~self._squares[name].isfinite())
-
-    def _update(
-        self, settings: Settings, grads: dict[str, Tensor], learning_rate: float, skip: Tensor | None = None
-    ) -> None:
-        masters = [self.masters[name] for name in grads]
-        states = [self.state[name] for name in grads]
-        learning_rate *= settings.learning_rate
-        if settings.optimizer == "muon":
-            muon_update(masters, list(grads.values()), states, learning_rate, settings.weight_decay, self.config)
-        else:
-            adamw_update(masters, list(grads.values()), states, learning_rate, settings.weight_decay, self.config, skip)
+    def _update(self, grads: dict[str, Tensor], learning_rate: float) -> None:
+        together: dict[Settings, list[str]] = defaultdict(list)
+        for name in grads:
+            together[self.settings[name]].append(name)
+        for settings, names in together.items():
+            update = muon_update if settings.optimizer == "muon" else adamw_update
+            update(
+                [self.masters[name] for name in names],
+                [grads[name] for name in names],
+                [self.state[name] for name in names],
+                learning_rate * settings.learning_rate,
+                settings.weight_decay,
+                self.config,
+            )
         self._write_model(grads)
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.data import Row
-from lockstep.model import Decoder
+from lockstep.model import ScoringModel
 
 
 @dataclass
@@ -69,7 +69,7 @@ def pack_rows(rows: Sequence[Row], device: str | torch.device = "cpu") -> Packed
 
 
 def target_log_probs(
-    model: Decoder, row: PackedRow, temperature: float = 1.0
+    model: ScoringModel, row: PackedRow, temperature: float = 1.0
 ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
     """Log-probability of each target, with gradient where it is switched on, and the entropy it was drawn at.
 
@@ -78,12 +78,12 @@ def target_log_probs(
     return ops.token_log_probs(_predicting(model, row), model.head_weight, row.targets, temperature)
 
 
-def target_log_prob_sum(model: Decoder, row: PackedRow, weight: float) -> Float[Tensor, ""]:
+def target_log_prob_sum(model: ScoringModel, row: PackedRow, weight: float) -> Float[Tensor, ""]:
     """`weight` times the sum of `target_log_probs`, at a lower cost: the next-token loss."""
     return ops.log_prob_sum(_predicting(model, row), model.head_weight, row.targets, weight)
 
 
-def _predicting(model: Decoder, row: PackedRow) -> Float[Tensor, "targets dim"]:
+def _predicting(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets dim"]:
     if row.lengths:
         model.reserve_positions(max(row.lengths))
     attention = row.attention or ops.PackedAttention(row.lengths, row.tokens.device)

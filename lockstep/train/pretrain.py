@@ -37,6 +37,8 @@ from lockstep.hub import is_model
 from lockstep.model import (
     Decoder,
     ModelConfig,
+    ScoringModel,
+    TrainableModel,
     choose_dtype,
     initialize,
     is_auto,
@@ -124,7 +126,7 @@ def run_training(
     config: PretrainConfig,
     world: World,
     tokenizer: Tokenizer,
-    model: Decoder,
+    model: TrainableModel,
     loader: RowLoader,
     progress: Progress | None = None,
     command: str = "pretrain",
@@ -199,7 +201,7 @@ def _train(
                     ended,
                     run.path,
                 )
-            if answers is not None and start == 0:
+            if answers is not None and isinstance(model, Decoder) and start == 0:
                 answers.write(0, model)
             if config.steps == 0:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
@@ -235,7 +237,7 @@ def _train(
                         shown["validation"] = metrics["validation/loss"]
                     bar.reach(step, "", **shown)
 
-            if answers is not None and step > start and not stopped_by:
+            if answers is not None and isinstance(model, Decoder) and step > start and not stopped_by:
                 answers.write(step, model)
         # The last checkpoint may still be on its way to the disk.
         world.barrier()
@@ -287,7 +289,7 @@ class NextTokenLoss:
     def __init__(self, targets: int):
         self.targets = max(targets, 1)
 
-    def __call__(self, model: Decoder, row: PackedRow) -> Tensor:
+    def __call__(self, model: ScoringModel, row: PackedRow) -> Tensor:
         return target_log_prob_sum(model, row, -1.0 / self.targets)
 
 
@@ -365,7 +367,7 @@ def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
         )
 
 
-def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Decoder:
+def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
     """This rank's part of a model with fresh weights, or of a folder's. Raises UserError for rows too long for it."""
     shape = model_shape(config, tokenizer)
     check_length(config, shape)

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import TrainConfig
 from lockstep.errors import UserError
-from lockstep.model import Decoder
+from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel import Pipeline, World
+from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
@@ -26,7 +27,7 @@ _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 class Trainer:
     """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone."""
 
-    def __init__(self, model: Decoder, config: TrainConfig, total_updates: int, world: World | None = None):
+    def __init__(self, model: TrainableModel, config: TrainConfig, total_updates: int, world: World | None = None):
         if isinstance(model, Pipeline) and config.optimizer_in_backward:
             raise UserError(
                 "train.optimizer_in_backward does not go with parallel.pipeline, which computes a weight's gradient in "
@@ -40,6 +41,7 @@ class Trainer:
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
         self.optimizer = MasterOptimizer(model, config)
+        self.sums_every_microbatch = sums_every_microbatch(model.config.num_parameters, self.world)
         self.updates = 0
         self.skipped_steps = 0
         """Steps whose loss or gradient was not finite, which changed nothing."""
@@ -47,14 +49,15 @@ class Trainer:
         self.timeline = Timeline()
 
     def step(
-        self, microbatches: Iterable[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]
+        self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
     ) -> dict[str, float]:
         """Accumulates the gradient of the summed losses, then updates the weights once.
 
         `loss_of` returns a micro-batch's share of the step's loss: a sum whose weights add up to 1 over the whole
         step, over all ranks, so that how it was cut into micro-batches does not matter. Every rank brings the same
         number of micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer as they are,
-        on all ranks alike, and counts as skipped.
+        on all ranks alike, and counts as skipped. Raises RunStopped where only the gradient is not finite and updates
+        in the backward have changed weights already.
         """
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
@@ -68,7 +71,7 @@ class Trainer:
                 self.updates += 1
                 self.skipped_in_a_row = 0
             else:
-                self.optimizer.discard()
+                self.optimizer.skip()
                 self.skipped_steps += 1
                 self.skipped_in_a_row += 1
         return {
@@ -79,7 +82,9 @@ class Trainer:
             **({"pipeline/bubble": self.model.bubble} if isinstance(self.model, Pipeline) else {}),
         }
 
-    def accumulate(self, microbatches: Sequence[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]) -> float:
+    def accumulate(
+        self, microbatches: Sequence[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
+    ) -> float:
         """Adds the gradients of all micro-batches; returns the sum of the losses that this rank has computed."""
         if isinstance(self.model, Pipeline):
             with self.timeline.span("forward and backward"):
@@ -87,17 +92,27 @@ class Trainer:
         loss = 0.0
         for index, microbatch in enumerate(microbatches):
             if isinstance(self.model, FSDPModule):
-                # Ranks exchange gradients once a step.
-                self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
+                set_gradient_sums(self.model, self.sums_every_microbatch, last=index == len(microbatches) - 1)
             with self.timeline.span("forward"):
-                share = loss_of(self.model, microbatch)
+                share = loss_of(self._scoring_model(), microbatch)
+            loss += share.item()
+            # Weights are changed within the backward: whether the step counts is decided before, by all ranks.
+            if self.config.optimizer_in_backward and not math.isfinite(self.world.sum([loss])[0]):
+                self._reshard()
+                return loss
             with self.timeline.span("backward"):
                 share.backward()
-            loss += share.item()
         return loss
 
+    def _scoring_model(self) -> ScoringModel:
+        """The model, which a loss calls by itself where it is whole."""
+        assert isinstance(self.model, ScoringModel)
+        return self.model
+
     @torch.no_grad()
-    def evaluate(self, microbatches: Iterable[MicroBatch], loss_of: Callable[[Decoder, MicroBatch], Tensor]) -> float:
+    def evaluate(
+        self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
+    ) -> float:
         """The summed losses without a gradient; as for `step`, over all ranks, and equally many on each."""
         loss = 0.0
         with self.timeline.span("validation"):
@@ -105,12 +120,15 @@ class Trainer:
                 return self.world.sum([self.model.evaluate(microbatches, loss_of)])[0]
             for microbatch in microbatches:
                 with self.timeline.span("forward"):
-                    loss += loss_of(self.model, microbatch).item()
+                    loss += loss_of(self._scoring_model(), microbatch).item()
+        self._reshard()
+        return self.world.sum([loss])[0]
+
+    def _reshard(self) -> None:
+        """Lets gathered weights go after a forward that no backward follows."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                # No backward follows, which would let gathered weights go.
                 module.reshard()
-        return self.world.sum([loss])[0]
 
     def counts(self) -> dict[str, int]:
         """What a checkpoint keeps beside the tensors; JSON-able."""

@@ -44,30 +44,30 @@ def whole(trainer: Trainer) -> dict[str, Tensor]:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
 
 
-def trained_and_saved(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], float]:
-    """Two steps, a checkpoint, and the loss of a third."""
+def trained_and_saved(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Two steps, a checkpoint, and the losses of two more: the second is what the first has learnt."""
     world = open_world(parallel, "cpu")
     trainer = trainer_of(world, parallel, dtype, seed=3)
     with checkpoints_of(run, trainer, dtype) as checkpoints:
         update(trainer), update(trainer)
         held = whole(trainer)
         checkpoints.save(2, {"loader": {"position": 7}})
-        loss = update(trainer)
+        losses = [update(trainer), update(trainer)]
     close_world(world)
-    return held, loss
+    return held, losses
 
 
-def resumed(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], float]:
-    """What a trainer of other weights holds after resuming, and the loss of its next step."""
+def resumed(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
+    """What a trainer of other weights holds after resuming, and the losses of its next two steps."""
     world = open_world(parallel, "cpu")
     trainer = trainer_of(world, parallel, dtype, seed=4)
     checkpoints = checkpoints_of(run, trainer, dtype)
     state = checkpoints.resume()
     assert state is not None and state["step"] == 2 and state["loader"] == {"position": 7} and trainer.updates == 2
     held = whole(trainer)
-    loss = update(trainer)
+    losses = [update(trainer), update(trainer)]
     close_world(world)
-    return held, loss
+    return held, losses
 
 
 def full_disk(run: Path) -> list[str]:

@@ -15,6 +15,7 @@ from lockstep.checkpoint.part import LoadPlanner, Part, SavePlanner
 from lockstep.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from lockstep.config import ParallelConfig
 from tests.checkpoint.runs import equal, resumed, trained_and_saved
+from tests.faults import VARIABLE
 from tests.parallel.launch import launch
 
 ALONE = (1, ParallelConfig())
@@ -51,22 +52,57 @@ FSDP_AND_TENSOR = (4, ParallelConfig(tensor=2))
     ],
 )
 def test_a_run_saved_under_one_layout_has_the_same_bits_under_another(tmp_path, saved, loaded, dtype):
-    before, loss = _together(launch(saved[0], trained_and_saved, tmp_path, saved[1], dtype))
-    after, next_loss = _together(launch(loaded[0], resumed, tmp_path, loaded[1], dtype))
+    before = launch(saved[0], trained_and_saved, tmp_path, saved[1], dtype)
+    after = launch(loaded[0], resumed, tmp_path, loaded[1], dtype)
+    assert_resumes(before, after, dtype)
+    held, _ = _together(before)
+    model = load_model(tmp_path / "checkpoints" / "step_00000002")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, held[f"master.{name}"].to(model.dtype)) and model.dtype == getattr(torch, dtype)
+
+
+def assert_resumes(saved, resumed, dtype):
+    """What all ranks held when they saved, and after resuming, bit for bit; and the losses of the next two steps."""
+    (before, losses), (after, next_losses) = _together(saved), _together(resumed)
     names = before.keys() & after.keys() - {n for n in after if n.startswith("model.")}
     assert names == {n for n in after if not n.startswith("model.")}
     assert equal({n: before[n] for n in names}, {n: after[n] for n in names})
     # Sums over the ranks' data are in another order; in bfloat16 a weight is rounded to 8 bits after it.
-    assert next_loss == pytest.approx(loss, rel=1e-5 if dtype == "float32" else 1e-3)
-    folder = tmp_path / "checkpoints" / "step_00000002"
-    model = load_model(folder)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[f"master.{name}"].to(model.dtype)) and model.dtype == getattr(torch, dtype)
+    assert next_losses == pytest.approx(losses, rel=1e-5 if dtype == "float32" else 1e-3)
+
+
+RESUMING = [
+    ("half_the_learning_rate", ALONE, "float32"),
+    ("half_the_learning_rate", FSDP, "float32"),
+    ("moments_left_behind", ALONE, "float32"),
+    ("moments_left_behind", FSDP, "float32"),
+    ("resumed_with_a_swapped_shard", ALONE, "float32"),
+    ("resumed_with_a_swapped_shard", FSDP, "float32"),
+    ("resumed_with_a_flipped_bit", ALONE, "float32"),
+    ("resumed_with_a_flipped_bit", FSDP, "float32"),
+    # Over ranks the masters are the weights.
+    ("resumed_with_stale_weights", ALONE, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    "fault, loaded, dtype",
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1][0]}", marks=() if case == RESUMING[6] else pytest.mark.slow)
+        for case in RESUMING
+    ],
+)
+def test_a_planted_fault_in_resuming_is_found(tmp_path, monkeypatch, fault, loaded, dtype):
+    before = launch(ALONE[0], trained_and_saved, tmp_path, ALONE[1], dtype)
+    monkeypatch.setenv(VARIABLE, fault)
+    after = launch(loaded[0], resumed, tmp_path, loaded[1], dtype)
+    with pytest.raises(AssertionError):
+        assert_resumes(before, after, dtype)
 
 
 def _together(of_ranks):
-    """All ranks' tensors, for the stages of a pipeline hold different ones, and the loss, which is the same on all."""
-    assert len({loss for _, loss in of_ranks}) == 1
+    """All ranks' tensors, for the stages of a pipeline hold different ones, and the losses, the same on all."""
+    assert all(losses == of_ranks[0][1] for _, losses in of_ranks)
     return {name: tensor for held, _ in of_ranks for name, tensor in held.items()}, of_ranks[0][1]
 
 

@@ -9,6 +9,7 @@ from lockstep.config import TrainConfig
 from lockstep.model import ModelConfig
 from lockstep.ops import cuda
 from lockstep.train import Trainer, pack, target_log_probs
+from lockstep.train.gradient_norm import local_squares
 from tests.ops.pieces import assert_pieces_add_up
 
 pytestmark = [
@@ -209,6 +210,14 @@ def test_training_steps_lower_the_loss_and_graphs_follow_the_weights(dtype):
         trainer_scores = score(model, [[1, 2, 3, *completion.token_ids]])[0][2:]
         assert torch.equal(torch.tensor(completion.logprobs), trainer_scores.cpu())
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_squares_of_a_large_gradient_add_up_however_it_is_cut():
+    gradient = torch.full((1 << 27,), 0.1, device="cuda")
+    for pieces in (1, 2, 5):
+        parts = {f"part {index}": part for index, part in enumerate(gradient.chunk(pieces))}
+        total = sum(float(square) for square in local_squares(parts).values())
+        assert total == pytest.approx((1 << 27) * float(torch.tensor(0.1)) ** 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from tests.faults import FAULTS, VARIABLE
+
 # Children are forked from a server that has imported the package but never computed: 0.1 s instead of 4.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["lockstep", "lockstep.train.pretrain", "torch.distributed.fsdp"])
@@ -19,15 +21,17 @@ CONTEXT.set_forkserver_preload(["lockstep", "lockstep.train.pretrain", "torch.di
 def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
     """`function(*arguments)` on each of `ranks` processes, one thread each; returns every rank's result.
 
-    Function, arguments and results are pickled. Raises AssertionError with the traceback of the first rank that failed,
+    Function, arguments and results are pickled. The fault that the environment names (`tests.faults`) is planted in all
+    of the processes. Raises AssertionError with the traceback of the first rank that failed,
     and TimeoutError after `seconds`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     results: Any = CONTEXT.Queue()
+    fault = os.environ.get(VARIABLE, "")  # not the processes' own, which is that of the server they are forked from
     processes = [
-        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, function, arguments), daemon=True)
+        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, fault, function, arguments), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
@@ -51,13 +55,21 @@ def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: f
 
 
 def _child(
-    rank: int, ranks: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    ranks: int,
+    port: int,
+    results: Any,
+    fault: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.environ |= ranks_environment(rank, ranks, port)
     try:
+        if fault:
+            FAULTS[fault]()
         value, error = function(*arguments), ""
     except BaseException:
         value, error = None, traceback.format_exc()

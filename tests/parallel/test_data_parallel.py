@@ -1,11 +1,18 @@
 """Data parallelism's own settings, and degrees that do not fit. Its training is compared in test_layouts.py."""
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from lockstep.config import ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import UserError
-from lockstep.parallel.world import open_world, resolve_degrees
+from lockstep.model import preset
+from lockstep.parallel import close_world, parallel_model
+from lockstep.parallel.data import sums_every_microbatch
+from lockstep.parallel.refusals import refuse_impossible
+from lockstep.parallel.world import AXES, World, imagined_world, open_world, resolve_degrees
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
@@ -16,6 +23,38 @@ def test_gathered_weights_that_are_kept_change_no_bit():
     )
     assert kept.losses == freed.losses and kept.norms == freed.norms
     assert all(torch.equal(kept.weights[name], weight) for name, weight in freed.weights.items())
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(data_replicate=2)], ids=["FSDP", "HSDP"])
+def test_gradients_summed_with_every_micro_batch_train_as_those_summed_once_a_step(layout):
+    ranks = 2 * layout.data_replicate
+    once, each = (
+        launch(ranks, train, replace(layout, reduce_gradients=when), "float32", 5)[0] for when in ("step", "microbatch")
+    )
+    # The same terms in another order.
+    assert each.losses == pytest.approx(once.losses, rel=1e-6) and each.norms == pytest.approx(once.norms, rel=1e-5)
+    for name, way in once.moved.items():
+        assert (each.moved[name] - way).norm() < 1e-2 * way.norm(), name
+
+
+def test_a_whole_gradient_is_kept_where_it_fits_a_quarter_of_a_ranks_memory():
+    def every(parameters, world, **degrees):
+        held = dict(zip(AXES, (1, 1, 4, 1, 1))) | degrees
+        return sums_every_microbatch(parameters, replace(world, degrees=held))
+
+    small = World(torch.device("cpu"), memory=16 * 10**9)
+    assert not every(10**9, small) and every(10**9 + 1, small)
+    assert not every(2 * 10**9, small, tensor=2)
+    assert not every(10**12, small, data_shard=1) and not every(10**12, small, pipeline=2)
+    assert every(1, replace(small, reduce_gradients="microbatch"))
+    assert not every(10**12, replace(small, reduce_gradients="step"))
+    with pytest.raises(UserError, match=r'reduce_gradients "microbatch" does not go with parallel.pipeline'):
+        refuse_impossible(
+            preset("qwen3:micro"),
+            dict.fromkeys(AXES, 1) | {"pipeline": 2},
+            ParallelConfig(pipeline=2, reduce_gradients="microbatch"),
+            CompileConfig(),
+        )
 
 
 def test_degrees_must_multiply_to_the_number_of_ranks():
@@ -29,3 +68,22 @@ def test_degrees_must_multiply_to_the_number_of_ranks():
 def test_offloading_to_the_cpu_is_refused_on_a_cpu():
     with pytest.raises(UserError, match="cpu_offload is for CUDA devices"):
         open_world(ParallelConfig(cpu_offload=True), "cpu")
+
+
+def _devices_when_offloaded(pipeline):
+    """Where this rank's stages say that they run, and where their weights lie: "meta" stands for a GPU."""
+    parallel = ParallelConfig(pipeline=pipeline, cpu_offload=True)
+    world = replace(imagined_world(parallel, 4), device=torch.device("meta"))
+    shape = preset("qwen3:micro", 258)
+    # Memory is pinned for a real GPU only.
+    with patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
+        model = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), lambda model: None)
+    parts = model.stages if pipeline > 1 else (model,)
+    devices = [(part.device.type, next(part.parameters()).device.type) for part in parts]
+    close_world(world)
+    return devices
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_offloaded_weights_lie_in_the_cpus_memory_but_run_on_the_device(pipeline):
+    assert launch(1, _devices_when_offloaded, pipeline) == [[("meta", "cpu")]]

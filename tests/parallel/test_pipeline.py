@@ -7,8 +7,11 @@ import torch
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
 from lockstep.errors import UserError
+from lockstep.model import Decoder, ScoringModel, preset
+from lockstep.parallel import Pipeline
 from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, read_table
 from lockstep.parallel.pipeline_split import split_layers
+from lockstep.parallel.pipeline_stage import Computed, Stage
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
@@ -38,17 +41,41 @@ def test_a_schedule_from_csv_trains_as_one_process_does(alone, tmp_path):
     _compare(launch(2, train, layout, "float32", STEPS, "qwen3:micro", 258, True), alone(True))
 
 
-def test_a_split_backward_recomputes_activations(alone):
-    layout = ParallelConfig(pipeline=2, pipeline_schedule="zbv")
-    recompute = RecomputeConfig(mode="full")
+@pytest.mark.parametrize("schedule, mode", [("zbv", "full"), ("zbv", "selective"), ("dualpipev", "selective")])
+def test_a_split_backward_recomputes_activations(alone, schedule, mode):
+    layout = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
+    recompute = RecomputeConfig(mode=mode)
     traces = launch(2, train, layout, "float32", 5, "qwen3:micro", 258, True, None, recompute)
     _compare(traces, alone(True, steps=5))
+
+
+@pytest.mark.parametrize("ranks, schedule", [(2, "1f1b"), (4, "1f1b"), (2, "zbv")])
+def test_a_stage_whose_parameters_are_all_frozen_passes_gradients_on(alone, ranks, schedule):
+    rules = {"rules": ("embed_tokens.* frozen=true", "layers.0.* frozen=true", "layers.1.* frozen=true")}
+    layout = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
+    # Clipping, on the ranks that have gradients and on those that have none, is part of it.
+    (expected,) = launch(1, train, ParallelConfig(), "float32", 3, "qwen3:micro", 258, True, rules)
+    assert expected.norms[0] > 1.0
+    for trace in launch(ranks, train, layout, "float32", 3, "qwen3:micro", 258, True, rules):
+        assert trace.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert trace.norms == pytest.approx(expected.norms, rel=1e-4)
+        for name, weight in trace.weights.items():
+            assert (weight - expected.weights[name]).norm() <= 1e-4 * expected.weights[name].norm(), name
 
 
 def test_compiled_stages_train_as_one_compiled_process_does():
     own = ("float32", 3, "llama3:micro", 258, False, None, None, True)
     (expected,) = launch(1, train, ParallelConfig(), *own, seconds=300)
     _compare(launch(2, train, ParallelConfig(pipeline=2), *own, seconds=300), expected)
+
+
+def test_a_loss_sees_no_more_of_a_pipelines_last_stage_than_of_any_model():
+    shape = preset("qwen3:micro", 258)
+    assert isinstance(Decoder(shape, torch.float32, "meta"), ScoringModel)
+    last = Stage(shape, torch.float32, 1, [range(2), range(2, 4)])
+    computed = Computed(last, torch.empty(3, shape.dim))
+    assert isinstance(computed, ScoringModel) and computed.head_weight is last.embed_tokens.weight
+    assert not hasattr(computed, "layers") and not issubclass(Pipeline, Decoder)
 
 
 def _compare(traces, expected, tolerance=1e-5, bits=True):

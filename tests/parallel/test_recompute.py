@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.model import initialize, preset
 from lockstep.ops import native
 from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.parallel.recompute import saved_bytes
+from lockstep.parallel.recompute import Budget, saved_bytes
 from lockstep.train import Trainer, pack
 from lockstep.train.pretrain import NextTokenLoss
 from tests.parallel.launch import launch
@@ -117,6 +117,46 @@ def test_a_budget_recomputes_as_many_layers_as_it_must():
         assert _counts(RecomputeConfig("budget", budget_gib=budget / 2**30))[0] == 8 - kept + 1  # once to measure
     with pytest.raises(UserError, match="does not hold the inputs of 4 layers.* give at least"):
         _counts(RecomputeConfig("budget", budget_gib=3 * hidden.nbytes / 2**30))
+
+
+def test_a_budget_is_for_all_micro_batches_that_a_rank_of_a_pipeline_keeps():
+    hidden, block = torch.zeros(8, 16), torch.nn.Identity()
+    held = [1]
+    budget = Budget(4 * hidden.nbytes + 12_000, 4, lambda: held[0])
+    budget.layer_bytes_per_row = 3000 / 8
+    assert budget.recomputed_layers(block.forward, block, (hidden,)) == 0
+    held[0] = 2
+    # Half of it for each: the inputs of all layers, and less than two layers more.
+    assert budget.recomputed_layers(block.forward, block, (hidden,)) == 3
+    held[0] = 9
+    with pytest.raises(UserError, match="inputs of 4 layers, for 9 micro-batches at once.* give at least 1.72e-05"):
+        budget.recomputed_layers(block.forward, block, (hidden,))
+
+
+def _passes_held(schedule):
+    """Of a step of four micro-batches, as this rank's budget learns it."""
+    parallel = ParallelConfig(pipeline=2, pipeline_schedule=schedule)
+    world = open_world(parallel, "cpu")
+    recompute = RecomputeConfig("budget", budget_gib=1.0)
+    fill = partial(initialize, seed=1)
+    shape = preset("qwen3:micro", 258)
+    model = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), fill, recompute)
+    seen = set()
+    exact = Budget.recomputed_layers
+
+    def recomputed_layers(budget, *arguments):
+        seen.add(budget.passes_held())
+        return exact(budget, *arguments)
+
+    with patch.object(Budget, "recomputed_layers", recomputed_layers):
+        model.accumulate([ROW] * 4, NextTokenLoss(4 * 69))
+    close_world(world)
+    return seen
+
+
+def test_a_pipelines_schedule_says_how_many_micro_batches_are_kept():
+    assert launch(2, _passes_held, "1f1b") == [{2}, {1}]
+    assert launch(2, _passes_held, "gpipe") == [{4}, {4}]
 
 
 def test_modes_that_cannot_be_followed_are_refused():

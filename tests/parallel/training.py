@@ -34,6 +34,8 @@ class Trace:
     """Of this rank's share of the first step's tokens, before any update."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """At the end, whole."""
+    moved: dict[str, Tensor] = field(default_factory=dict)
+    """How far training has moved each float32 master, whole."""
 
 
 def train(
@@ -47,7 +49,7 @@ def train(
     recompute: RecomputeConfig | None = None,
     compiled: bool = False,
 ) -> Trace:
-    """Trains a fresh model on random sequences; the same ones in every layout. `settings` go to TrainConfig."""
+    """Trains a fresh model on one batch, again and again; the same in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
     shape = dataclasses.replace(preset(model, vocab), tie_embeddings=tied)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
@@ -60,8 +62,10 @@ def train(
     tokens = 1024 if trainer.config.optimizer_in_backward else 64
     draw = torch.Generator().manual_seed(0)
     trace = Trace()
+    began = {name: whole(master.detach()) for name, master in trainer.optimizer.masters.items()}
+    # What is repeated is learnt: each step's loss depends on all the updates before it.
+    sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
     for step in range(steps):
-        sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
         parts = _parts(world.data_size, tokens)[world.data_rank]
         rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
@@ -70,6 +74,7 @@ def train(
         trace.losses.append(metrics["loss"])
         trace.norms.append(metrics["grad_norm"])
     trace.weights = {name: whole(p.detach()) for name, p in decoder.named_parameters()}
+    trace.moved = {n: whole(m.detach()) - began[n] for n, m in trainer.optimizer.masters.items()}
     close_world(world)
     return trace
 

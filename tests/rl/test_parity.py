@@ -1,13 +1,17 @@
 """What counts as different between generator and trainer."""
 
+import copy
 import math
 
+import pytest
 import torch
 
 from lockstep import build_model
 from lockstep.model import preset
+from lockstep.rl import parity_check
 from lockstep.rl.parity import Parity
 from lockstep.rl.parity_check import check_parity
+from lockstep.train import score
 
 
 def _compared(generator, trainer):
@@ -38,3 +42,49 @@ def test_a_model_of_nan_does_not_pass():
     parity, _ = check_parity(model, tokens=64)
     assert parity.tokens_different == parity.tokens_checked >= 64
     assert parity.max_delta == math.inf
+
+
+def _flipped_bit(model, sequences, temperature):
+    """The lowest bit of one log-probability of the last sequence's last token."""
+    scores = score(model, sequences, temperature)
+    scores[-1][-1:].view(torch.int32).bitwise_xor_(1)
+    return scores
+
+
+def _stale_weights(model, sequences, temperature):
+    """The trainer's weights are ahead of the generator's in the last bit of one element."""
+    ahead = copy.deepcopy(model)
+    with torch.no_grad():
+        ahead.norm.weight[:1].view(torch.int16 if model.dtype == torch.bfloat16 else torch.int32).bitwise_xor_(1)
+    return score(ahead, sequences, temperature)
+
+
+def _half_the_temperature(model, sequences, temperature):
+    return score(model, sequences, temperature / 2)
+
+
+def _repeated_sequence(model, sequences, temperature):
+    """The first sample of a prompt in place of its other samples, where they are of one length."""
+    same = [sequences[0] if len(sequences[0]) == len(other) else other for other in sequences]
+    return score(model, same, temperature)
+
+
+def _swapped_shard(model, sequences, temperature):
+    """Two halves of one weight's rows have changed places."""
+    swapped = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = swapped.layers[0].mlp.up_proj.weight
+        weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+    return score(swapped, sequences, temperature)
+
+
+SLOW = [_stale_weights, _half_the_temperature, _repeated_sequence, _swapped_shard]
+
+
+@pytest.mark.parametrize("fault", [_flipped_bit, *(pytest.param(fault, marks=pytest.mark.slow) for fault in SLOW)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_planted_fault_is_found(monkeypatch, dtype, fault):
+    model = build_model(preset("qwen3:micro"), dtype=dtype)
+    monkeypatch.setattr(parity_check, "score", fault)
+    parity, _ = check_parity(model, tokens=64)
+    assert parity.tokens_different > 0 and parity.max_delta > 0

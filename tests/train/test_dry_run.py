@@ -17,52 +17,54 @@ from tests.parallel.launch import launch
 SHAPE = preset("llama3:tiny", 512)
 
 
-def _config(parallel: ParallelConfig) -> PretrainConfig:
+def _config(parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512) -> PretrainConfig:
     return PretrainConfig(
-        dtype="bfloat16",
+        dtype=dtype,
         sequence_length=64,
-        tokens_per_step=512,
+        tokens_per_step=tokens,
         parallel=parallel,
         train=TrainConfig(tokens_per_microbatch=128),
     )
 
 
-def _imagined(ranks: int, parallel: ParallelConfig):
-    found = dry_run(_config(parallel), SHAPE, ranks, NextTokenLoss(126))
+def _imagined(ranks: int, parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512):
+    found = dry_run(_config(parallel, dtype, tokens), SHAPE, ranks, NextTokenLoss(126))
     return {key: (t.calls, t.bytes) for key, t in found.traffic.items()}, found.memory, found.microbatches
 
 
-def _real_traffic(parallel: ParallelConfig):
-    """The collectives of one real micro-batch and update, and the bytes of this rank's weights and optimizer."""
+def _real(parallel: ParallelConfig, dtype: str = "bfloat16"):
+    """The collectives of two real micro-batches and the update, the bytes of this rank's weights and of its optimizer,
+    and the peak of all tensors."""
     from functools import partial
 
     import numpy as np
-    import torch
 
     from lockstep.config import CompileConfig
     from lockstep.data import Row
-    from lockstep.model import initialize
+    from lockstep.model import initialize, resolve_dtype
     from lockstep.model.shard import local_values
     from lockstep.observe.collectives import CollectiveLog
     from lockstep.parallel import parallel_model
     from lockstep.train import Trainer
     from lockstep.train.context import shard_row
     from lockstep.train.packing import pack_rows
+    from tests.parallel.memory import PeakMemory
 
-    config = _config(parallel)
+    config = _config(parallel, dtype)
     world = open_world(parallel, "cpu")
     fill = partial(initialize, seed=0)
-    model = parallel_model(SHAPE, torch.bfloat16, world, parallel, CompileConfig(), fill)
-    optimizer = Trainer(model, config.train, 1, world).optimizer
-    row = Row(np.arange(64), [64], np.arange(64) > 0)
-    packed = shard_row(pack_rows([row, row]), world)
-    with CollectiveLog(world.group_names) as log:
-        NextTokenLoss(126)(model, packed).backward()
-        optimizer.update(1e-3, 0.0)
-    state = sum(local_values(t).nbytes for t in optimizer.state_tensors().values())
+    with PeakMemory() as peak:
+        model = parallel_model(SHAPE, resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
+        trainer = Trainer(model, config.train, 1, world)
+        row = Row(np.arange(64), [64], np.arange(64) > 0)
+        with CollectiveLog(world.group_names) as log:
+            held = [shard_row(pack_rows([row, row]), world) for _ in range(2)]
+            trainer.accumulate(held, NextTokenLoss(126))
+            trainer.optimizer.update(1e-3, 0.0)
+    state = sum(local_values(t).nbytes for t in trainer.optimizer.state_tensors().values())
     weights = sum(local_values(p).nbytes for p in model.parameters())
     close_world(world)
-    return {key: (t.calls, t.bytes) for key, t in log.traffic.items()}, weights, state
+    return {key: (t.calls, t.bytes) for key, t in log.traffic.items()}, weights, state, peak.nbytes
 
 
 def _as_on_devices(traffic):
@@ -75,15 +77,40 @@ def _as_on_devices(traffic):
     return {key: (calls[key], sizes[key]) for key in calls}
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(context=2)])
+EACH = ParallelConfig(reduce_gradients="microbatch")
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), EACH, ParallelConfig(tensor=2), ParallelConfig(context=2)])
 def test_it_foresees_a_real_step(parallel):
-    (expected, weights, state), _ = launch(2, _real_traffic, parallel)
+    (expected, weights, state, _), _ = launch(2, _real, parallel)
     ((traffic, memory, microbatches),) = launch(1, _imagined, 2, parallel)
     assert traffic == _as_on_devices(expected)
-    assert memory["weights"] == memory["gradients"] == weights
+    assert memory["weights"] == weights
+    # Of two shards a rank holds the gradients whole until the last micro-batch, unless they are summed with each.
+    assert memory["gradients"] == weights * (2 if parallel in (ParallelConfig(), ParallelConfig(context=2)) else 1)
     assert memory["weights"] + memory["optimizer state"] == state
     assert memory["a micro-batch at its peak"] > 0
     assert microbatches == (4 if parallel.tensor * parallel.context > 1 else 2)
+
+
+@pytest.mark.parametrize(
+    "ranks, parallel, dtype",
+    [
+        (1, ParallelConfig(), "float32"),
+        (1, ParallelConfig(), "bfloat16"),
+        (2, ParallelConfig(), "float32"),
+        (2, EACH, "float32"),
+        (2, ParallelConfig(), "bfloat16"),
+        (4, ParallelConfig(tensor=2), "float32"),
+        (4, ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), "float32"),
+        (2, ParallelConfig(pipeline=2), "float32"),
+    ],
+)
+def test_its_memory_is_the_peak_of_a_real_run(ranks, parallel, dtype):
+    measured = [peak for *_, peak in launch(ranks, _real, parallel, dtype)]
+    # Two micro-batches or more on every rank, as the real run has them.
+    ((_, memory, _),) = launch(1, _imagined, ranks, parallel, dtype, 1024)
+    assert sum(memory.values()) == pytest.approx(measured[0], rel=0.05), (memory, measured)
 
 
 def test_a_micro_batch_is_no_more_than_a_rank_has_rows():

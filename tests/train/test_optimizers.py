@@ -1,20 +1,22 @@
 """Schedules, rules and optimizers against their definitions, and over ranks against one process."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from lockstep import build_model
-from lockstep.config import ParallelConfig, PretrainConfig, TrainConfig, from_toml, to_toml, validate
-from lockstep.errors import UserError
-from lockstep.model import preset
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig, from_toml, to_toml, validate
+from lockstep.errors import RunStopped, UserError
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import MasterOptimizer, Trainer, make_schedule, pack
-from lockstep.train.gradient_norm import gradient_norms
+from lockstep.train.gradient_norm import gradient_norms, local_squares, squares_by_device
 from lockstep.train.muon import orthogonalize
 from lockstep.train.pretrain import NextTokenLoss
 from tests.parallel.launch import launch
-from tests.parallel.training import train
+from tests.parallel.training import train, whole
 
 SEQUENCES = [list(range(1, 33)), list(range(60, 90)), [7, 7, 7, 9]]
 TARGETS = sum(len(s) - 1 for s in SEQUENCES)
@@ -174,13 +176,50 @@ def test_an_update_in_backward_is_the_very_update_and_keeps_no_gradient(dtype):
     assert [m["grad_norm"] for m in metrics] == [m["grad_norm"] for m in expected]
 
 
-def test_an_update_in_backward_skips_a_gradient_that_is_not_finite():
-    trainer, _ = _trained(1, "bfloat16", optimizer_in_backward=True, max_grad_norm=0.0)
-    before = {n: t.clone() for n, t in trainer.optimizer.state_tensors().items()}
-    metrics = trainer.step([pack(SEQUENCES)], lambda m, row: NextTokenLoss(TARGETS)(m, row) * float("nan"))
-    assert metrics["skipped_steps"] == 1.0
-    for name, tensor in trainer.optimizer.state_tensors().items():
-        assert torch.equal(tensor, before[name]), name
+def _in_backward(poison):
+    """A good step and a bad one with updates in the backward: the bad one's metrics, what it changed and its error."""
+    parallel = ParallelConfig()
+    world = open_world(parallel, "cpu")
+    fill = partial(initialize, seed=0)
+    model = parallel_model(preset("qwen3:micro"), torch.float32, world, parallel, CompileConfig(), fill)
+    config = TrainConfig(warmup_steps=0, optimizer_in_backward=True, max_grad_norm=0.0)
+    trainer = Trainer(model, config, 3, world)
+    good = NextTokenLoss(TARGETS * world.size)
+
+    def bad(model, row):
+        loss = good(model, row)
+        if poison == "loss":
+            return loss * float("nan") if world.rank == world.size - 1 else loss
+        # Under a finite loss the gradient of one element, which is in the first rank's shard: of a square root at 0.
+        return loss + (model.norm.weight[0] * 0).sqrt()
+
+    trainer.step([pack(SEQUENCES)], good)
+    before = {name: whole(tensor) for name, tensor in trainer.optimizer.state_tensors().items()}
+    metrics, error = {}, ""
+    try:
+        metrics = trainer.step([pack(SEQUENCES)], bad)
+    except RunStopped as stopped:
+        error = str(stopped)
+    changed = [
+        n for n, tensor in trainer.optimizer.state_tensors().items() if not torch.equal(whole(tensor), before[n])
+    ]
+    if not error:
+        metrics |= {"next": trainer.step([pack(SEQUENCES)], good)["loss"]}
+    close_world(world)
+    return metrics, changed, error
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_updates_in_the_backward_a_step_whose_loss_is_not_finite_changes_no_bit_on_any_rank(ranks):
+    for metrics, changed, error in launch(ranks, _in_backward, "loss"):
+        assert metrics["skipped_steps"] == 1 and not changed and not error
+        assert math.isfinite(metrics["next"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_updates_in_the_backward_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(ranks):
+    for metrics, changed, error in launch(ranks, _in_backward, "gradient"):
+        assert not metrics and changed and "the step cannot be skipped and the run ends. --resume goes back" in error
 
 
 def test_the_state_of_every_optimizer_is_put_back_to_the_bit():
@@ -202,6 +241,17 @@ def test_the_norm_of_the_whole_is_that_of_its_parts():
     parts = {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
     assert parts.keys() == {f"grad_norm/{p}" for p in ("embedding", "attention", "feed-forward", "norms")}
     assert metrics["grad_norm"] == pytest.approx(math.hypot(*parts.values()), rel=1e-6)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_squares_add_up_to_the_same_sum_however_a_gradient_is_cut_on_a_gpu_too(pieces):
+    gradient = torch.full((1 << 24,), 0.1)
+    expected = (1 << 24) * float(torch.tensor(0.1)) ** 2
+    parts = gradient.chunk(pieces)
+    on_cpu = local_squares({f"part {index}": part for index, part in enumerate(parts)}).values()
+    assert sum(float(square) for square in on_cpu) == pytest.approx(expected, rel=1e-14)
+    # What other devices run. A GPU adds up in a tree; this one lane after lane, in float32 by two percent too little.
+    assert sum(float(square) for square in squares_by_device(parts)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_norm_of_a_large_gradient_is_right():

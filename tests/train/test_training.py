@@ -60,7 +60,7 @@ def test_bfloat16_trains_float32_masters_by_adamw():
     for _ in range(3):
         NextTokenLoss(TARGETS)(model, pack(SEQUENCES)).backward()
         for name, master in masters.items():
-            master.grad = trainer.optimizer.masters[name].grad.clone()
+            master.grad = trainer.optimizer.gradients.held()[name].clone()
         torch.nn.utils.clip_grad_norm_(list(masters.values()), 0.5)
         expected.step()
         trainer.optimizer.update(1e-4, trainer.optimizer.gradient_norms()["grad_norm"])

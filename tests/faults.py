@@ -1,0 +1,183 @@
+"""Faults that a test plants in the processes of its harness, to see that what compares their results finds them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VARIABLE = "LOCKSTEP_TEST_FAULT"
+"""Names the fault that `tests.parallel.launch` plants in every process that it starts."""
+DAMAGED = "layers.1.mlp.up_proj.weight"
+"""The parameter that is damaged where a fault damages one."""
+
+
+def half_the_learning_rate() -> None:
+    from lockstep.train import trainer
+
+    exact = trainer.make_schedule
+
+    def make(*arguments: Any) -> Callable[[int], float]:
+        schedule = exact(*arguments)
+        return lambda step: schedule(step) / 2
+
+    trainer.make_schedule = make
+
+
+def no_sum_over_data_ranks() -> None:
+    """Each rank keeps its own gradients instead of their sum."""
+    from lockstep.parallel.exchange import ExchangedSum
+
+    def own(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, *rest: Any, **named: Any) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+    ExchangedSum.__call__ = own  # type: ignore[method-assign]
+
+
+def no_sum_over_the_vocabulary() -> None:
+    """Each rank of a tensor group keeps its own part of the gradient that the head gives back."""
+    from lockstep.parallel import vocabulary
+
+    without = types.SimpleNamespace(**vars(vocabulary.dist))
+    without.all_reduce = lambda *arguments, **named: None
+    vocabulary.dist = without  # type: ignore[assignment]
+
+
+def swapped_shard() -> None:
+    """A rank's rows of one weight are those of another place."""
+    _damage_fresh_weights(lambda own: own.copy_(torch.cat(own.chunk(2)[::-1])))
+
+
+def flipped_bit() -> None:
+    """The lowest bit of one element that bfloat16 keeps."""
+    _damage_fresh_weights(lambda own: _flip(own, 1 << 16))
+
+
+def flipped_exponent() -> None:
+    """The highest bit of one element's exponent, for layouts whose sums are compared within a tolerance."""
+    _damage_fresh_weights(lambda own: _flip(own, 1 << 30))
+
+
+def stale_weight() -> None:
+    """One parameter is never updated."""
+    from lockstep.train import optimizer
+
+    exact = optimizer.adamw_update
+
+    def update(masters: list[Tensor], *rest: Any) -> None:
+        exact([masters[0].detach().clone(), *masters[1:]], *rest)
+
+    optimizer.adamw_update = update
+
+
+def repeated_batch() -> None:
+    """A rank takes its first micro-batch in place of every other."""
+    from lockstep.train import Trainer
+
+    exact = Trainer.step
+
+    def step(self: Any, microbatches: Any, loss_of: Any) -> dict[str, float]:
+        held = list(microbatches)
+        return exact(self, [held[0]] * len(held), loss_of)
+
+    Trainer.step = step  # type: ignore[method-assign]
+
+
+def moments_left_behind() -> None:
+    """A resumed optimizer begins with fresh moments."""
+    _after_resuming(lambda optimizer: [_zero(t) for n, t in optimizer.state_tensors().items() if n.startswith("exp")])
+
+
+def resumed_with_a_swapped_shard() -> None:
+    _after_resuming(lambda optimizer: _swap(optimizer.masters[DAMAGED]))
+
+
+def resumed_with_a_flipped_bit() -> None:
+    """The lowest bit of one element of a moment."""
+    _after_resuming(lambda optimizer: _flip(_own(optimizer.state[DAMAGED]["exp_avg_sq"]), 1))
+
+
+def resumed_with_stale_weights() -> None:
+    """The masters are the checkpoint's, but the weights of the forward pass are not."""
+    from lockstep.train import MasterOptimizer
+
+    exact = MasterOptimizer.load_state_tensors
+
+    def load(self: Any, tensors: dict[str, Tensor]) -> None:
+        before = {name: _own(p).detach().clone() for name, p in self.parameters.items()}
+        exact(self, tensors)
+        for name, parameter in self.parameters.items():
+            _own(parameter.data).copy_(before[name])
+
+    MasterOptimizer.load_state_tensors = load  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        half_the_learning_rate,
+        no_sum_over_data_ranks,
+        no_sum_over_the_vocabulary,
+        swapped_shard,
+        flipped_bit,
+        flipped_exponent,
+        stale_weight,
+        repeated_batch,
+        moments_left_behind,
+        resumed_with_a_swapped_shard,
+        resumed_with_a_flipped_bit,
+        resumed_with_stale_weights,
+    )
+}
+
+
+def _damage_fresh_weights(damage: Callable[[Tensor], Any]) -> None:
+    from tests.parallel import training
+
+    exact = training.initialize
+
+    def initialize(model: Any, seed: int) -> None:
+        exact(model, seed)
+        for name, parameter in model.named_parameters():
+            if name == DAMAGED:
+                damage(_own(parameter.data))
+
+    training.initialize = initialize
+
+
+def _after_resuming(damage: Callable[[Any], Any]) -> None:
+    from lockstep.train import MasterOptimizer
+
+    exact = MasterOptimizer.load_state_tensors
+
+    def load(self: Any, tensors: dict[str, Tensor]) -> None:
+        exact(self, tensors)
+        with torch.no_grad():
+            damage(self)
+
+    MasterOptimizer.load_state_tensors = load  # type: ignore[method-assign]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    from lockstep.model.shard import local_values
+
+    return local_values(tensor)
+
+
+def _zero(tensor: Tensor) -> None:
+    _own(tensor).zero_()
+
+
+def _swap(tensor: Tensor) -> None:
+    own = _own(tensor)
+    own.copy_(torch.cat(own.chunk(2)[::-1]))
+
+
+def _flip(tensor: Tensor, bit: int) -> None:
+    """In float32 `tensor`'s first element, in place; in the rounded one where it is narrower."""
+    wide = tensor.flatten()[:1].float()
+    wide.view(torch.int32).bitwise_xor_(bit)
+    tensor.view(-1)[:1] = wide.to(tensor.dtype)
