@@ -107,7 +107,9 @@ async def _steps(
     except UserError as error:
         raise ApiError(400, str(error)) from error
     except ApiError as error:
-        record.aborted = {"engine_failed": "failure", "shutting_down": "shutdown"}.get(error.code or "")
+        record.aborted = {"engine_failed": "failure", "not_finite": "failure", "shutting_down": "shutdown"}.get(
+            error.code or ""
+        )
         raise
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import SamplingParams, TokenEvent
-from lockstep.generate.server.api_error import ApiError, engine_failed
+from lockstep.generate.server.api_error import ApiError, engine_failed, not_finite
 
 Result = TypeVar("Result")
 PromptEvent = tuple[int, TokenEvent]
@@ -179,7 +179,13 @@ class EngineLoop:
     def _hand_out(self, events: list[TokenEvent]) -> None:
         batches: dict[Generation, list[PromptEvent]] = {}
         for event in events:
-            owner = self._owners[event.request_id]
+            owner = self._owners.get(event.request_id)
+            if owner is None:  # its generation has just failed
+                continue
+            if event.finish_reason == "error":
+                self._abort(owner.generation)
+                self._post(owner.generation.fail, not_finite())
+                continue
             batches.setdefault(owner.generation, []).append((owner.position, event))
             owner.unfinished -= event.finish_reason is not None
             if not owner.unfinished:
