@@ -140,9 +140,9 @@ def _train_problems(train: TrainConfig) -> Iterator[str]:
 
 
 def _serve_problems(config: ServeConfig) -> Iterator[str]:
-    positive = ["max_body_bytes", "max_n", "max_requests"]
+    positive = ["max_body_bytes", "max_n", "max_requests", "max_connections"]
     positive += ["engine.max_tokens_per_step", "engine.max_sequences", "engine.cache_tokens"]
-    not_negative = ["max_prompt_tokens", "max_waiting", "request_seconds", "shutdown_seconds"]
+    not_negative = ["max_prompt_tokens", "max_waiting", "client_seconds", "request_seconds", "shutdown_seconds"]
     for name in positive:
         if not _value(config, name) > 0:
             yield f"{name} is {_value(config, name)}; it must be above 0"

@@ -194,6 +194,11 @@ class ServeConfig:
     """Requests that are answered at the same time; further ones get 429."""
     max_waiting: int = 1024
     """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
+    max_connections: int = 2048
+    """Connections that are open at the same time; further ones are closed at once."""
+    client_seconds: float = 60.0
+    """Time that a client may take to send a request, and to read what was written for it; then its connection is
+    closed. 0: as long as it likes."""
     request_seconds: float = 0.0
     """Time that a request may take, reading it included; 0: as long as it needs."""
     shutdown_seconds: float = 30.0

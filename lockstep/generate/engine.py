@@ -222,7 +222,8 @@ class Engine:
         return samples
 
     def _events(self, samples: list[Sample]) -> list[TokenEvent]:
-        events, finished = [], []
+        events: list[TokenEvent] = []
+        finished: list[Sequence] = []
         for sequence, (token, log_prob, top) in zip(self._sampling, samples):
             if sequence.finish_reason is not None:  # with another sample of its request, just now
                 continue
