@@ -195,6 +195,11 @@ class ServeConfig:
     """Requests that are answered at the same time; further ones get 429."""
     max_waiting: Annotated[int, AtLeast(0)] = 1024
     """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
+    max_connections: Annotated[int, Above(0)] = 2048
+    """Connections that are open at the same time; further ones are closed at once."""
+    client_seconds: Annotated[float, AtLeast(0)] = 60.0
+    """Time that a client may take to send a request, and to read what was written for it; then its connection is
+    closed. 0: as long as it likes."""
     request_seconds: Annotated[float, AtLeast(0)] = 0.0
     """Time that a request may take, reading it included; 0: as long as it needs."""
     shutdown_seconds: Annotated[float, AtLeast(0)] = 30.0

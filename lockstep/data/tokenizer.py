@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
+    longest_token: int
+    """Characters that one token stands for, at most."""
     carried: dict[str, str]
     """Texts of other files by name, which `save` writes beside its own."""
 
@@ -57,6 +59,7 @@ class ByteTokenizer:
     vocab_size = 258
     eos_id: int | None = 256
     bos_id: int | None = None
+    longest_token = 1
 
     def __init__(self, carried: dict[str, str] | None = None):
         self.carried = carried or {}
@@ -143,7 +146,9 @@ class HuggingFaceTokenizer:
         self._backend.no_padding()
         self._add_tokens(settings or {}, Path(path).parent / "tokenizer_config.json")
         # Not the number of tokens: where ids have gaps, the largest one still needs its row in the embedding.
-        self.vocab_size = max(self._backend.get_vocab().values(), default=-1) + 1
+        vocabulary = self._backend.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=1)
         self.eos_id = self._token_id(eos_token)
         self.bos_id = self._token_id(bos_token)
         self._settings = settings or {}
@@ -208,7 +213,7 @@ class HuggingFaceTokenizer:
     def _token_id(self, token: str | int | None) -> int | None:
         found: int | None
         if isinstance(token, int):
-            found = token if self._token(token) is not None else None
+            found = token if 0 <= token < self.vocab_size and self._token(token) is not None else None
         else:
             found = None if token is None else self._backend.token_to_id(token)
         return found
@@ -302,6 +307,8 @@ def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
             token = token.get("content") if isinstance(token, dict) else token
             token = next(iter(token), None) if isinstance(token, list) else token
             if token is not None:
+                if not isinstance(token, (str, int)):
+                    raise UserError(f"{folder / name}: {role}_token is {token!r:.100}; it must be a token or its id")
                 chosen[role], origin[role] = token, name
                 break
     tokenizer = HuggingFaceTokenizer(
@@ -324,7 +331,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); mend it or take it away") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: a {type(values).__name__}, not a JSON object; mend it or take it away")

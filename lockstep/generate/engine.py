@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
@@ -69,12 +71,19 @@ class Engine:
         graphs = self.config.cuda_graphs != "none"
         self._runner = GraphRunner(model, self.cache, self.config) if graphs else Runner(model, self.cache)
         self._requests: dict[int, list[Sequence]] = {}
+        # Whoever's call it is that steps, each event goes to the stream or the call of `generate` that owns its
+        # request; what nobody owns is for the caller of `step`.
+        self._inboxes: dict[int, deque[TokenEvent]] = {}
+        self._unowned: list[TokenEvent] = []
         self._next_id = 0
 
     def generate(
         self, prompts: ListLike[list[int]], params: SamplingParams | ListLike[SamplingParams]
     ) -> list[list[Completion]]:
-        """`result[i][j]` is sample j of prompt i. Raises UserError for a prompt that cannot be computed here."""
+        """`result[i][j]` is sample j of prompt i.
+
+        Raises UserError for a prompt that cannot be computed here, or whose logits are not finite.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
@@ -86,19 +95,32 @@ class Engine:
             for prompt, param in zip(prompts, each):
                 ids.append(self.add(prompt, param))
                 groups.append(self._requests[ids[-1]])
+                self._inboxes[ids[-1]] = deque(maxlen=1)  # the last event says how it ended
             while any(i in self._requests for i in ids):
-                self.step()
+                self._step()
+                for position, request_id in enumerate(ids):
+                    for event in self._inboxes[request_id]:
+                        _raise_broken(event, f"prompt {position}")
         finally:
             for request_id in ids:
                 self.abort(request_id)
         return [[s.completion() for s in group] for group in groups]
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
-        """The events of one request as they come; closing the iterator aborts it."""
+        """The events of one request as they come; closing the iterator aborts it.
+
+        Several streams may be read in turns. Raises UserError as `generate` does.
+        """
         request_id = self.add(prompt, params)
+        inbox = self._inboxes[request_id] = deque()
         try:
-            while request_id in self._requests:
-                yield from (event for event in self.step() if event.request_id == request_id)
+            while inbox or request_id in self._requests:
+                if not inbox:
+                    self._step()
+                while inbox:
+                    event = inbox.popleft()
+                    _raise_broken(event, f"request {request_id}")
+                    yield event
         finally:
             self.abort(request_id)
 
@@ -129,6 +151,8 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """Ends a request and frees its pages at once; an id that has ended already is ignored."""
+        self._inboxes.pop(request_id, None)
+        self._unowned = [e for e in self._unowned if e.request_id != request_id]
         unfinished = [s for s in self._requests.pop(request_id, []) if s.finish_reason is None]
         for sequence in unfinished:
             sequence.finish_reason = "abort"
@@ -137,7 +161,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._unowned)
 
     def weights_changed(self, version: int) -> None:
         """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""
@@ -145,12 +169,21 @@ class Engine:
         self._weights.forget()
         self.scheduler.restart()
 
-    @torch.no_grad()
     def step(self) -> list[TokenEvent]:
-        """One forward pass over this step's tokens; an event for each token it sampled."""
+        """One forward pass over this step's tokens; an event for each token it sampled.
+
+        Events of requests that `generate` or a `stream` waits for go there; those that came for others meanwhile are
+        returned by the next call. A request whose logits are not finite ends with one event that says so.
+        """
+        self._step()
+        events, self._unowned = self._unowned, []
+        return events
+
+    @torch.no_grad()
+    def _step(self) -> None:
         chunks = self.scheduler.schedule()
         if not chunks:
-            return []
+            return
         try:
             with self._weights.in_use():
                 samples = self._compute(chunks)
@@ -159,7 +192,8 @@ class Engine:
             self.scheduler.restart()
             raise
         self._count(chunks)
-        return self._deliver(samples)
+        for event in self._events(samples):
+            self._inboxes.get(event.request_id, self._unowned).append(event)
 
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
         """Runs the model; samples for each chunk that reaches its sequence's end."""
@@ -187,10 +221,16 @@ class Engine:
             samples += zip(drawn.tolist(), scores.tolist(), tops)
         return samples
 
-    def _deliver(self, samples: list[Sample]) -> list[TokenEvent]:
-        events, finished = [], []
+    def _events(self, samples: list[Sample]) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        finished: list[Sequence] = []
         for sequence, (token, log_prob, top) in zip(self._sampling, samples):
-            sequence.append(token, log_prob)
+            if sequence.finish_reason is not None:  # with another sample of its request, just now
+                continue
+            if math.isfinite(log_prob):
+                sequence.append(token, log_prob)
+            else:
+                self._break(sequence.request_id)
             reason = sequence.finish_reason
             if reason is not None:
                 finished.append(sequence)
@@ -203,6 +243,14 @@ class Engine:
                 if all(s.finish_reason is not None for s in self._requests[request_id]):
                     del self._requests[request_id]
         return events
+
+    def _break(self, request_id: int) -> None:
+        """Ends a request whose logits are not finite. Its pages are not reused: what they hold need not be finite."""
+        unfinished = [s for s in self._requests[request_id] if s.finish_reason is None]
+        for sequence in unfinished:
+            sequence.finish_reason = "error"
+        self.scheduler.forget(unfinished)
+        self.scheduler.remove(unfinished)
 
     def _count(self, chunks: list[Chunk]) -> None:
         statistics = self.statistics
@@ -236,3 +284,11 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give one to Engine, or use stop_token_ids")
+
+
+def _raise_broken(event: TokenEvent, request: str) -> None:
+    if event.finish_reason == "error":
+        raise UserError(
+            f"{request}: its logits are not finite (NaN or infinite) with weights version {event.weights_version}; "
+            "check the weights, or load those of an earlier checkpoint"
+        )

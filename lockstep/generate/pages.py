@@ -76,6 +76,11 @@ class PageAllocator:
             else:
                 self._free.append(page)
 
+    def forget(self, page: int) -> None:
+        """A page that is held is not found again, for what it holds is of no use."""
+        if page in self._content_of:
+            self._forget(page)
+
     def forget_all(self) -> None:
         """No page is found again: the weights have changed, or a step has failed before it filled its pages."""
         self._page_of.clear()

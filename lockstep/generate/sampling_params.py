@@ -7,8 +7,10 @@ from typing import Literal
 
 from lockstep.errors import UserError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_TOP_LOGPROBS = 20
+LARGEST_TOP_K = 2**31 - 1
+"""Above any vocabulary, and a number that a tensor holds."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class SamplingParams:
     top_k: int = 0
     """Draw from the k likeliest tokens only; 0: off."""
     top_p: float = 1.0
-    """Draw from the smallest set of tokens with at least this probability; 1: off."""
+    """Draw from the smallest set of tokens with at least this probability, among what top_k leaves; 1: off."""
     min_p: float = 0.0
     """Draw from tokens at least this likely relative to the likeliest; 0: off."""
     n: int = 1
@@ -31,23 +33,25 @@ class SamplingParams:
     """Fixes the draws, whatever else is in the batch; None: fresh ones."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop after any of these tokens, besides the model's own end-of-text tokens."""
-    stop: tuple[str, ...] = ()
-    """Stop after the token that completes any of these strings; needs a tokenizer."""
+    stop: str | tuple[str, ...] = ()
+    """Stop after the token that completes this string, or any of these; needs a tokenizer. Kept as a tuple."""
     ignore_eos: bool = False
     """Go on after an end-of-text token."""
     top_logprobs: int = 0
     """Also report the log-probabilities of this many likeliest tokens at every position."""
 
     def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stops)
         limits = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature == 0 or 0.01 <= self.temperature <= 100, "0, or from 0.01 to 100"),
-            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_k", 0 <= self.top_k <= LARGEST_TOP_K, f"from 0 to {LARGEST_TOP_K}"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
             ("n", self.n >= 1, "at least 1"),
             ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}"),
-            ("stop", all(self.stop), "of strings that are not empty"),
+            ("stop", all(stops), "of strings that are not empty"),
         ]
         for name, holds, rule in limits:
             if not holds:
@@ -80,6 +84,7 @@ class TokenEvent:
     token_id: int
     logprob: float
     finish_reason: FinishReason | None
+    """`error`: the logits are not finite, the whole request has ended, and token and log-probability mean nothing."""
     weights_version: int
     """Of the weights that the token was sampled from."""
     top_logprobs: list[tuple[int, float]]

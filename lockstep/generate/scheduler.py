@@ -81,6 +81,12 @@ class Scheduler:
         if any(id(s) in gone for s in self.waiting):
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """The pages of these sequences are found by no other from here on."""
+        for sequence in sequences:
+            for page in sequence.pages:
+                self.allocator.forget(page)
+
     def restart(self) -> None:
         """Every running sequence waits again and no page is known: computed keys are worth nothing any more."""
         for sequence in reversed(self.running):

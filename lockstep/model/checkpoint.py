@@ -21,6 +21,9 @@ from lockstep.model.families import from_hugging_face, to_hugging_face
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
 
+FLOATS = ("BF16", "F16", "F32", "F64")
+JSON_BYTES = 2**26
+"""Of a JSON file in a model folder: far beyond any, and parsed in seconds."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -32,31 +35,59 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     folder = local_folder(path)
     config = read_config(folder)
     files = tensor_files(folder)
+    # Before anything is made of what a damaged config.json says: a layer or a shape of 10¹² would take hours.
+    size = sum(path.stat().st_size for path in set(files.values()))
+    if config.num_parameters > size:
+        raise UserError(
+            f"{folder}: config.json describes {config.num_parameters:,} weights, but the files have {size:,} bytes; "
+            "download it again"
+        )
     model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
-    _copy_weights(model, folder, files)
+    _copy_weights(_checked(model, folder, files))
     return model
 
 
 def load_weights(model: TrainableModel, path: str | Path) -> None:
     """Replaces the model's weights by those of another folder, in place: whoever reads the model sees the new ones.
 
-    All names, shapes and files are checked before the first tensor changes. Raises UserError, with the weights as
-    they were, for a folder that is incomplete or of another model.
+    All names, shapes, dtypes and files are checked before the first tensor changes. Raises UserError, with the weights
+    as they were, for a folder that is incomplete, damaged or of another model.
     """
     folder = Path(path)
-    config = read_config(folder)
-    for field in dataclasses.fields(config):
-        new, own = getattr(config, field.name), getattr(model.config, field.name)
-        # What ends a text belongs to the folder that the model came from.
-        if new != own and field.name not in ("bos_token_id", "eos_token_ids"):
-            raise UserError(
-                f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
-            )
-    _copy_weights(model, folder, tensor_files(folder))
+    try:
+        config = read_config(folder)
+        for field in dataclasses.fields(config):
+            new, own = getattr(config, field.name), getattr(model.config, field.name)
+            # What ends a text belongs to the folder that the model came from.
+            if new != own and field.name not in ("bos_token_id", "eos_token_ids"):
+                raise UserError(
+                    f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
+                )
+        sources = _checked(model, folder, tensor_files(folder))
+    except UserError:
+        raise
+    except Exception as error:  # nothing has changed yet: whatever it is, the folder is at fault
+        raise UserError(f"{folder}: cannot be read as a model folder ({type(error).__name__}: {error})") from error
+    _copy_weights(sources)
 
 
-def _copy_weights(model: TrainableModel, folder: Path, files: dict[str, Path]) -> None:
-    """Reads the model's tensors from `files`, in place; of a sharded parameter only this rank's shard is read."""
+Source = tuple[Tensor, Any]
+"""A parameter, and the slice of a file that its values come from."""
+
+
+def _copy_weights(sources: list[Source]) -> None:
+    """In place; of a sharded parameter only this rank's shard is read."""
+    with torch.no_grad():
+        for parameter, source in sources:
+            local, place = local_part(parameter)
+            local.copy_(source[place])
+
+
+def _checked(model: TrainableModel, folder: Path, files: dict[str, Path]) -> list[Source]:
+    """Where each of the model's tensors comes from, file by file. Raises UserError where one is not there as it should.
+
+    Files are opened once, for the checks and the copies: one that is replaced in between changes nothing.
+    """
     wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
     # A model may hold some of the layers only.
     whole = {hugging_face_name(name) for name, _ in Decoder(model.config, torch.float32, "meta").named_parameters()}
@@ -65,22 +96,22 @@ def _copy_weights(model: TrainableModel, folder: Path, files: dict[str, Path]) -
         raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
     if unknown:
         raise UserError(f"{folder}: tensor {unknown[0]} has no place in this model{_more(unknown)}; check config.json")
-    # Opened once, for the checks and the copies: a file that is replaced in between changes nothing.
     opened = {path: _open(path) for path in sorted({files[name] for name in wanted})}
     held = {path: set(file.keys()) for path, file in opened.items()}
     for name, parameter in wanted.items():
         path = files[name]
         if name not in held[path]:
             raise UserError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
-        shape = opened[path].get_slice(name).get_shape()
+        stored = opened[path].get_slice(name)
+        shape = stored.get_shape()
+        if stored.get_dtype() not in FLOATS:
+            raise UserError(f"{path}: tensor {name} is {stored.get_dtype()}; only {', '.join(FLOATS)} are read")
         if shape != list(parameter.shape):
             raise UserError(
                 f"{path}: tensor {name} has shape {shape}, but config.json asks for {list(parameter.shape)}"
             )
-    with torch.no_grad():
-        for name, parameter in sorted(wanted.items(), key=lambda item: files[item[0]]):
-            local, place = local_part(parameter)
-            local.copy_(opened[files[name]].get_slice(name)[place])
+    by_file = sorted(wanted.items(), key=lambda item: files[item[0]])
+    return [(parameter, opened[files[name]].get_slice(name)) for name, parameter in by_file]
 
 
 def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
@@ -215,8 +246,10 @@ def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[dict[str, Tensor
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > JSON_BYTES:
+            raise ValueError(f"larger than {JSON_BYTES} bytes")
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); download or write the file again") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a JSON object")

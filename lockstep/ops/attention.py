@@ -59,7 +59,8 @@ class KVCache:
         device: str | torch.device = "cpu",
     ):
         self.num_pages = num_pages
-        # Zeroed: a masked key's weight is exactly 0, but 0 · NaN of uninitialised memory would not be.
+        # Zeroed, and written with finite values alone (`write_pages_reference` says how): a masked key's weight is
+        # exactly 0, but 0 · NaN would not be.
         self.keys = torch.zeros(num_layers, num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device)
         self.values = torch.zeros(num_layers, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device)
 

@@ -15,11 +15,16 @@ TILE = 64
 
 
 def write_pages_reference(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Writes rows `[tokens, kv_heads, head_dim]` into the slots (page · page size + offset) of the pages."""
+    """Writes rows `[tokens, kv_heads, head_dim]` into the slots (page · page size + offset) of the pages.
+
+    A value that is not finite is written as a zero, and its key as NaN. Whoever sees the key gets NaN; for whoever
+    does not, its score is masked, and its weight of zero meets a finite value.
+    """
     page_size = values.shape[2]
     page, offset = slots // page_size, slots % page_size
-    keys[page, :, :, offset] = k
-    values[page, :, offset] = v
+    finite = v.isfinite().all(-1, keepdim=True)
+    keys[page, :, :, offset] = torch.where(finite, k, torch.nan)
+    values[page, :, offset] = torch.where(finite, v, 0.0)
 
 
 def attend_reference(
@@ -52,7 +57,10 @@ def attend_reference(
         pages = table[sequence[active], start // page_size : start // page_size + pages_per_block].long()
         pages = torch.nn.functional.pad(pages, (0, pages_per_block - pages.shape[1]))
         key = keys[pages].permute(0, 2, 3, 1, 4).reshape(len(active) * kv_heads, head_dim, block).float()
-        value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active) * kv_heads, block, head_dim).float()
+        value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active), kv_heads, block, head_dim).float()
+        # Behind the sequence's end a page holds what others left there.
+        behind = start + torch.arange(block, device=q.device) >= contexts[sequence[active], None]
+        value = value.masked_fill(behind[:, None, :, None], 0.0).flatten(0, 1)
         scores = plain.product(queries[active].flatten(0, 1), key, fused=False).view(len(active), kv_heads, -1, block)
         seen = start + torch.arange(block, device=q.device) <= row_position[active][:, None, :, None]
         scores = scores.masked_fill(~seen, float("-inf"))

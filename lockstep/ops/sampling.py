@@ -24,7 +24,8 @@ def sample(
     """One token a row, by inverse transform of `uniform` in [0, 1), and its log-probability (float32).
 
     temperature 0 takes the likeliest token, its log-probability then at temperature 1. top_k 0, top_p 1 and min_p 0
-    switch a cut off. Cuts apply to the draw alone: the log-probability is over the whole vocabulary.
+    switch a cut off; top_p counts from the tokens that top_k leaves. Cuts apply to the draw alone: the log-probability
+    is over the whole vocabulary. It is NaN or infinite where a logit is NaN or +inf, or all are -inf.
     """
     greedy = temperature == 0
     inverse = inverse_temperature(temperature)
@@ -69,7 +70,9 @@ def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Ten
     before = sums - weights
     rank = torch.arange(logits.shape[1], device=logits.device)
     limit = torch.where(top_k[rows] > 0, top_k[rows], logits.shape[1])
-    out = (rank >= limit[:, None]) | (before >= top_p[rows, None] * sums[:, -1:])
+    kept = sums.gather(1, (limit[:, None] - 1).clamp(max=logits.shape[1] - 1))
+    share = top_p[rows, None]
+    out = (rank >= limit[:, None]) | ((share < 1) & (before >= share * kept))
     out |= weights < min_p[rows, None] * weights[:, :1]
     out[:, 0] = False
     allowed = logits.clone()
@@ -96,7 +99,8 @@ def _draw(logits: Tensor, inverse: Tensor, uniform: Tensor) -> Tensor:
     drawn = torch.searchsorted(weights, (uniform[:, None] * weights[:, -1:]).clamp(min=0), right=True)[:, 0]
     # Rounding at the very end may pass the last token with any weight: take that one.
     last = torch.where(scaled.isinf(), -1, torch.arange(scaled.shape[1], device=logits.device)).amax(-1)
-    return torch.where(uniform < 0, likeliest, torch.minimum(drawn, last))
+    # Of a row that is not finite, whose log-probability says so, any token will do.
+    return torch.where(uniform < 0, likeliest, torch.minimum(drawn, last)).clamp(min=0)
 
 
 def uniforms(seeds: Int[Tensor, "rows"], counters: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:

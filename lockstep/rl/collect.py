@@ -78,7 +78,7 @@ def _sample(
             min_p=config.min_p,
             n=samples,
             seed=draw,
-            stop=tuple(environment.stop),
+            stop=environment.stop,
         )
         for draw in np.random.default_rng(seed).integers(2**62, size=len(examples)).tolist()
     ]

@@ -1,5 +1,6 @@
 """The engine: the same tokens and the trainer's own bits under any load, and no page lost."""
 
+import dataclasses
 import random
 from functools import cache
 
@@ -173,6 +174,10 @@ def test_stop_strings_are_found_across_tokens(bpe_tokenizer, model_folder):
     assert stop in text and stop not in bpe_tokenizer.decode(stopped.token_ids[:-1])
 
 
+def test_one_stop_string_is_not_taken_for_its_letters():
+    assert SamplingParams(stop="END").stop == ("END",) == SamplingParams(stop=("END",)).stop
+
+
 def test_new_weights_are_seen_at_once_and_old_keys_forgotten():
     model = _model("float32")
     engine = Engine(model, ROOMY)
@@ -197,6 +202,66 @@ def test_a_stream_gives_the_tokens_of_generate_and_closing_it_frees_its_pages():
     assert engine.allocator.num_free < engine.allocator.num_pages
     stream.close()
     assert engine.allocator.num_free == engine.allocator.num_pages
+
+
+def test_events_of_streams_read_in_turns_and_around_other_calls_belong_to_their_requests():
+    engine = Engine(MODELS["float32"], ROOMY)
+    params = [SamplingParams(max_tokens=10, temperature=20.0, seed=seed, ignore_eos=True) for seed in range(4)]
+    expected = [engine.generate([[1, 2, 3]], p)[0][0].token_ids for p in params]
+    first, second = engine.stream([1, 2, 3], params[0]), engine.stream([1, 2, 3], params[1])
+    pairs = [(a.token_id, b.token_id) for a, b in zip(first, second, strict=True)]
+    assert [list(ids) for ids in zip(*pairs)] == expected[:2]
+
+    around = engine.stream([1, 2, 3], params[0])
+    tokens = [next(around).token_id]
+    added = engine.add([1, 2, 3], params[2])
+    assert engine.generate([[1, 2, 3]], params[3])[0][0].token_ids == expected[3]
+    assert tokens + [event.token_id for event in around] == expected[0]
+    assert engine.has_work  # what the other calls sampled for `add` waits for `step`
+    events = [event for _ in range(10) if engine.has_work for event in engine.step()]
+    assert [event.token_id for event in events] == expected[2]
+    assert {event.request_id for event in events} == {added} and not engine.has_work
+
+
+def _broken_model(dtype: str, token: int):
+    """A model to which `token` is no number, and nothing else."""
+    config = dataclasses.replace(_model(dtype).config, tie_embeddings=False)
+    model = build_model(config, dtype, seed=2)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(8)
+        model.embed_tokens.weight[token] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_request_that_is_not_finite_ends_with_an_error_and_leaves_no_trace_in_others(dtype):
+    model = _broken_model(dtype, token=77)
+    config = EngineConfig(max_tokens_per_step=30, max_sequences=4, cache_tokens=256)
+    params = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+    good, bad = [[5, 6, 7] * 9, [8] * 20, list(range(30, 65))], [[5, 6, 7] * 9 + [77, 9], [77], [8] * 20 + [77]]
+    expected = [Engine(model, config).generate([p], params)[0][0] for p in good]
+    engine = Engine(model, config)
+    ids = [engine.add(prompt, params) for pair in zip(bad, good) for prompt in pair]
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    for position, request_id in enumerate(ids):
+        mine = [e for e in events if e.request_id == request_id]
+        if position % 2:
+            completion = expected[position // 2]
+            assert [(e.token_id, e.logprob) for e in mine] == list(zip(completion.token_ids, completion.logprobs))
+        else:
+            assert [e.finish_reason for e in mine] == ["error"]
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    with pytest.raises(UserError, match="prompt 1: its logits are not finite"):
+        engine.generate([good[0], bad[1]], params)
+    with pytest.raises(UserError, match="request .* not finite"):
+        list(engine.stream(bad[0], params))
+    # No page of theirs is found again, though its tokens are the same.
+    with torch.no_grad():
+        model.embed_tokens.weight[77] = 0.1
+    for prompt in (*good, *bad):
+        assert _values(engine.generate([prompt], params)) == _values(Engine(model, config).generate([prompt], params))
 
 
 def test_a_step_that_fails_leaves_no_page_known_that_it_did_not_fill(monkeypatch):
@@ -227,6 +292,10 @@ def test_a_step_that_fails_leaves_no_page_known_that_it_did_not_fill(monkeypatch
         ([1], {"temperature": -1.0}, "temperature is -1.0"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
         ([1], {"n": 0}, "n is 0"),
+        ([1], {"top_k": 2**63}, "top_k is 9223372036854775808; it must be from 0"),
+        ([1], {"temperature": 1e-9}, "temperature is 1e-09; it must be 0, or from 0.01"),
+        ([1], {"temperature": float("nan")}, "temperature is nan"),
+        ([1], {"stop": ("END", "")}, "stop is .*not empty"),
     ],
 )
 def test_impossible_requests_are_refused_by_name(prompt, params, message):

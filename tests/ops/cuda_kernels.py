@@ -16,7 +16,7 @@ from lockstep.model import ModelConfig
 from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import linear, rows, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
-from tests.ops.paging import assert_pieces_agree
+from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 from tests.ops.pieces import assert_pieces_add_up
 
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
@@ -146,6 +146,12 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(lengt
         _close([expected], [ops.PackedAttention(lengths)(0, q, k, v)], dtype)
         patch.setattr(cuda, "usable", lambda x: True)
         assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 150])
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_a_broken_token_breaks_those_that_see_it_and_changes_no_bit_of_others(kernels, part):
+    for dtype in DTYPES:
+        assert_only_those_who_see_it_break(dtype, part, torch.nan)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,9 +23,9 @@ def assert_pieces_agree(
     for i, count in enumerate(pages_of):
         table[i, :count] = torch.tensor([placement.pop() for _ in range(count)])
     cache = ops.KVCache(1, num_pages, k.shape[1], k.shape[2], k.dtype)
-    # Pages hold what earlier sequences left there.
-    cache.keys.normal_(generator=torch.Generator().manual_seed(3))
-    cache.values.normal_(generator=torch.Generator().manual_seed(4))
+    # Pages hold what earlier sequences left there; whatever of it were used would show.
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
 
     done = [0] * len(lengths)
     while unfinished := [i for i in range(len(lengths)) if done[i] < lengths[i]]:
@@ -40,3 +40,17 @@ def assert_pieces_agree(
         assert not out[len(rows) :].any()
         for i, n in zip(chosen, counts):
             done[i] += n
+
+
+def assert_only_those_who_see_it_break(dtype: torch.dtype, part: str, broken: float) -> None:
+    """One element of a token's key or value is no finite number: rows before it and other sequences keep their bits."""
+    lengths, at = [70, 90, 20], 70 + 37
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), heads, 32, generator=draw).to(dtype) for heads in (4, 2, 2))
+    expected = ops.PackedAttention(lengths)(0, q, k, v)
+    (k if part == "key" else v)[at, 1, 5] = broken
+    out = ops.PackedAttention(lengths)(0, q, k, v)
+    sees = torch.zeros(sum(lengths), 4, dtype=torch.bool)
+    sees[at:160, 2:] = True  # the second key-value head's queries
+    assert torch.equal(out[~sees], expected[~sees])
+    assert (part == "key" and broken == torch.inf) or not out[sees].isfinite().all(-1).any()

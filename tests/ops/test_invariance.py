@@ -1,12 +1,16 @@
 """The promise everything rests on: a row's bits depend on its own sequence and on nothing else."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import ops
-from tests.ops.paging import assert_pieces_agree
+from lockstep.ops.sampling import _cut
+from lockstep.ops.temperature import inverse_temperature
+from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -71,6 +75,13 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(dtype
     assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 1, 5, 16, 64, 150])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_broken_token_breaks_those_that_see_it_and_changes_no_bit_of_others(dtype, part, broken):
+    assert_only_those_who_see_it_break(dtype, part, broken)
+
+
 def test_a_draw_depends_on_its_own_row_alone():
     rows, vocab = 40, 300
     logits = _randn(0, rows, vocab, dtype=torch.float32)
@@ -85,3 +96,65 @@ def test_a_draw_depends_on_its_own_row_alone():
     for rows_ in (slice(0, 1), slice(5, 6), slice(10, 31)):
         alone = ops.sample(logits[rows_], *(p[rows_] for p in params))
         assert torch.equal(alone[0], tokens[rows_]) and torch.equal(alone[1], log_probs[rows_])
+
+
+def test_a_row_that_is_not_finite_shows_it_and_changes_no_other():
+    vocab = 40
+    logits = _randn(0, 8, vocab, dtype=torch.float32)
+    logits[1, 3], logits[2, 30], logits[6, 7] = torch.nan, torch.inf, torch.nan
+    logits[3] = -torch.inf
+    logits[4], logits[4, 11] = -torch.inf, torch.nan
+    logits[6, :7] = logits[6, 8:20] = -torch.inf  # a NaN whose piece of the vocabulary is empty else
+    temperature = torch.tensor([0.0, 0.8, 0.8, 0.8, 0.0, 0.8, 1.0, 1.0])
+    top_k, top_p = torch.tensor([0, 5, 0, 0, 0, 5, 0, 2]), torch.tensor([1.0, 1.0, 0.7, 1.0, 1.0, 0.7, 0.5, 1.0])
+    params = temperature, top_k, top_p, torch.zeros(8), ops.uniforms(torch.arange(8), torch.arange(8))
+    tokens, log_probs = ops.sample(logits, *params)
+    assert log_probs.isfinite().tolist() == [True, False, False, False, False, True, False, True]
+    assert (tokens >= 0).all() and (tokens < vocab).all()
+    whole = [0, 5, 7]
+    alone = ops.sample(logits[whole], *(p[whole] for p in params))
+    assert torch.equal(alone[0], tokens[whole]) and torch.equal(alone[1], log_probs[whole])
+
+
+def test_the_lowest_temperature_draws_the_likeliest_token_where_it_is_clearly_so():
+    logits = _randn(0, 300, 200, dtype=torch.float32) * 30 + 1000
+    likeliest = logits.argmax(-1)
+    logits[torch.arange(300), likeliest] += 1.0
+    off = torch.zeros(300, dtype=torch.int64), torch.ones(300), torch.zeros(300)
+    for temperature in (0.01, 0.1):
+        uniform = ops.uniforms(torch.arange(300), torch.arange(300))
+        tokens, log_probs = ops.sample(logits, torch.full((300,), temperature), *off, uniform)
+        assert torch.equal(tokens, likeliest) or temperature == 0.1
+        assert (log_probs <= 0).all() and (log_probs[tokens == likeliest] > -0.01).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_cuts_keep_the_tokens_that_the_processors_of_transformers_keep(seed):
+    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    draw, vocab = random.Random(seed), 50
+    logits = _randn(seed, 50, vocab, dtype=torch.float32) * draw.choice([0.5, 2, 6])
+    top_k = [draw.choice([0, 0, 1, 2, 5, 20, 49, 50, 400]) for _ in range(50)]
+    top_p = [draw.choice([1.0, 1.0, draw.uniform(0.05, 0.999)]) for _ in range(50)]
+    min_p = [draw.choice([0.0, 0.0, draw.uniform(0.001, 0.9)]) for _ in range(50)]
+    temperature = torch.tensor([draw.choice([0.3, 1.0, 1.7]) for _ in range(50)])
+    inverse = inverse_temperature(temperature)
+    cut = torch.ones(50, dtype=torch.bool)
+    kept = _cut(logits, inverse, cut, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)).isfinite()
+    for row in range(50):
+        theirs = logits[row : row + 1] * inverse[row]
+        warpers = [TopKLogitsWarper(top_k[row])] if top_k[row] else []
+        warpers += [TopPLogitsWarper(top_p[row])] if top_p[row] < 1 else []
+        warpers += [MinPLogitsWarper(min_p[row])] if min_p[row] else []
+        for warper in warpers:
+            theirs = warper(None, theirs)
+        assert torch.equal(theirs.isfinite()[0], kept[row])
+
+
+def test_top_p_counts_from_what_top_k_leaves():
+    # Of .4 and .35, the first alone is more than half: of all, .5 takes both.
+    logits = torch.tensor([[0.4, 0.35, 0.25]]).log()
+    one = torch.ones(1)
+    cut = _cut(logits, one, torch.tensor([True]), torch.tensor([2]), one * 0.5, torch.zeros(1))
+    assert cut.isfinite().tolist() == [[True, False, False]]

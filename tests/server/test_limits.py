@@ -58,7 +58,9 @@ def test_v1_routes_ask_for_the_key_and_health_does_not(limited):
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert client.get("/v1/models", headers=headers).status_code == 401
         assert client.get("/v1/models", headers=AUTHORIZED).status_code == 200
-        assert client.get("/health").status_code == client.get("/metrics").status_code == 200
+        assert client.get("/health").status_code == 200
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/metrics", headers=AUTHORIZED).status_code == 200
 
 
 def test_no_host_header_gets_past_the_key(limited):
@@ -163,3 +165,80 @@ def test_equal_work_from_many_threads_stays_within_the_limits(limited):
     assert set(statuses) <= {200, 429} and 200 in statuses
     limits = limited.service.limits
     limited.wait_until(lambda: limits.requests == limits.sequences == 0)
+
+
+def test_without_a_key_only_names_of_this_machine_are_answered_and_nothing_redirects(server):
+    with server.http() as client:
+        for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "169.254.1.1", "0.0.0.0", ""):
+            for path in ("/health", "/v1/models", "/admin/weights"):
+                answer = client.get(path, headers={"Host": host})
+                assert answer.status_code == 403, host
+        for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "[::1]"):
+            assert client.get("/health", headers={"Host": host}).status_code == 200, host
+        assert client.get("/v1/models/").status_code == client.get("/health/").status_code == 404
+
+
+@pytest.fixture(scope="module")
+def impatient(chat_folder):
+    with running_server(chat_folder, client_seconds=0.5, max_connections=5, engine=ENGINE) as running:
+        yield running
+
+
+def _connect(running):
+    connection = socket.create_connection(running.server.servers[0].sockets[0].getsockname())
+    connection.settimeout(10)
+    return connection
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", b"POST /v1", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{", HEAD + b"Content-Length: 2\r\n\r\n{}{"],
+)
+def test_a_connection_whose_request_does_not_come_is_closed(impatient, beginning):
+    with _connect(impatient) as connection:
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(beginning)
+            while connection.recv(65536):
+                # A byte now and then does not keep it open.
+                connection.sendall(b" ")
+                time.sleep(0.1)
+        assert time.monotonic() - began < 8
+    impatient.wait_until(lambda: not impatient.server.server_state.connections, seconds=8)
+
+
+def _ask_and_do_not_read(running):
+    """For some megabytes; the window, set before the connection is made, takes a fraction of them."""
+    connection = socket.socket()
+    connection.settimeout(10)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(running.server.servers[0].sockets[0].getsockname())
+    body = b'{"prompt": "x", "n": 30, "max_tokens": 400, "ignore_eos": true, "stream": true, "logprobs": 5}'
+    connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert connection.recv(100)
+    return connection
+
+
+def test_a_client_that_does_not_read_loses_its_sequences(impatient):
+    with _ask_and_do_not_read(impatient):
+        impatient.wait_until(lambda: not impatient.server.server_state.connections, seconds=60)
+        impatient.wait_until(lambda: impatient.all_pages_free() and not impatient.service.limits.requests)
+
+
+def test_a_deadline_frees_the_sequences_of_a_client_that_does_not_read(chat_folder):
+    options = dict(request_seconds=3, client_seconds=0, engine=ENGINE)
+    with running_server(chat_folder, **options) as running, _ask_and_do_not_read(running):
+        running.wait_until(lambda: running.all_pages_free() and not running.service.limits.sequences)
+
+
+def test_one_connection_too_many_is_closed_at_once(chat_folder):
+    with running_server(chat_folder, max_connections=5) as running, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(_connect(running)) for _ in range(5)]
+        running.wait_until(lambda: len(running.server.server_state.connections) == 5)
+        with _connect(running) as further, contextlib.suppress(ConnectionResetError):
+            assert further.recv(1) == b""
+        connections[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in connections[0].recv(100)

@@ -1,14 +1,25 @@
 """Whatever is sent: an answer in OpenAI's shape, never a 5xx, no page lost, and the engine goes on."""
 
+import asyncio
+import contextlib
+import dataclasses
 import json
 import random
+import shutil
 import socket
+import threading
+import time
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lockstep import build_model, load_model, save_model
+from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.body import parse_body
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+from tests.server.conftest import running_server
 
 SETTINGS = settings(
     max_examples=350, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -207,3 +218,110 @@ def test_bytes_that_are_no_http_do_not_hurt(server):
                 pass
             assert not answer.startswith(b"HTTP/1.1 5"), answer
     _healthy(server)
+
+
+HEAVY = [
+    (CompletionRequest, b'{"prompt": [' + b"{}, " * 350_000 + b"{}]}"),
+    (CompletionRequest, b'{"prompt": [' + b"{}," * 32_000 + b"{}]}"),
+    (CompletionRequest, b'{"prompt": [' + b"[1]," * 32_000 + b"[1]]}"),
+    (CompletionRequest, b'{"prompt": [' + b"1," * 262_000 + b'"x"]}'),
+    (CompletionRequest, b'{"prompt": "x", ' + b",".join(b'"%d":1' % i for i in range(32_000)) + b"}"),
+    (ChatRequest, b'{"messages": [{"role": "user", "content": [' + b"{}," * 32_000 + b"{}]}]}"),
+]
+
+
+@pytest.mark.parametrize(("kind", "data"), HEAVY)
+def test_a_body_of_many_values_is_refused_before_it_costs_the_others_anything(kind, data):
+    began = time.thread_time()
+    with contextlib.suppress(ApiError):
+        body = parse_body(data, kind)
+        body.check_fields()
+        raise AssertionError("accepted")
+    assert time.thread_time() - began < 0.4  # of this thread alone; 8 s before
+
+
+def test_health_answers_while_long_texts_are_read(server):
+    stop, waits, spent = threading.Event(), [], []
+
+    async def beat():
+        while not stop.is_set():
+            before = time.thread_time()
+            await asyncio.sleep(0.005)
+            spent.append(time.thread_time() - before)
+
+    def poll():
+        with server.http() as client:
+            while not stop.is_set():
+                began = time.monotonic()
+                assert client.get("/health").status_code == 200
+                waits.append(time.monotonic() - began)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    asyncio.run_coroutine_threadsafe(beat(), server.server._event_loop)
+    try:
+        with server.http() as client:
+            long = "ab" * 700_000
+            for path, body in (
+                ("/v1/completions", {"prompt": long}),
+                ("/v1/completions", {"prompt": ["a " * 3000] * 60}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 5000}),
+            ):
+                answer = client.post(path, json=body)
+                assert answer.status_code == 400, body
+    finally:
+        stop.set()
+        poller.join()
+    # What the event loop's thread itself is busy with at a time: other processes do not count.
+    assert len(waits) > 5 and max(waits) < 6 and max(spent) < 0.2, (max(waits), max(spent))
+
+
+class Panic(BaseException):
+    """As a panic of a library in Rust arrives: no Exception."""
+
+
+def test_a_panic_in_the_engines_thread_is_told_and_health_says_so(chat_folder, monkeypatch):
+    with running_server(chat_folder) as running:
+
+        def panic():
+            raise Panic
+
+        monkeypatch.setattr(running.engine.scheduler, "schedule", panic)
+        answer = running.complete(prompt="x", max_tokens=3)
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_failed"
+        with running.http() as client:
+            assert client.get("/health").status_code == 503
+        assert running.complete(prompt="x", max_tokens=3).status_code == 503
+
+
+def test_a_request_whose_logits_are_not_finite_gets_an_error_and_others_their_tokens(chat_folder, tmp_path):
+    shutil.copytree(chat_folder, tmp_path, dirs_exist_ok=True)
+    model = load_model(chat_folder)
+    config = dataclasses.replace(model.config, tie_embeddings=False)
+    untied = build_model(config, dtype="bfloat16", seed=3)
+    with torch.no_grad():
+        untied.embed_tokens.weight[100] = torch.nan
+    save_model(untied, tmp_path)
+    with running_server(tmp_path) as running:
+        good = dict(
+            prompt=[1, 2, 3], max_tokens=100, seed=1, ignore_eos=True, return_token_ids=True, stop_token_ids=[100]
+        )
+        expected = running.complete(**good).json()["choices"]
+        bodies = [good if i % 2 else good | {"prompt": [1, 2, 3, 100]} for i in range(6)]
+        answers = {}
+        threads = [
+            threading.Thread(target=lambda i=i, body=body: answers.update({i: running.complete(**body)}))
+            for i, body in enumerate(bodies)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for i, answer in answers.items():
+            if i % 2:
+                assert answer.json()["choices"] == expected
+            else:
+                assert answer.status_code == 500 and answer.json()["error"]["code"] == "not_finite"
+        with running.http() as client:
+            assert client.get("/health").status_code == 200

@@ -108,7 +108,41 @@ def _other_rope(folder):
     (folder / "config.json").write_text(json.dumps(values))
 
 
+def _set(**values):
+    """Changes config.json."""
+
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return change
+
+
+def _integers(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].long()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def _giant_header(folder):
+    header = json.dumps({"model.norm.weight": {"dtype": "BF16", "shape": [10**12], "data_offsets": [0, 2 * 10**12]}})
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(100))
+
+
 BREAKAGES = [
+    (_set(vocab_size="abc"), "vocab_size is 'abc'"),
+    (_set(num_hidden_layers=2_000_000), "num_layers is 2000000"),
+    (_set(num_hidden_layers=True), "num_layers is True"),
+    (_set(hidden_size=10**12), "dim is 1000000000000"),
+    (_set(rms_norm_eps=[1]), "norm_eps is"),
+    (_set(rope_parameters=[1]), "rope_parameters is"),
+    (_set(rope_parameters={"rope_theta": "x"}), "rope_theta is 'x'"),
+    (_set(eos_token_id={"a": 1}), "eos_token_id is"),
+    (_set(architectures=[5]), "architectures is"),
+    (lambda folder: (folder / "config.json").write_text('{"a":' * 10**5), "not valid JSON"),
+    (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), "not valid JSON"),
+    (_integers, "is I64"),
+    (_giant_header, "cannot be read as safetensors"),
     (_remove_tensor, "up_proj.weight is missing"),
     (_reshape, "has shape"),
     (_truncate, "cannot be read as safetensors"),
@@ -127,6 +161,27 @@ def test_a_bad_folder_leaves_the_old_weights(tmp_path, chat_folder, breakage, me
     with pytest.raises(UserError, match=message):
         load_weights(model, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "breakage", [_set(num_hidden_layers=2_000_000), _set(hidden_size=10**12), _set(intermediate_size=10**15)]
+)
+def test_a_folder_that_describes_more_than_it_holds_is_refused_before_anything_is_made_of_it(
+    tmp_path, chat_folder, breakage
+):
+    _save_other(chat_folder, tmp_path, seed=9)
+    breakage(tmp_path)
+    with pytest.raises(UserError, match="weights, but the files have"):
+        load_model(tmp_path)
+
+
+def test_a_malformed_folder_is_answered_with_400_and_the_old_weights_go_on(server, tmp_path, chat_folder):
+    before = server.complete(prompt="abc", max_tokens=5, seed=1).json()["choices"]
+    for breakage in (_set(vocab_size="abc"), _giant_header, _integers):
+        _save_other(chat_folder, tmp_path, seed=9)
+        breakage(tmp_path)
+        assert _update(server, path=str(tmp_path)).status_code == 400
+    assert server.complete(prompt="abc", max_tokens=5, seed=1).json()["choices"] == before
 
 
 def test_loaded_weights_are_the_folders_and_stay_the_same_tensors(tmp_path, chat_folder):

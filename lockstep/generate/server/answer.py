@@ -26,11 +26,21 @@ LONG_TEXT = 4096
 """Characters from which on a text is tokenized outside the event loop's thread: above a millisecond or so."""
 
 
-async def encode(service: Service, text: str) -> list[int]:
-    """Tokens of a prompt's text, nothing added to it."""
+async def encode(service: Service, text: str, field: str) -> list[int]:
+    """Tokens of a prompt's text, nothing added to it. Raises ApiError for a text that is too long in any case."""
+    check_text(service, len(text), field)
     if len(text) < LONG_TEXT:
         return service.tokenizer.encode(text)
-    return await asyncio.to_thread(service.tokenizer.encode, text)
+    # A batch, though of one: it keeps no offsets, and other threads run meanwhile.
+    return (await asyncio.to_thread(service.tokenizer.encode_batch, [text]))[0]
+
+
+def check_text(service: Service, characters: int, field: str) -> None:
+    """Before a text costs any work. Raises ApiError where not even the longest tokens make it short enough."""
+    limit = _longest_prompt(service)
+    if characters > limit * service.tokenizer.longest_token:
+        message = f"a prompt of {characters} characters has more than the {limit} tokens that this server allows"
+        raise ApiError(400, message, field, "context_length_exceeded")
 
 
 async def answer(
@@ -79,10 +89,14 @@ def check_count(service: Service, prompts: int, n: int) -> None:
 
 
 def _check_length(service: Service, prompts: list[list[int]], field: str) -> None:
-    longest, limit = max(map(len, prompts)), service.config.max_prompt_tokens or service.context - 1
+    longest, limit = max(map(len, prompts)), _longest_prompt(service)
     if longest > limit:
         message = f"a prompt has {longest} tokens; this server allows {limit}"
         raise ApiError(400, message, field, "context_length_exceeded")
+
+
+def _longest_prompt(service: Service) -> int:
+    return service.config.max_prompt_tokens or service.context - 1
 
 
 async def _steps(
@@ -107,7 +121,9 @@ async def _steps(
     except UserError as error:
         raise ApiError(400, str(error)) from error
     except ApiError as error:
-        record.aborted = {"engine_failed": "failure", "shutting_down": "shutdown"}.get(error.code or "")
+        record.aborted = {"engine_failed": "failure", "not_finite": "failure", "shutting_down": "shutdown"}.get(
+            error.code or ""
+        )
         raise
 
 

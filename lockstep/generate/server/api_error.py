@@ -52,3 +52,13 @@ def shutting_down() -> ApiError:
 
 def engine_failed() -> ApiError:
     return ApiError(503, "the engine has failed; restart the server, its log says why", code="engine_failed")
+
+
+def not_finite() -> ApiError:
+    # The official clients repeat a request after 500 unless they are told not to.
+    return ApiError(
+        500,
+        "the logits of this request are not finite; other requests go on. Check the weights, or load others",
+        code="not_finite",
+        headers={"x-should-retry": "false"},
+    )

@@ -19,7 +19,7 @@ from lockstep import __version__
 from lockstep.data.chat import ChatTemplateError
 from lockstep.errors import UserError
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
-from lockstep.generate.server.answer import answer, check_count, encode
+from lockstep.generate.server.answer import answer, check_count, check_text, encode
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
 from lockstep.generate.server.body import Body, read_body
 from lockstep.generate.server.keys import RequireKeys
@@ -44,7 +44,9 @@ def create_app(service: Service) -> ASGIApp:
         yield
         await service.engine_loop.stop()
 
-    app = FastAPI(title="Lockstep", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Lockstep", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.service = service
     app.include_router(routes)
     for error, handler in HANDLERS.items():
@@ -96,11 +98,13 @@ async def chat_completions(request: Request) -> Response:
             "weights",
             code="no_chat_template",
         )
+    messages = [message.plain() for message in body.messages]
+    check_text(service, sum(len(message["content"]) for message in messages), "messages")
     try:
-        text = service.template.render([message.plain() for message in body.messages])
+        text = await asyncio.to_thread(service.template.render, messages)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages", "chat_template") from error
-    prompt = await encode(service, text)
+    prompt = await encode(service, text, "messages")
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
@@ -184,7 +188,7 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
     check_count(service, len(each), n)
     if not all(each) or not each:
         raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
-    return [await encode(service, p) if isinstance(p, str) else p for p in each]
+    return [await encode(service, p, "prompt") if isinstance(p, str) else p for p in each]
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import SamplingParams, TokenEvent
-from lockstep.generate.server.api_error import ApiError, engine_failed
+from lockstep.generate.server.api_error import ApiError, engine_failed, not_finite
 
 Result = TypeVar("Result")
 PromptEvent = tuple[int, TokenEvent]
@@ -123,7 +123,7 @@ class EngineLoop:
                 running = self._take_commands()
                 if self._has_work():
                     self._hand_out(self.engine.step())
-            except Exception as error:  # whatever it was, those who wait for the step must hear of it
+            except BaseException as error:  # a panic of a library too: those who wait for the step must hear of it
                 self._give_up(error)
 
     def _has_work(self) -> bool:
@@ -149,7 +149,7 @@ class EngineLoop:
                 request_id = self.engine.add(prompt, generation.params)
                 generation.request_ids.append(request_id)
                 self._owners[request_id] = _Owner(generation, position, generation.params.n)
-        except Exception as error:
+        except BaseException as error:
             self._abort(generation)
             expected = isinstance(error, UserError)
             self._post(_settle, generation.accepted, None, error if expected else engine_failed())
@@ -171,7 +171,7 @@ class EngineLoop:
             result = function(self.engine)
         except UserError as error:
             failure = error
-        except Exception as error:  # it may have changed the engine half
+        except BaseException as error:  # it may have changed the engine half
             self._give_up(error)
             failure = engine_failed()
         self._post(_settle, future, result, failure)
@@ -179,7 +179,13 @@ class EngineLoop:
     def _hand_out(self, events: list[TokenEvent]) -> None:
         batches: dict[Generation, list[PromptEvent]] = {}
         for event in events:
-            owner = self._owners[event.request_id]
+            owner = self._owners.get(event.request_id)
+            if owner is None:  # its generation has just failed
+                continue
+            if event.finish_reason == "error":
+                self._abort(owner.generation)
+                self._post(owner.generation.fail, not_finite())
+                continue
             batches.setdefault(owner.generation, []).append((owner.position, event))
             owner.unfinished -= event.finish_reason is not None
             if not owner.unfinished:
@@ -187,7 +193,7 @@ class EngineLoop:
         if batches:
             self._post(_deliver, batches)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         logger.error("the engine has failed; requests are refused until a restart", exc_info=error)
         self.failure = error
         for request_id in list(self._owners):

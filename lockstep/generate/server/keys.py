@@ -1,8 +1,10 @@
-"""Who may ask: the API key of the /v1 routes, the admin key of the /admin routes."""
+"""Who may ask: the API key of /v1 and /metrics, the admin key of /admin; without a key, this machine alone."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import re
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,13 +28,28 @@ class RequireKeys:
         # The path that the router goes by. That of request.url is put together with the Host header, which may say
         # anything: with "x#" in it, no path would be left to ask a key for.
         path = request.scope["path"]
+        if not self._api_key and not _is_loopback(request.headers.get("host", "")):
+            return _foreign_host()
         if path.startswith("/admin/"):
             if not self._admin_key:
                 return ApiError(404, f"no route {path[:200]}", code="not_found")
             return _compare(request, self._admin_key, "admin key")
-        if path.startswith("/v1/") and self._api_key:
+        if self._api_key and (path.startswith("/v1/") or path == "/metrics"):
             return _compare(request, self._api_key, "API key")
         return None
+
+
+def _is_loopback(host: str) -> bool:
+    name = host.rpartition(":")[0] if re.search(r":\d*$", host) else host
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _foreign_host() -> ApiError:
+    # A page in a browser reaches this machine under a name of its own that it lets point here.
+    return ApiError(403, "without an API key this server answers only to localhost; ask http://127.0.0.1", code="host")
 
 
 def _compare(request: Request, key: str, name: str) -> ApiError | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,10 @@ from lockstep.generate.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from lockstep.generate.server.api_error import ApiError
 
 LARGEST = 2**31 - 1
+Item = TypeVar("Item")
+Strictly = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is refused at its first wrong item: a million of them would be a million errors."""
+Prompts = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 
@@ -62,10 +66,10 @@ class SamplingRequest(BaseModel):
     min_p: float | None = Field(None, ge=0, lt=1)
     n: int | None = Field(None, ge=1, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None, description="a string, or up to 16 strings, of 1 to 256 characters"
     )
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop_token_ids: Strictly[TokenId] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: Options | None = None
@@ -110,8 +114,8 @@ class SamplingRequest(BaseModel):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
-        description="a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    prompt: str | Prompts[str] | Strictly[int] | Prompts[Strictly[int]] = Field(
+        description="a string, a list of token ids, or up to 4096 strings or lists of token ids"
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=LARGEST)
@@ -135,7 +139,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(description="a string, or a list of parts of type text")
+    content: str | Strictly[TextPart] | None = Field(description="a string, or a list of parts of type text")
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -148,7 +152,7 @@ class Message(BaseModel):
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Strictly[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

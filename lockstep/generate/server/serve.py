@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -19,6 +20,7 @@ from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.api_error import shutting_down
 from lockstep.generate.server.app import create_app
+from lockstep.generate.server.connection import bounded_connections
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.weights import step_of
 from lockstep.observe import start_line
@@ -58,6 +60,9 @@ def serve(config: ServeConfig, folder: Path) -> int:
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)
+    # What is loaded by now is never garbage: looking through it would hold up every client for a tenth of a second.
+    gc.collect()
+    gc.freeze()
     server.run()
     return 0 if server.started else 1
 
@@ -84,7 +89,7 @@ class Server(uvicorn.Server):
                 create_app(service),
                 host=config.host,
                 port=config.port,
-                http="h11",
+                http=bounded_connections(config.client_seconds, config.max_connections),
                 ws="none",
                 access_log=False,
                 log_config=None,

@@ -94,6 +94,9 @@ class EventStream(Response):
             except ClientGone:
                 return
             except ApiError as error:
+                # First of all the sequences end: the client may not even read this.
+                await self._events.aclose()
+                await self._source.aclose()
                 await _send_part(send, server_sent_event(error.body()), more=True)
             await _send_part(send, "", more=False)
 

@@ -43,6 +43,7 @@ def _folder(service: Service, wanted: WeightsRequest) -> Path:
         folder = Path(wanted.path)
         try:
             folder = weights_folder(folder)
+            folder.is_dir()
         except (OSError, ValueError) as error:
             raise UserError(f"{wanted.path!r}: cannot be read ({error})") from error
     elif wanted.version is None:

@@ -47,6 +47,8 @@ def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, .
 def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     """The contents of a `config.json` as a ModelConfig. `where` names the file in errors, which are UserErrors."""
     architectures = values.get("architectures") or [""]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise UserError(f"{where}: architectures is {architectures!r:.100}; it must be a list with one name")
     known = {module.ARCHITECTURE: name for name, module in FAMILIES.items()}
     if architectures[0] not in known:
         raise UserError(
@@ -62,10 +64,16 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     missing = [key for key, field in _NAMES.items() if field in required and field not in fields]
     if missing:
         raise UserError(f"{where}: key {', '.join(missing)} is missing; this is not a complete model configuration")
+    for name, value in fields.items():
+        kinds = {"norm_eps": (int, float), "tie_embeddings": (bool,)}.get(name, (int,))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise UserError(f"{where}: {name} is {value!r:.100}, which is no {kinds[-1].__name__}")
     fields.setdefault("num_kv_heads", fields["num_heads"])
     fields.setdefault("head_dim", fields["dim"] // fields["num_heads"])
     fields.setdefault("tie_embeddings", False)
     eos = values.get("eos_token_id")
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):
+        raise UserError(f"{where}: eos_token_id is {eos!r:.100}; it must be a token id or a list of them")
     theta, scaling = _rope(values, where)
     return ModelConfig(
         family=family,
@@ -80,7 +88,9 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
 def _rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """transformers 5 writes `rope_parameters`; earlier ones `rope_theta` and `rope_scaling`."""
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta", values.get("rope_theta", 10000.0)))
+    if not isinstance(parameters, dict):
+        raise UserError(f"{where}: rope_parameters is {parameters!r:.100}; it must be a table")
+    theta = float(_number(parameters.get("rope_theta", values.get("rope_theta", 10000.0)), f"{where}: rope_theta"))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -89,7 +99,14 @@ def _rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in parameters]:
         raise UserError(f"{where}: rope type llama3 needs {', '.join(missing)}")
-    return theta, RopeScaling(*(parameters[key] for key in keys))
+    return theta, RopeScaling(*(_number(parameters[key], f"{where}: {key}") for key in keys))
+
+
+def _number(value: Any, where: str) -> Any:
+    """As it stands there. Raises UserError for what is no finite number above 0."""
+    if isinstance(value, (int, float)) and 0 < value < float("inf"):
+        return value
+    raise UserError(f"{where} is {value!r:.100}; it must be a number above 0")
 
 
 def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -75,14 +75,19 @@ def tile_map(starts: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr):
+    """A value that is not finite is written as a zero, and its key as NaN: see `write_pages_reference`."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
         d = tl.arange(0, BLOCK_D)
         page = ((slot // PAGE) * heads + head) * (DIM * PAGE)
         source = (row * heads + head) * DIM + d
-        tl.store(keys + page + d * PAGE + slot % PAGE, tl.load(k + source, mask=d < DIM), mask=d < DIM)
-        tl.store(values + page + (slot % PAGE) * DIM + d, tl.load(v + source, mask=d < DIM), mask=d < DIM)
+        key = tl.load(k + source, mask=d < DIM, other=0.0)
+        value = tl.load(v + source, mask=d < DIM, other=0.0)
+        broken = tl.sum(tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1), 0) > 0
+        key, value = tl.where(broken, float("nan"), key), tl.where(broken, 0.0, value)
+        tl.store(keys + page + d * PAGE + slot % PAGE, key, mask=d < DIM)
+        tl.store(values + page + (slot % PAGE) * DIM + d, value, mask=d < DIM)
 
 
 @kernel(varying=("sequences", "width"))
@@ -113,7 +118,7 @@ def _attend_kernel(
     attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     for start in range(0, length, BLOCK):
         key_index = start + tl.arange(0, BLOCK)
-        # Whole pages are read: what lies behind the sequence's end is finite, and masked below.
+        # Whole pages of keys are read: what lies behind the sequence's end is masked below.
         page = tl.load(
             table + sequence.to(tl.int64) * width + key_index // PAGE,
             mask=(key_index // PAGE) * PAGE < context, other=0,
@@ -129,11 +134,12 @@ def _attend_kernel(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        value = tl.load(values + base[:, None] + offset[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        held = (key_index < length)[:, None] & (d < DIM)[None, :]
+        value = tl.load(values + base[:, None] + offset[:, None] * DIM + d[None, :], mask=held, other=0.0)
         attended = attended * shrink[:, None]
         attended = tl.dot(weights.to(value.dtype), value, attended, input_precision="ieee")
         top = higher
-    used = total > 0
+    used = total != 0  # NaN too: a broken row must show
     total = tl.where(used, total, 1.0)
     result = tl.where(used[:, None], attended / total[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)

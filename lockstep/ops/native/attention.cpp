@@ -6,6 +6,15 @@
 #include "block_products.h"
 
 template <class T>
+static inline bool all_finite(const T* x, int64_t count) {
+    int broken = 0;
+    for (int64_t i = 0; i < count; i++) broken |= !(std::abs(wide(x[i])) < INFINITY);
+    return !broken;
+}
+
+// A value that is not finite is written as a zero, and its key as NaN: whoever sees the key gets NaN, and the weight of
+// zero of whoever does not meets a finite value.
+template <class T>
 static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pages, T* value_pages, int64_t tokens,
                         int64_t kv_heads, int64_t head_dim) {
 #pragma omp parallel for if (tokens * kv_heads * head_dim > 16384)
@@ -14,9 +23,15 @@ static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pag
         for (int64_t head = 0; head < kv_heads; head++) {
             const T* key = k + (token * kv_heads + head) * head_dim;
             T* page_start = key_pages + (page * kv_heads + head) * head_dim * PAGE;
-            for (int64_t d = 0; d < head_dim; d++) page_start[d * PAGE + offset] = key[d];
-            std::memcpy(value_pages + ((page * kv_heads + head) * PAGE + offset) * head_dim,
-                        v + (token * kv_heads + head) * head_dim, head_dim * sizeof(T));
+            const T* value = v + (token * kv_heads + head) * head_dim;
+            T* value_row = value_pages + ((page * kv_heads + head) * PAGE + offset) * head_dim;
+            if (all_finite(value, head_dim)) {
+                for (int64_t d = 0; d < head_dim; d++) page_start[d * PAGE + offset] = key[d];
+                std::memcpy(value_row, value, head_dim * sizeof(T));
+            } else {
+                for (int64_t d = 0; d < head_dim; d++) store_first(page_start + d * PAGE + offset, splat(NAN), 1);
+                std::memset((void*)value_row, 0, head_dim * sizeof(T));
+            }
         }
     }
 }

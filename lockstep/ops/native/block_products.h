@@ -62,12 +62,13 @@ struct KeyPairs {  // of the block's pages: vector v is page v
     }
 };
 
-struct ValuePairs {  // of one page, from column `first` on
+struct ValuePairs {  // of one page, from column `first` on; rows from `count` on count as zeros
     const bf16* first;
-    int64_t dim;
+    int64_t dim, count;
     __m512bh operator()(int64_t pair, int v) const {
+        static const bf16 zeros[LANES] = {};
         const bf16* row = first + 2 * pair * dim + v * LANES;
-        return interleaved(row, row + dim);
+        return interleaved(2 * pair < count ? row : zeros, 2 * pair + 1 < count ? row + dim : zeros);
     }
 };
 
@@ -102,7 +103,8 @@ struct BlockProducts<bf16> {
         for (int64_t p = 0; p < BLOCK / PAGE; p++)
             for (int64_t k = 0; k < PAGE / 2; k++)
                 for (int64_t v = 0; v < dim / LANES; v++)
-                    values[(p * PAGE / 2 + k) * (dim / LANES) + v] = (__m512i)ValuePairs{pages.values[p], dim}(k, v);
+                    values[(p * PAGE / 2 + k) * (dim / LANES) + v] =
+                        (__m512i)ValuePairs{pages.values[p], dim, pages.count - p * PAGE}(k, v);
         pair_product<false>(left, keys, BLOCK / PAGE, scores, BLOCK, rows, dim / 2, BLOCK);
     }
 
@@ -110,15 +112,16 @@ struct BlockProducts<bf16> {
         for (int64_t i = 0; i < rows * BLOCK; i += LANES) store(weights + i, load(exact + i));
         for (int64_t p = 0; p * PAGE < pages.count; p++) {
             int64_t n = 0;
-            for (; n + 4 * LANES <= dim; n += 4 * LANES) add_columns<4>(pages.values[p], p, n, rows, attended);
-            for (; n < dim; n += LANES) add_columns<1>(pages.values[p], p, n, rows, attended);
+            for (; n + 4 * LANES <= dim; n += 4 * LANES) add_columns<4>(pages, p, n, rows, attended);
+            for (; n < dim; n += LANES) add_columns<1>(pages, p, n, rows, attended);
         }
     }
 
     template <int VECTORS>
-    void add_columns(const bf16* page, int64_t p, int64_t n, int64_t rows, float* attended) {
+    void add_columns(const BlockPages<bf16>& pages, int64_t p, int64_t n, int64_t rows, float* attended) {
         const LeftPairs left = left_rows(weights + p * PAGE, BLOCK);
-        if (direct) return pair_rows<true, VECTORS>(left, ValuePairs{page + n, dim}, attended + n, dim, rows, PAGE / 2);
+        const ValuePairs value_pairs{pages.values[p] + n, dim, pages.count - p * PAGE};
+        if (direct) return pair_rows<true, VECTORS>(left, value_pairs, attended + n, dim, rows, PAGE / 2);
         const PackedPairs pairs{values + p * PAGE / 2 * (dim / LANES) + n / LANES, dim / LANES};
         pair_rows<true, VECTORS>(left, pairs, attended + n, dim, rows, PAGE / 2);
     }

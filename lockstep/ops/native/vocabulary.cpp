@@ -30,7 +30,12 @@ static Mass reduce(const T* logits, int64_t count, float inverse_temperature) {
         highest = maximum(highest, keep_first(load_first(logits + i, count - i) * inverse_temperature, count - i, lowest));
     Mass mass;
     mass.m = maximum(highest);
-    if (mass.m == lowest) return mass;
+    if (mass.m == lowest) {
+        int broken = 0;  // a maximum may lose a NaN
+        for (int64_t i = 0; i < count; i++) broken |= wide(logits[i]) != wide(logits[i]);
+        if (broken) mass.m = NAN;
+        return mass;
+    }
     f32x16 s = {}, t = {};
     for (int64_t i = 0; i < count; i += LANES) {
         f32x16 x = load_first(logits + i, count - i) * inverse_temperature;

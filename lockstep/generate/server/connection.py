@@ -1,0 +1,75 @@
+"""A client's connection: uvicorn's, with an end to every wait for the client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
+    """A protocol for uvicorn that closes a connection at once where the client
+
+    - has not sent a whole request, head and body, within `seconds` (0: no limit),
+    - has not read what was written for that long,
+    - is one more than `most`.
+
+    uvicorn itself bounds the head's size and the time between requests.
+    """
+
+    class BoundedConnection(H11Protocol):
+        _reading: asyncio.TimerHandle | None = None
+        _writing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            # Whatever the kernel does not take at once counts as unread: no answer piles up here.
+            transport.set_write_buffer_limits(high=0)
+            if len(self.connections) > most:
+                transport.abort()
+            else:
+                self._watch_reading()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._read_in_time()
+            self._written_in_time()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch_reading()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch_reading()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._writing = self._writing or self._abort_later()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._written_in_time()
+
+        def _watch_reading(self) -> None:
+            cycle: Any = self.cycle
+            if self.transport.is_closing() or (cycle and not cycle.more_body and not cycle.response_complete):
+                self._read_in_time()
+            else:
+                self._reading = self._reading or self._abort_later()
+
+        def _read_in_time(self) -> None:
+            if self._reading is not None:
+                self._reading.cancel()
+            self._reading = None
+
+        def _written_in_time(self) -> None:
+            if self._writing is not None:
+                self._writing.cancel()
+            self._writing = None
+
+        def _abort_later(self) -> asyncio.TimerHandle | None:
+            return self.loop.call_later(seconds, self.transport.abort) if seconds else None
+
+    return BoundedConnection

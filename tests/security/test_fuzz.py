@@ -1,0 +1,185 @@
+"""Damaged requests and files, by fixed seeds: a tenth of what `make test-security` tries."""
+
+import json
+import random
+import shutil
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lockstep import build_model, load_model, save_model
+from lockstep.config import EngineConfig
+from lockstep.data import load_tokenizer
+from lockstep.errors import UserError
+from lockstep.model import load_weights, preset
+from tests.server.conftest import running_server
+
+REQUESTS = [2_000, pytest.param(18_000, marks=pytest.mark.slow)]
+FILES = [200, pytest.param(1_800, marks=pytest.mark.slow)]
+
+BODIES = [
+    ("/v1/completions", {"prompt": "abc", "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}),
+    ("/v1/completions", {"prompt": [[1, 2], [3]], "max_tokens": 1, "n": 2, "stream": True, "logprobs": 3}),
+    ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "stop": ["x", "y"], "return_token_ids": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "top_k": 3}),
+    ("/admin/weights", {"path": "/nowhere", "version": 3}),
+    ("/health", {}),
+    ("/metrics", {}),
+    ("/v1/models/x", {}),
+]
+JUNK = [
+    None, True, -1, 0, 2**31, 2**63, -(2**64), 10**400, 1e-300, 1e308, "", "\0", "\ud800", "a" * 3000, [], {}, [[]],
+    [{}], [1, "x"], {"a": {"b": []}}, [-1], [2**40], [[1], ["x"]], "../../etc/passwd", "/dev/zero", "{{ 1/0 }}",
+]  # fmt: skip
+PIECES = [
+    b"\0",
+    b"\r\n",
+    b"\xff\xfe",
+    b"{",
+    b"}",
+    b"[" * 50,
+    b'"',
+    b"1e999",
+    b"\\ud800",
+    b"NaN",
+    b": ",
+    b"chunked",
+    b"-1",
+]
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """Some bytes changed, cut out, repeated or put in."""
+    for _ in range(draw.choice([1, 1, 2, 5])):
+        at, kind = draw.randrange(len(data) + 1), draw.randrange(5)
+        if kind == 0 and at < len(data):
+            data = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+        elif kind == 1:
+            data = data[:at] + data[at + draw.randint(1, 20) :]
+        elif kind == 2:
+            data = data[:at] + draw.choice(PIECES) + data[at:]
+        elif kind == 3:
+            data = data[:at] + data[max(0, at - 30) : at] * draw.randint(1, 5) + data[at:]
+        else:
+            data = data[: max(at, len(data) // 2)]
+    return data
+
+
+def request(seed: int) -> bytes:
+    draw = random.Random(seed)
+    path, body = draw.choice(BODIES)
+    body = dict(body)
+    for _ in range(draw.randint(0, 2)):
+        body[draw.choice(["prompt", "messages", "n", "seed", "stop", "top_k", "logprobs", *body])] = draw.choice(JUNK)
+    content = json.dumps(body).encode()
+    if draw.random() < 0.4:
+        content = damaged(content, draw)
+    method = "GET" if not body and draw.random() < 0.9 else "POST"
+    key = "Authorization: Bearer secret\r\n" if path.startswith("/admin") else ""
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}"
+        f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    ).encode()
+    return (damaged(head, draw) if draw.random() < 0.08 else head) + content
+
+
+def _ask(address: tuple[str, int], seed: int) -> tuple[bytes, float]:
+    began = time.monotonic()
+    answer = b""
+    with socket.create_connection(address) as connection:
+        connection.settimeout(30)
+        try:
+            connection.sendall(request(seed))
+            while part := connection.recv(65536):
+                answer += part
+        except ConnectionError:
+            pass
+    return answer, time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, bpe_tokenizer):
+    folder = tmp_path_factory.mktemp("small")
+    config = preset("qwen3:micro", bpe_tokenizer.vocab_size, (bpe_tokenizer.eos_id,))
+    shape = {"dim": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
+    save_model(build_model(type(config)(**{**vars(config), **shape, "max_positions": 64}), "float32", seed=1), folder)
+    bpe_tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return folder
+
+
+@pytest.mark.parametrize("count", REQUESTS)
+def test_no_request_breaks_the_server_or_holds_it_up(folder, count):
+    first = 0 if count == 2_000 else 2_000
+    engine = EngineConfig(max_tokens_per_step=256, max_sequences=32, cache_tokens=8192)
+    options = dict(engine=engine, admin_key="secret", client_seconds=0.5, max_prompt_tokens=40)
+    with running_server(folder, **options) as running:
+        address = running.server.servers[0].sockets[0].getsockname()
+        expected = running.complete(prompt="abc", max_tokens=5, seed=1).json()["choices"]
+        with ThreadPoolExecutor(16) as pool:
+            seeds = range(first, first + count)
+            answers = dict(zip(seeds, pool.map(lambda seed: _ask(address, seed), seeds)))
+        statuses = {seed: answer[9:12] for seed, (answer, _) in answers.items()}
+        assert not {seed: status for seed, status in statuses.items() if status[:1] == b"5"}
+        assert sum(status == b"200" for status in statuses.values()) > count // 10
+        assert max(seconds for _, seconds in answers.values()) < 20
+        running.wait_until(lambda: not running.service.limits.requests and running.all_pages_free())
+        assert running.complete(prompt="abc", max_tokens=5, seed=1).json()["choices"] == expected
+
+
+NAMES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+
+
+def _damage(folder, draw: random.Random) -> None:
+    name = draw.choice(NAMES)
+    path, kind = folder / name, draw.randrange(10)
+    if kind == 0:
+        path.unlink()
+    elif kind == 1:
+        shutil.copy(folder / draw.choice([n for n in NAMES if n != name]), path)
+    elif kind < 5 and name.endswith(".json"):
+        values = json.loads(path.read_text())
+        for _ in range(draw.randint(1, 3)):
+            inner = values
+            while isinstance(inner, dict) and inner:
+                key = draw.choice(list(inner))
+                if not isinstance(inner[key], dict) or draw.random() < 0.3:
+                    inner[key] = draw.choice([v for v in JUNK if v != "\ud800"])
+                    break
+                inner = inner[key]
+        path.write_text(json.dumps(values))
+    elif kind == 5:
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"model.norm.weight": draw.choice([5, "", "..", "../x", "a\0b", "config.json"])}})
+        )
+    else:
+        path.write_bytes(damaged(path.read_bytes(), draw))
+
+
+@pytest.mark.parametrize("count", FILES)
+def test_a_damaged_folder_is_refused_by_name_and_changes_nothing(folder, tmp_path, count):
+    model = load_model(folder)
+    (tmp_path / "whole").mkdir()
+    whole = shutil.copytree(folder, tmp_path / "whole", dirs_exist_ok=True)
+    (whole / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    refused = 0
+    for seed in range(0 if count == 200 else 200, 200 if count == 200 else 2_000):
+        target = shutil.copytree(whole, tmp_path / "damaged")
+        _damage(target, random.Random(seed))
+        began = time.monotonic()
+        before = [p.clone() for p in model.parameters()]
+        for use in (load_model, load_tokenizer, lambda path: load_weights(model, path)):
+            try:
+                use(target)
+            except UserError as error:
+                refused += 1
+                assert str(error), seed
+                changed = not all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+                assert not changed or use is load_tokenizer, seed
+        assert time.monotonic() - began < 10, seed
+        shutil.rmtree(target)
+    assert refused > count // 3
