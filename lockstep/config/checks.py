@@ -17,9 +17,11 @@ from lockstep.errors import UserError, closest
 
 def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
     """Refuses impossible values, naming the field and what to change. Raises UserError."""
-    # Each field by itself first: what follows compares them.
     problems = list(bound_problems(config))
-    problems += [] if problems else _serve_problems(config) if isinstance(config, ServeConfig) else _problems(config)
+    if isinstance(config, ServeConfig):
+        problems += _serve_problems(config)
+    elif not problems:  # what follows compares fields that are right by themselves
+        problems += _problems(config)
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
 
