@@ -161,7 +161,7 @@ def test_mangled_bytes_in_a_body(server):
         (b'{"prompt": [1, 99999999999999999999999999]}', None),
         (b'{"prompt": "' + b"word " * 5000 + b'"}', "prompt"),
         (b'{"prompt": "x", "max_tokens": 600}', None),
-        (b'{"prompt": "x", "user": ' + b"[" * 50000 + b"]" * 50000 + b"}", None),
+        (b'{"prompt": "x", "user": ' + b"[" * 30000 + b"]" * 30000 + b"}", None),
         (b'{"prompt": "x", "' + b"k" * 3000 + b'": 1}', "k" * 64),
     ],
 )
