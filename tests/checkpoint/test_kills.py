@@ -44,7 +44,7 @@ def _start(ranks, config):
         port = free.getsockname()[1]
     results = CONTEXT.Queue()
     processes = [
-        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, pretrain, (config,)), daemon=True)
+        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, "", pretrain, (config,)), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
