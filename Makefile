@@ -18,11 +18,14 @@ demo: $(VENV)/.installed
 demo-picture: $(VENV)/.installed
 	$(VENV)/bin/python -c "from pathlib import Path; from lockstep.observe import curves_png; curves_png(Path('run'), Path('docs/demo.png'))"
 
+# A process for each core, eight at most, of one thread each.
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/.installed
-	$(RUN) pytest
+	$(RUN) pytest $(PARALLEL) --durations 15
 
 test-slow: $(VENV)/.installed
-	$(RUN) pytest -m slow
+	$(RUN) pytest $(PARALLEL) -m slow
 
 # 20,000 damaged requests and 2,000 damaged folders, by fixed seeds; `make test` has a tenth of them.
 test-security: $(VENV)/.installed

@@ -14,12 +14,12 @@ from lockstep.model import ModelConfig
 
 @dataclass
 class Ceilings:
-    """bfloat16."""
-
     products: float
     """Multiplications and additions a second of a large matrix product."""
     streaming: float
     """Bytes a second of weights that a product of one row reads from memory."""
+    itemsize: int
+    """Bytes of a weight and of a cached value."""
 
     def seconds(self, config: ModelConfig, prompts: int, length: int, new: int, samples: int, shared: bool) -> float:
         """The least time for sampling: every weight's product, or its reading where that takes longer; keys and values.
@@ -30,21 +30,29 @@ class Ceilings:
         layers = config.num_parameters - head * (1 if config.tie_embeddings else 2)
         sequences = prompts * samples
         prefill = 2 * layers * length * (prompts if shared else sequences) / self.products
-        step = max(2 * (layers + head) * sequences / self.products, 2 * (layers + head) / self.streaming)
-        cached = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * sequences * (length + new / 2)
+        step = max(2 * (layers + head) * sequences / self.products, self.itemsize * (layers + head) / self.streaming)
+        cached = (
+            2
+            * self.itemsize
+            * config.num_layers
+            * config.num_kv_heads
+            * config.head_dim
+            * sequences
+            * (length + new / 2)
+        )
         return prefill + new * (step + cached / self.streaming)
 
 
-def measure() -> Ceilings:
+def measure(dtype: torch.dtype = torch.bfloat16) -> Ceilings:
     """Takes some seconds."""
     with torch.inference_mode():
-        square = torch.randn(2048, 2048).bfloat16()
+        square = torch.randn(2048, 2048).to(dtype)
         # The faster of the library and our own: without bfloat16 instructions that is ours by far.
         products = 2 * 2048**3 / min(_best(lambda: ops.linear(square, square)), _best(lambda: square @ square, 2))
-        weights = [torch.randn(4096, 4096).bfloat16() for _ in range(12)]
-        row = torch.randn(1, 4096).bfloat16()
+        weights = [torch.randn(4096, 4096).to(dtype) for _ in range(12)]
+        row = torch.randn(1, 4096).to(dtype)
         streaming = sum(w.nbytes for w in weights) / _best(lambda: [ops.linear(row, w) for w in weights])
-    return Ceilings(products, streaming)
+    return Ceilings(products, streaming, dtype.itemsize)
 
 
 def _best(work: Callable[[], object], rounds: int = 10) -> float:

@@ -1,6 +1,6 @@
-"""Sampling with log-probabilities against vLLM and transformers: the same weights, prompts and lengths, bfloat16.
+"""Sampling with log-probabilities against vLLM and transformers: the same weights, prompts, lengths and dtype.
 
-Run: python benchmarks/generation.py [--work batch|small|one|shared|start] (default: all; about half an hour)
+Run: python benchmarks/generation.py [--work batch|small|one|shared|start] [--dtype float32] (all: half an hour)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def vllm_side(folder: str, work: Work) -> dict[str, float]:
     from vllm import LLM, SamplingParams
 
     model = LLM(
-        model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048, enable_prefix_caching=work.share,
+        model=folder, skip_tokenizer_init=True, dtype="auto", max_model_len=2048, enable_prefix_caching=work.share,
         max_num_seqs=max(64, work.prompts * work.samples), disable_log_stats=True,
     )  # fmt: skip
 
@@ -106,7 +106,7 @@ def transformers_side(folder: str, work: Work) -> dict[str, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     options = dict(
         max_new_tokens=work.new, min_new_tokens=work.new, do_sample=True, top_k=0, output_logits=True,
         return_dict_in_generate=True, pad_token_id=0,
@@ -130,19 +130,22 @@ def run_side(side: str, folder: str, work: Work) -> dict[str, float]:
     return lockstep_side(folder, work, share=work.share and side == "lockstep")
 
 
-def report(name: str, folder: str) -> None:
+def report(name: str, folder: str, dtype: str) -> None:
+    import torch
     from ceilings import measure
     from peers import best_of
 
     from lockstep.model import preset
 
     work = WORKS[name]
-    ceilings = measure()
+    ceilings = measure(getattr(torch, dtype))
     best = best_of(__file__, ["--folder", folder, "--work", name], ["lockstep", *work.peers], work.rounds)
     ours = best["lockstep"]["seconds"]
     config = preset(work.preset, work.vocab)
     least = ceilings.seconds(config, work.prompts, work.length, work.new, work.samples, work.share)
-    print(f"\n{name}: {work} ({len(os.sched_getaffinity(0))} cores, best of {work.rounds} processes x {REPEATS})")
+    print(
+        f"\n{name}: {work}, {dtype} ({len(os.sched_getaffinity(0))} cores, best of {work.rounds} processes x {REPEATS})"
+    )
     for side, result in best.items():
         rate = work.prompts * work.samples * work.new / result["seconds"]
         start = f"  first token after {result['start']:.1f} s" if "start" in result else ""
@@ -171,6 +174,7 @@ def report_start(folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", choices=[*WORKS, "start"])
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--side")
     parser.add_argument("--folder")
     options = parser.parse_args()
@@ -184,11 +188,11 @@ def main() -> None:
     for name in chosen:
         work = WORKS.get(name, WORKS["one"])
         with tempfile.TemporaryDirectory() as folder:
-            save_model(build_model(preset(work.preset, work.vocab), dtype="bfloat16"), folder)
+            save_model(build_model(preset(work.preset, work.vocab), dtype=options.dtype), folder)
             if name == "start":
                 report_start(folder)
             else:
-                report(name, folder)
+                report(name, folder, options.dtype)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training at 110M parameters, bfloat16, against transformers on the same machine.
+"""Training at 110M parameters against transformers on the same machine.
 
     step      our training step against a transformers model in a plain loop, 4 x 512 tokens
     run       a whole run on real text, `lockstep pretrain` against transformers' Trainer: importing the library,
@@ -6,8 +6,8 @@
     ranks     two FSDP ranks of one thread each against one process of two threads
     overhead  the share of a run's step that is not forward, backward or optimizer
 
-Ours keeps float32 master weights; the peers' AdamW works on the bfloat16 weights.
-Run: python benchmarks/training.py [--work step]
+In bfloat16 ours keeps float32 master weights; the peers' AdamW works on the bfloat16 weights.
+Run: python benchmarks/training.py [--work step] [--dtype float32] [--rows 4]
 """
 
 from __future__ import annotations
@@ -22,35 +22,48 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-ROWS, LENGTH, VOCAB, STEPS = 4, 512, 32000, 3
+LENGTH, VOCAB, STEPS = 512, 32000, 3
 RUN_STEPS, RUN_FILES = 20, 40
 
 
-def tokens() -> list[list[int]]:
+@dataclass(frozen=True)
+class Work:
+    """What every side is given: a folder with the model and the text, and how it trains."""
+
+    folder: str
+    dtype: str
+    rows: int
+
+    def arguments(self) -> list[str]:
+        return ["--folder", self.folder, "--dtype", self.dtype, "--rows", str(self.rows)]
+
+
+def tokens(rows: int) -> list[list[int]]:
     draw = random.Random(0)
-    return [[draw.randrange(VOCAB) for _ in range(LENGTH)] for _ in range(ROWS)]
+    return [[draw.randrange(VOCAB) for _ in range(LENGTH)] for _ in range(rows)]
 
 
-def lockstep_step(folder: str) -> Callable[[], object]:
+def lockstep_step(work: Work) -> Callable[[], object]:
     from lockstep import load_model
     from lockstep.config import TrainConfig
     from lockstep.train import Trainer, pack
     from lockstep.train.pretrain import NextTokenLoss
 
-    trainer = Trainer(load_model(folder), TrainConfig(learning_rate=1e-4), 100)
-    return lambda: trainer.step([pack(tokens())], NextTokenLoss(ROWS * (LENGTH - 1)))
+    trainer = Trainer(load_model(work.folder), TrainConfig(learning_rate=1e-4), 100)
+    return lambda: trainer.step([pack(tokens(work.rows))], NextTokenLoss(work.rows * (LENGTH - 1)))
 
 
-def transformers_step(folder: str) -> Callable[[], object]:
+def transformers_step(work: Work) -> Callable[[], object]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
+    model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=getattr(torch, work.dtype)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    row = torch.tensor(tokens())
+    row = torch.tensor(tokens(work.rows))
 
     def step() -> None:
         model(input_ids=row, labels=row).loss.backward()
@@ -61,7 +74,7 @@ def transformers_step(folder: str) -> Callable[[], object]:
     return step
 
 
-def rank_step(folder: str) -> Callable[[], object]:
+def rank_step(work: Work) -> Callable[[], object]:
     """One of two FSDP ranks, with half of the sequences."""
     import torch
 
@@ -73,11 +86,12 @@ def rank_step(folder: str) -> Callable[[], object]:
 
     parallel = ParallelConfig()
     world = open_world(parallel, "cpu")
-    fill = partial(load_weights, path=folder)
-    model = parallel_model(read_config(Path(folder)), torch.bfloat16, world, parallel, CompileConfig(), fill)
+    fill = partial(load_weights, path=work.folder)
+    dtype = getattr(torch, work.dtype)
+    model = parallel_model(read_config(Path(work.folder)), dtype, world, parallel, CompileConfig(), fill)
     trainer = Trainer(model, TrainConfig(learning_rate=1e-4), 100, world)
-    share = tokens()[world.data_rank :: world.data_size]
-    return lambda: trainer.step([pack(share)], NextTokenLoss(ROWS * (LENGTH - 1)))
+    share = tokens(work.rows)[world.data_rank :: world.data_size]
+    return lambda: trainer.step([pack(share)], NextTokenLoss(work.rows * (LENGTH - 1)))
 
 
 def median_seconds(step: Callable[[], object]) -> float:
@@ -90,33 +104,35 @@ def median_seconds(step: Callable[[], object]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def lockstep_run(folder: str) -> float:
+def lockstep_run(work: Work) -> float:
     began = time.perf_counter()
     from lockstep.config import DataConfig, PretrainConfig, TrainConfig
     from lockstep.train.pretrain import pretrain
 
     config = PretrainConfig(
-        output=f"{folder}/run", model=folder, data=f"{folder}/text", steps=RUN_STEPS, tokens_per_step=ROWS * LENGTH,
+        output=f"{work.folder}/run", model=work.folder, data=f"{work.folder}/text", steps=RUN_STEPS,
+        tokens_per_step=work.rows * LENGTH,
         sequence_length=LENGTH, train=TrainConfig(learning_rate=1e-4), loader=DataConfig(separate_documents=False),
-        overwrite=Path(f"{folder}/run").is_dir(),
+        overwrite=Path(f"{work.folder}/run").is_dir(),
     )  # fmt: skip
     pretrain(config)
     return time.perf_counter() - began
 
 
-def transformers_run(folder: str) -> float:
+def transformers_run(work: Work) -> float:
     began = time.perf_counter()
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{work.folder}/tokenizer.json")
+    model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=getattr(torch, work.dtype))
     arguments = TrainingArguments(
-        output_dir=f"{folder}/peer", max_steps=RUN_STEPS, per_device_train_batch_size=ROWS, learning_rate=1e-4,
-        use_cpu=True, report_to=[], save_strategy="steps", save_steps=RUN_STEPS, logging_steps=1, disable_tqdm=True,
+        output_dir=f"{work.folder}/peer", max_steps=RUN_STEPS, per_device_train_batch_size=work.rows,
+        learning_rate=1e-4, use_cpu=True, report_to=[], save_strategy="steps", save_steps=RUN_STEPS, logging_steps=1,
+        disable_tqdm=True,
     )  # fmt: skip
-    texts = Dataset.from_dict({"text": [p.read_text() for p in sorted(Path(f"{folder}/text").iterdir())]})
+    texts = Dataset.from_dict({"text": [p.read_text() for p in sorted(Path(f"{work.folder}/text").iterdir())]})
 
     def rows(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         ids = [i for text in tokenizer(batch["text"])["input_ids"] for i in text]
@@ -128,55 +144,56 @@ def transformers_run(folder: str) -> float:
     return time.perf_counter() - began
 
 
-SIDES: dict[tuple[str, str], Callable[[str], float]] = {
-    ("step", "lockstep"): lambda folder: median_seconds(lockstep_step(folder)),
-    ("step", "transformers"): lambda folder: median_seconds(transformers_step(folder)),
+SIDES: dict[tuple[str, str], Callable[[Work], float]] = {
+    ("step", "lockstep"): lambda work: median_seconds(lockstep_step(work)),
+    ("step", "transformers"): lambda work: median_seconds(transformers_step(work)),
     ("run", "lockstep"): lockstep_run,
     ("run", "transformers"): transformers_run,
-    ("ranks", "one"): lambda folder: median_seconds(lockstep_step(folder)),
-    ("ranks", "two"): lambda folder: median_seconds(rank_step(folder)),
+    ("ranks", "one"): lambda work: median_seconds(lockstep_step(work)),
+    ("ranks", "two"): lambda work: median_seconds(rank_step(work)),
 }
 
 
-def prepare(folder: str) -> None:
+def prepare(work: Work) -> None:
     """The model, and text with a tokenizer of its own, that all sides read."""
     from lockstep import build_model, save_model
     from lockstep.data import train_bpe
     from lockstep.model import preset
 
-    save_model(build_model(preset("qwen3:small", VOCAB), dtype="bfloat16"), folder)
+    save_model(build_model(preset("qwen3:small", VOCAB), dtype=work.dtype), work.folder)
     library = Path(sysconfig.get_paths()["stdlib"])
     texts = {p.name: p.read_text() for p in sorted(library.glob("*.py"))[:RUN_FILES]}
-    (Path(folder) / "text").mkdir()
+    (Path(work.folder) / "text").mkdir()
     for name, text in texts.items():
-        (Path(folder) / "text" / f"{name}.txt").write_text(text)
-    train_bpe(texts.values(), 8192).save(Path(folder))
+        (Path(work.folder) / "text" / f"{name}.txt").write_text(text)
+    train_bpe(texts.values(), 8192).save(Path(work.folder))
 
 
-def step_work(folder: str) -> None:
+def step_work(work: Work) -> None:
+    import torch
     from ceilings import measure
     from peers import compare
 
     from lockstep.model import preset
 
-    work = f"training step: 110M Qwen3, bfloat16, {ROWS} x {LENGTH} tokens"
-    arguments = ["--work", "step", "--folder", folder]
-    seconds = compare(__file__, arguments, work, ROWS * LENGTH, "tokens/s", "transformers")
-    products = measure().products
-    used = 6 * preset("qwen3:small", VOCAB).num_parameters * ROWS * LENGTH / seconds
+    name = f"training step: 110M Qwen3, {work.dtype}, {work.rows} x {LENGTH} tokens"
+    units = work.rows * LENGTH
+    seconds = compare(__file__, ["--work", "step", *work.arguments()], name, units, "tokens/s", "transformers")
+    products = measure(getattr(torch, work.dtype)).products
+    used = 6 * preset("qwen3:small", VOCAB).num_parameters * units / seconds
     print(f"  {used / 1e9:.0f} GF/s: {used / products:.0%} of the {products / 1e9:.0f} GF/s of a matrix product")
 
 
-def run_work(folder: str) -> None:
+def run_work(work: Work) -> None:
     from peers import compare
 
-    work = f"a run of {RUN_STEPS} steps on the standard library's text"
-    units = RUN_STEPS * ROWS * LENGTH
-    compare(__file__, ["--work", "run", "--folder", folder], work, units, "tokens/s", "transformers", rounds=2)
+    name = f"a run of {RUN_STEPS} steps on the standard library's text, {work.dtype}"
+    units = RUN_STEPS * work.rows * LENGTH
+    compare(__file__, ["--work", "run", *work.arguments()], name, units, "tokens/s", "transformers", rounds=2)
 
 
-def ranks_work(folder: str) -> None:
-    arguments = [__file__, "--work", "ranks", "--folder", folder]
+def ranks_work(work: Work) -> None:
+    arguments = [__file__, "--work", "ranks", *work.arguments()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     commands = {"one": [sys.executable, *arguments, "--side", "one"], "two": [*torchrun, *arguments, "--side", "two"]}
     best: dict[str, float] = {}
@@ -190,11 +207,11 @@ def ranks_work(folder: str) -> None:
     print(f"  speed of the ranks    {best['one'] / best['two']:7.2f} of the one process")
 
 
-def overhead_work(folder: str) -> None:
+def overhead_work(work: Work) -> None:
     from lockstep.observe import read_metrics
 
-    lockstep_run(folder)
-    lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")[1:]
+    lockstep_run(work)
+    lines = read_metrics(Path(work.folder) / "run" / "metrics.jsonl")[1:]
     # From one step's line to the next: all that the loop does, checkpoints aside, for there is one at the end only.
     whole = lines[-1]["time"] - lines[0]["time"]
     inside = sum(m[f"time/{phase}"] for m in lines[1:] for phase in ("forward", "backward", "optimizer"))
@@ -209,17 +226,21 @@ WORKS = {"step": step_work, "run": run_work, "ranks": ranks_work, "overhead": ov
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=WORKS, default="")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rows", type=int, default=4, help=f"sequences of {LENGTH} tokens a step")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps({"seconds": SIDES[options.work, options.side](options.folder)}))
+        work = Work(options.folder, options.dtype, options.rows)
+        print(json.dumps({"seconds": SIDES[options.work, options.side](work)}))
         return
     with tempfile.TemporaryDirectory() as folder:
-        prepare(folder)
-        for name, work in WORKS.items():
+        work = Work(folder, options.dtype, options.rows)
+        prepare(work)
+        for name, measure_work in WORKS.items():
             if options.work in ("", name):
-                work(folder)
+                measure_work(work)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """Turns on the checking of shapes and types in every annotated function, and makes small real models and tokenizers."""
 
 import inspect
+import os
 import sysconfig
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported, and for all processes that tests start: the workers fill the cores already.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jaxtyping
 import pytest

@@ -96,11 +96,11 @@ class Engine:
                 ids.append(self.add(prompt, param))
                 groups.append(self._requests[ids[-1]])
                 self._inboxes[ids[-1]] = deque(maxlen=1)  # the last event says how it ended
-            while any(i in self._requests for i in ids):
+            unfinished = dict(zip(ids, range(len(ids))))
+            while unfinished:
                 self._step()
-                for position, request_id in enumerate(ids):
-                    for event in self._inboxes[request_id]:
-                        _raise_broken(event, f"prompt {position}")
+                for request_id in [i for i in unfinished if i not in self._requests]:
+                    _raise_broken(self._inboxes[request_id][-1], f"prompt {unfinished.pop(request_id)}")
         finally:
             for request_id in ids:
                 self.abort(request_id)

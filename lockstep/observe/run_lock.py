@@ -23,6 +23,9 @@ def locked(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK
     descriptor = _lock(path)
+    if descriptor is None:
+        yield
+        return
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -32,7 +35,8 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path) -> int | None:
+    """The descriptor that holds the lock; None where the file system has no locks."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -47,6 +51,8 @@ def _lock(path: Path) -> int:
         except OSError as error:
             # Network file systems may not know how.
             log.warning("%s: cannot be locked (%s); make sure that no other run writes to it", path.parent, error)
+            os.close(descriptor)
+            return None
         # Whoever held it may have removed the file between the two calls.
         if path.is_file() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor

@@ -1,14 +1,11 @@
 """Whatever is sent: an answer in OpenAI's shape, never a 5xx, no page lost, and the engine goes on."""
 
-import asyncio
-import contextlib
 import dataclasses
 import json
 import random
 import shutil
 import socket
 import threading
-import time
 
 import pytest
 import torch
@@ -231,50 +228,47 @@ HEAVY = [
 
 
 @pytest.mark.parametrize(("kind", "data"), HEAVY)
-def test_a_body_of_many_values_is_refused_before_it_costs_the_others_anything(kind, data):
-    began = time.thread_time()
-    with contextlib.suppress(ApiError):
-        body = parse_body(data, kind)
-        body.check_fields()
-        raise AssertionError("accepted")
-    assert time.thread_time() - began < 0.4  # of this thread alone; 8 s before
+def test_a_body_of_many_values_is_refused_at_its_first_errors(kind, data):
+    with pytest.raises(ApiError) as refused:
+        parse_body(data, kind).check_fields()
+    # Where the body was looked into at all: a million errors took 8 s and 2.2 GiB.
+    found = refused.value.__context__
+    assert found is None or found.error_count() <= 8
 
 
-def test_health_answers_while_long_texts_are_read(server):
-    stop, waits, spent = threading.Event(), [], []
+def test_health_answers_while_long_texts_are_rendered_and_tokenized(server, monkeypatch):
+    service, held = server.server._service, []
 
-    async def beat():
-        while not stop.is_set():
-            before = time.thread_time()
-            await asyncio.sleep(0.005)
-            spent.append(time.thread_time() - before)
+    def until_health_has_answered(work):
+        def call(values):
+            with server.http() as client:
+                held.append(client.get("/health").status_code)
+            return work(values)
 
-    def poll():
-        with server.http() as client:
-            while not stop.is_set():
-                began = time.monotonic()
-                assert client.get("/health").status_code == 200
-                waits.append(time.monotonic() - began)
+        return call
 
-    poller = threading.Thread(target=poll)
-    poller.start()
-    asyncio.run_coroutine_threadsafe(beat(), server.server._event_loop)
-    try:
-        with server.http() as client:
-            long = "ab" * 700_000
-            for path, body in (
-                ("/v1/completions", {"prompt": long}),
-                ("/v1/completions", {"prompt": ["a " * 3000] * 60}),
-                ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
-                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 5000}),
-            ):
-                answer = client.post(path, json=body)
-                assert answer.status_code == 400, body
-    finally:
-        stop.set()
-        poller.join()
-    # What the event loop's thread itself is busy with at a time: other processes do not count.
-    assert len(waits) > 5 and max(waits) < 6 and max(spent) < 0.2, (max(waits), max(spent))
+    monkeypatch.setattr(service.template, "render", until_health_has_answered(service.template.render))
+    monkeypatch.setattr(service.tokenizer, "encode_batch", until_health_has_answered(service.tokenizer.encode_batch))
+    messages = [{"role": "user", "content": "a"}] * 2000
+    assert server.complete(prompt="a " * 3000).status_code == 400
+    assert server.complete(prompt=["a " * 3000] * 3).status_code == 400
+    with server.http() as client:
+        assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
+    assert len(held) >= 4 and set(held) == {200}
+
+
+def test_a_text_that_is_too_long_in_any_case_costs_no_work(server, monkeypatch):
+    def fail(*_):
+        raise AssertionError("work was done")
+
+    service, long = server.server._service, "ab" * 700_000
+    for name in ("encode", "encode_batch"):
+        monkeypatch.setattr(service.tokenizer, name, fail)
+    monkeypatch.setattr(service.template, "render", fail)
+    assert server.complete(prompt=long).status_code == 400
+    with server.http() as client:
+        body = {"messages": [{"role": "user", "content": long}]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 400
 
 
 class Panic(BaseException):

@@ -7,6 +7,8 @@ import gc
 import logging
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -46,12 +48,6 @@ def build_service(config: ServeConfig, folder: Path) -> Service:
 def serve(config: ServeConfig, folder: Path) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    access = logging.StreamHandler(sys.stdout)
-    access.setFormatter(logging.Formatter("%(message)s"))
-    access_logger = logging.getLogger("lockstep.access")
-    access_logger.addHandler(access)
-    access_logger.setLevel(logging.INFO)
-    access_logger.propagate = False
     _require_address(config.host, config.port)
     service = build_service(config, folder)
     model = service.engine.model
@@ -63,8 +59,23 @@ def serve(config: ServeConfig, folder: Path) -> int:
     # What is loaded by now is never garbage: looking through it would hold up every client for a tenth of a second.
     gc.collect()
     gc.freeze()
-    server.run()
+    with _access_lines():
+        server.run()
     return 0 if server.started else 1
+
+
+@contextmanager
+def _access_lines() -> Iterator[None]:
+    """Meanwhile every request is a line of JSON on stdout."""
+    lines, access = logging.StreamHandler(sys.stdout), logging.getLogger("lockstep.access")
+    lines.setFormatter(logging.Formatter("%(message)s"))
+    access.addHandler(lines)
+    access.setLevel(logging.INFO)
+    access.propagate = False
+    try:
+        yield
+    finally:
+        access.removeHandler(lines)
 
 
 def _require_address(host: str, port: int) -> None:

@@ -102,16 +102,17 @@ static inline f32x16 splat(float x) {
     return v;
 }
 
+// Part by part: GCC copies the whole through memory, in pieces of 16 bytes, and then waits for it.
 template <class T>
 static inline Lanes<T> load(const T* p) {
     Lanes<T> v;
-    std::memcpy(&v, p, sizeof v);
+    for (int i = 0; i < PARTS; i++) std::memcpy(&v.parts[i], p + i * WIDTH, sizeof v.parts[i]);
     return v;
 }
 
 template <class T>
 static inline void store(T* p, Lanes<T> v) {
-    std::memcpy(p, &v, sizeof v);
+    for (int i = 0; i < PARTS; i++) std::memcpy(p + i * WIDTH, &v.parts[i], sizeof v.parts[i]);
 }
 
 #define LANEWISE(OPERATOR)                                                        \
@@ -242,7 +243,7 @@ static inline f32x16 keep_first(f32x16 v, int64_t count, float filler) {
 
 // e^x within about one unit in the last place: x = k ln 2 + r, a polynomial in r (Cephes), 2^k by the exponent bits.
 // Below -87 the result is exactly 0, so a masked score of -inf weighs nothing; e^0 is exactly 1.
-static inline f32x16 exp(f32x16 x) {
+__attribute__((always_inline)) static inline f32x16 exp(f32x16 x) {
     const f32x16 low = splat(-87.f), high = splat(88.f);
     f32x16 clamped = where_less(x, low, low, x);
     clamped = where_less(high, clamped, high, clamped);
