@@ -1,12 +1,18 @@
 """Ready runs: what they are made of, and settings from files over them."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 from lockstep.cli import main
 from lockstep.config import PretrainConfig, RLConfig, from_toml, validate
 from lockstep.errors import UserError
 from lockstep.model import PRESETS, preset
-from lockstep.recipes import RECIPES, recipe
+from lockstep.recipes import FROM_SCRATCH, RECIPES, recipe
+from lockstep.train.dry_run import dry_run
+from lockstep.train.pretrain import NextTokenLoss, foresee
+from tests.parallel.launch import launch
 
 # What the models' own pages state, in billions.
 PARAMETERS = {
@@ -29,6 +35,46 @@ def test_a_recipe_is_valid_and_its_model_exists(command, name):
         config.model = config.model or "DIR"
     config.data = config.data or "DATA"
     validate(config)
+
+
+def _rehearse(name, ranks, whole):
+    """GiB of a rank; with as few layers as the layout takes unless `whole`."""
+    config = FROM_SCRATCH[name]()
+    config.dry_run, config.device = ranks, "cuda"
+    if whole:
+        return sum(foresee(config).memory.values()) / 2**30
+    shape = preset(config.model)
+    # Two layers of a stage are enough to meet every operator and message.
+    shape = dataclasses.replace(shape, num_layers=2 * config.parallel.pipeline)
+    found = dry_run(config, shape, ranks, NextTokenLoss(config.train.tokens_per_microbatch))
+    return sum(found.memory.values()) / 2**30
+
+
+NEEDS = {"llama3_405b": 64}
+"""GPUs that a layout takes, where 8 are too few."""
+
+
+@pytest.mark.parametrize("name", FROM_SCRATCH)
+def test_a_recipes_layout_is_valid_on_8_64_and_512_ranks(name):
+    least = NEEDS.get(name, 8)
+    if least > 8:
+        with pytest.raises(AssertionError, match=f"= {least} ranks, but 8 run"):
+            launch(1, _rehearse, name, 8, False)
+    for ranks in (r for r in (8, 64, 512) if r >= least):
+        assert launch(1, _rehearse, name, ranks, False)[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FROM_SCRATCH)
+def test_the_table_of_memory_in_the_documentation_is_what_dry_runs_say(name):
+    """Also that 512 GPUs of 80 GiB are enough for each."""
+    page = Path("docs/cluster.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    for ranks, cell in zip((8, 64, 512), line.split("|")[2:5]):
+        if ranks >= NEEDS.get(name, 8):
+            gib = launch(1, _rehearse, name, ranks, True, seconds=600)[0]
+            assert cell.strip() == f"{gib:.1f}"
+    assert gib < 80
 
 
 @pytest.mark.parametrize("command", RECIPES)

@@ -73,7 +73,7 @@ static void rotary(const T* x, const float* cosines, const float* sines, T* out,
         }
 }
 
-static inline f32x16 sigmoid(f32x16 x) { return 1.f / (1.f + exp(-x)); }
+__attribute__((always_inline)) static inline f32x16 sigmoid(f32x16 x) { return 1.f / (1.f + exp(-x)); }
 
 template <class T>
 static void silu_mul(const T* gate, const T* up, T* out, int64_t rows, int64_t dim) {
