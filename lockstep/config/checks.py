@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
@@ -40,6 +41,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             )
     if config.resume and config.overwrite:
         yield "resume and overwrite exclude each other; give one"
+    if config.overwrite:
+        yield from _overwritten(config)
     if isinstance(config, PretrainConfig) and config.parallel.tensor > 1:
         # Rows are padded to ROW_MULTIPLE, so of degrees that divide it any length will do.
         multiple = math.lcm(config.parallel.tensor, ROW_MULTIPLE)
@@ -60,6 +63,17 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield "data is empty; give conversations with --data FILE"
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
+
+
+def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    """What a run would read from the folder that it empties first."""
+    output = Path(config.output).resolve()
+    for name in ("model", "tokenizer", "data", "validation_data", "template", "environment"):
+        value = str(getattr(config, name, ""))
+        for part in value.split(","):
+            path = Path(part.rpartition("=")[0] or part.partition(":")[0] or part)
+            if part and path.exists() and path.resolve().is_relative_to(output):
+                yield f"{name} {value} is in {config.output}, which --overwrite would empty; give another --output"
 
 
 def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:

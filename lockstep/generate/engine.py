@@ -76,6 +76,8 @@ class Engine:
         self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._unowned: list[TokenEvent] = []
         self._next_id = 0
+        self._under_way = False
+        """A step has begun and not ended: where none runs, an interrupt ended it anywhere."""
 
     def generate(
         self, prompts: ListLike[list[int]], params: SamplingParams | ListLike[SamplingParams]
@@ -156,7 +158,7 @@ class Engine:
         unfinished = [s for s in self._requests.pop(request_id, []) if s.finish_reason is None]
         for sequence in unfinished:
             sequence.finish_reason = "abort"
-        if unfinished:
+        if unfinished and not self._under_way:
             self.scheduler.remove(unfinished)
 
     @property
@@ -167,7 +169,7 @@ class Engine:
         """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""
         self.weights_version = version
         self._weights.forget()
-        self.scheduler.restart()
+        self._start_over()
 
     def step(self) -> list[TokenEvent]:
         """One forward pass over this step's tokens; an event for each token it sampled.
@@ -181,19 +183,25 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> None:
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return
+        if self._under_way:
+            self._start_over()
+        self._under_way = True
         try:
-            with self._weights.in_use():
-                samples = self._compute(chunks)
+            if chunks := self.scheduler.schedule():
+                with self._weights.in_use():
+                    samples = self._compute(chunks)
+                self._count(chunks)
+                for event in self._events(samples):
+                    self._inboxes.get(event.request_id, self._unowned).append(event)
         except BaseException:
             # Pages that this step was to fill are known already, but hold nothing.
-            self.scheduler.restart()
+            self._start_over()
             raise
-        self._count(chunks)
-        for event in self._events(samples):
-            self._inboxes.get(event.request_id, self._unowned).append(event)
+        self._under_way = False
+
+    def _start_over(self) -> None:
+        self.scheduler.restart(s for group in self._requests.values() for s in group if s.finish_reason is None)
+        self._under_way = False
 
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
         """Runs the model; samples for each chunk that reaches its sequence's end."""

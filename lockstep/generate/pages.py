@@ -81,12 +81,13 @@ class PageAllocator:
         if page in self._content_of:
             self._forget(page)
 
-    def forget_all(self) -> None:
-        """No page is found again: the weights have changed, or a step has failed before it filled its pages."""
+    def reset(self) -> None:
+        """No page is held or found again: the weights have changed, or a step has failed before it filled its pages."""
+        self.holders = [0] * self.num_pages
+        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._idle.clear()
         self._page_of.clear()
         self._content_of.clear()
-        self._free.extend(self._idle)
-        self._idle.clear()
 
     def _forget(self, page: int) -> None:
         del self._page_of[self._content_of.pop(page)]

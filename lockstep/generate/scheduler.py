@@ -37,6 +37,7 @@ class Scheduler:
         self.preemptions = 0
         self.reused_tokens = 0
         self._slots = list(range(config.max_sequences - 1, -1, -1))
+        """Free rows of the engine's arrays."""
 
     def schedule(self) -> list[Chunk]:
         """The next step's chunks; the pages they fill are allocated, and known from here on."""
@@ -87,13 +88,18 @@ class Scheduler:
             for page in sequence.pages:
                 self.allocator.forget(page)
 
-    def restart(self) -> None:
-        """Every running sequence waits again and no page is known: computed keys are worth nothing any more."""
-        for sequence in reversed(self.running):
-            self._stop(sequence)
-            self.waiting.appendleft(sequence)
+    def restart(self, unfinished: Iterable[Sequence]) -> None:
+        """All of these wait again, and nobody holds a page: computed keys are worth nothing any more.
+
+        Whatever was there before is dropped, for an interrupt may have left it half done.
+        """
+        self.allocator.reset()
         self.running = []
-        self.allocator.forget_all()
+        self.waiting = deque(unfinished)
+        for sequence in self.waiting:
+            sequence.pages, sequence.chain, sequence.slot = [], ROOT, -1
+            sequence.computed = sequence.known_pages = 0
+        self._slots = list(range(self.config.max_sequences - 1, -1, -1))
 
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
         """Allocates the pages of the next `count` tokens; False if the sequence itself had to go, or must wait."""

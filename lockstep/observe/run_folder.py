@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ from lockstep.observe.run_lock import LOCK, locked
 from lockstep.observe.watchdog import VERDICT
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
+WRITTEN = {
+    CONFIG, METRICS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "report.html", "rollouts", "summary.json",
+    "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
+}  # fmt: skip
+"""What runs write into their folders: no other file there is ever deleted."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,10 @@ class RunFolder:
     def truncate(self, step: int) -> None:
         """Forgets metrics and rollouts after `step`, which a resumed run writes anew."""
         if self.metrics.is_file():
-            kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
+            lines = self.metrics.read_text(errors="replace").splitlines()
+            kept = [line for line in lines if _step_of(line) <= step]
+            if broken := sum(_step_of(line) == inf for line in lines[:-1]):
+                log.warning("%s: %d damaged lines are left out", self.metrics, broken)
             partial = self.metrics.with_name(METRICS + ".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             partial.replace(self.metrics)
@@ -66,7 +75,10 @@ def claim_run(output: str, config_toml: str, resume: bool = False, overwrite: bo
     """
     path = Path(output)
     existed, continued = path.exists(), _holds_run(path, resume, overwrite) and not overwrite
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); give another --output") from error
     failed = False
     try:
         with locked(path):
@@ -108,14 +120,26 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
 
 def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
     """Whether there is a run to resume or overwrite. Raises UserError for what must stay as it is."""
-    holds_run = (path / CONFIG).is_file()
+    holds_run = _is_run(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file; give another --output")
     if holds_run and not (resume or overwrite):
         raise UserError(f"{path}: already holds a run; continue it with --resume, or replace it with --overwrite")
-    if path.is_dir() and not holds_run and any(p.suffix != ".partial" and p.name != LOCK for p in path.iterdir()):
+    held = [p for p in path.iterdir() if p.suffix != ".partial" and p.name != LOCK] if path.is_dir() else []
+    if held and not holds_run:
         raise UserError(f"{path}: is not empty and holds no run; give another --output")
+    if overwrite and (others := sorted(p.name for p in held if p.name not in WRITTEN)):
+        named = ", ".join(others[:3]) + (", …" if others[3:] else "")
+        raise UserError(f"{path}: holds what no run wrote ({named}); move it, or give another --output")
     return holds_run
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a run has begun there: many other programs have a file of the same name as its settings."""
+    config = path / CONFIG
+    if not config.is_file():
+        return False
+    return (path / "checkpoints").is_dir() or "output = " in config.read_text(errors="replace")
 
 
 def _has_results(path: Path) -> bool:
@@ -155,4 +179,4 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that was cut off when the run was
+        return inf  # a line that was cut off when the run was

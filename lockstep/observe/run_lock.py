@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.errors import UserError
@@ -27,8 +27,9 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        with suppress(OSError):  # a full disk: the lock holds without its holder's name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
         path.unlink(missing_ok=True)
@@ -38,7 +39,12 @@ def locked(folder: Path) -> Iterator[None]:
 def _lock(path: Path) -> int | None:
     """The descriptor that holds the lock; None where the file system has no locks."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"{path.parent}: cannot be written ({error.strerror}); make it writable, or give another --output"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from functools import cache
 
 import pytest
@@ -279,6 +280,42 @@ def test_a_step_that_fails_leaves_no_page_known_that_it_did_not_fill(monkeypatch
     monkeypatch.undo()
     assert engine.allocator.num_free == engine.allocator.num_pages
     assert _values(engine.generate([prompt], params)) == expected
+
+
+class _InterruptAt:
+    """A trace function that raises KeyboardInterrupt at the n-th line of the generator that is run."""
+
+    def __init__(self, line: int):
+        self.left = line
+
+    def __call__(self, frame, event, argument):
+        if "/lockstep/generate/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_at_any_line_of_a_step_changes_no_later_result():
+    model, small = MODELS["float32"], EngineConfig(max_tokens_per_step=24, max_sequences=3, cache_tokens=160)
+    prompts = [list(range(40)), list(range(33)), [5, 6]]
+    params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True, n=2)
+    expected = _values(Engine(model, small).generate(prompts, params))
+    engine, line, ended = Engine(model, small), 1, False
+    while not ended:
+        sys.settrace(_InterruptAt(line))
+        try:
+            ended = _values(engine.generate(prompts, params)) == expected
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert _values(engine.generate(prompts, params)) == expected, line
+        assert engine.allocator.num_free == engine.allocator.num_pages and not engine.has_work, line
+        line += 1 + line // 12  # all of the first lines, and ever fewer of those that repeat them
+    assert line > 1000
 
 
 @pytest.mark.parametrize(

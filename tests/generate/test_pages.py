@@ -9,7 +9,7 @@ from lockstep.generate.pages import ROOT, PageAllocator
 
 @settings(max_examples=60, deadline=None)
 @given(
-    actions=st.lists(st.tuples(st.sampled_from(["new", "share", "release", "forget"]), st.integers(0, 5)), max_size=60)
+    actions=st.lists(st.tuples(st.sampled_from(["new", "share", "release", "reset"]), st.integers(0, 5)), max_size=60)
 )
 def test_pages_are_neither_lost_nor_given_twice(actions):
     allocator = PageAllocator(8)
@@ -24,8 +24,9 @@ def test_pages_are_neither_lost_nor_given_twice(actions):
             held.append(found[0])
         elif action == "release" and held:
             allocator.release(held.pop(content % len(held)))
-        elif action == "forget":
-            allocator.forget_all()
+        elif action == "reset":
+            allocator.reset()
+            held = []
         assert allocator.num_free == 8 - len(set(held))
         assert [allocator.holders[p] for p in range(8)] == [held.count(p) for p in range(8)]
     for page in held:
