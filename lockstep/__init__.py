@@ -7,9 +7,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint import load_model
     from lockstep.config import EngineConfig
     from lockstep.generate import Completion, Engine, SamplingParams
-    from lockstep.model import Decoder, ModelConfig, build_model, load_model, save_model
+    from lockstep.model import Decoder, ModelConfig, build_model, save_model
     from lockstep.rl.controller import reinforce
     from lockstep.train import score
     from lockstep.train.pretrain import pretrain
@@ -35,7 +36,7 @@ _HOMES = {
     "ModelConfig": "lockstep.model",
     "SamplingParams": "lockstep.generate",
     "build_model": "lockstep.model",
-    "load_model": "lockstep.model",
+    "load_model": "lockstep.checkpoint",
     "save_model": "lockstep.model",
     "finetune": "lockstep.train.sft",
     "pretrain": "lockstep.train.pretrain",
@@ -59,6 +60,10 @@ __all__ = [
     "save_model",
     "score",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
 
 
 def __getattr__(name: str) -> Any:

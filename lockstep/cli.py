@@ -32,7 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"lockstep {__version__}")
             return 0
         if name not in COMMANDS:
-            raise UserError(f'unknown command "{name}".{closest(name, COMMANDS)} See lockstep --help')
+            from lockstep.commands.spelling import COMMANDS_ELSEWHERE
+
+            meant = COMMANDS_ELSEWHERE.get(name)
+            hint = f" Write lockstep {meant}." if meant else closest(name, COMMANDS)
+            raise UserError(f'unknown command "{name}".{hint} See lockstep --help')
         return COMMANDS[name](arguments[1:])
     except UserError as error:
         rank = os.environ.get("RANK", "0")
@@ -46,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has ended. Nothing is left to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -226,6 +234,7 @@ def rl(arguments: list[str]) -> int:
         print(f"lockstep: {error}", file=sys.stderr)
         return 1
     print_summary(folder)
+    print(f"next:   lockstep generate --model {folder} --prompt TEXT")
     return 0
 
 

@@ -26,5 +26,5 @@ class RunStopped(Exception):
 
 def closest(name: str, names: Iterable[str]) -> str:
     """A hint like ' Did you mean "gsm8k"?' for a misspelt `name`; empty where nothing is near."""
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
     return " Did you mean " + " or ".join(f'"{n}"' for n in near) + "?" if near else ""

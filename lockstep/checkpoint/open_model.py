@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
+from lockstep import model
 from lockstep.checkpoint.checkpoints import STATE, weights_folder
 from lockstep.errors import UserError
 from lockstep.hub import is_model, local_folder
-from lockstep.model import Decoder, arithmetic_of, is_auto, load_model, open_device, set_arithmetic
+from lockstep.model import Decoder, arithmetic_of, is_auto, open_device, set_arithmetic
 from lockstep.observe.logs import log
+
+
+def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
+    """A Hugging Face folder, a run's folder (its newest checkpoint) or a model of the hub as a Decoder.
+
+    `dtype` is the folder's own unless given. Raises UserError as `lockstep.model.load_model` does.
+    """
+    return model.load_model(model_folder(path), dtype, device)
 
 
 def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: str = "auto") -> Decoder:
@@ -25,7 +36,7 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: 
         if arithmetic != "auto":
             raise
         set_arithmetic("auto", place)
-    model = load_model(folder, None if is_auto(dtype) else dtype, place)
+    opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
     if trained_in not in ("", arithmetic_of(place)):
         log.warning(
             "%s was trained in %s arithmetic and is computed in %s here: log-probabilities differ from those of its "
@@ -34,7 +45,7 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: 
             trained_in,
             arithmetic_of(place),
         )
-    return model
+    return opened
 
 
 def model_folder(name: str | Path) -> Path:

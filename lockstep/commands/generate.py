@@ -26,6 +26,8 @@ class GenerateOptions:
     """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
+    overwrite: bool = False
+    """Replace the file that `output` names."""
     chat: bool = False
     """Each prompt is a user's message, which the model's chat template renders."""
     n: int = 1
@@ -70,6 +72,8 @@ def generate(options: GenerateOptions) -> None:
 
     if bool(options.prompt) == bool(options.prompts):
         raise UserError("give either a text with --prompt TEXT or a file with --prompts FILE")
+    if options.output and Path(options.output).exists() and not options.overwrite:
+        raise UserError(f"{options.output}: is there already; replace it with --overwrite, or give another --output")
     params = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,

@@ -71,9 +71,36 @@ HERE = {
     "max-model-len": ("engine.cache-tokens",),
     "gpu-memory-utilization": ("engine.cache-tokens",),
     "served-model-name": ("model-name",),
+    "num-iterations": ("inner-steps",),
+    "scale-rewards": ("normalize-advantages",),
+    "reward-funcs": ("environment",),
+    "loss-type": ("loss-average",),
+    "num-workers": ("loader.workers",),
+    "tensor-parallel-degree": ("parallel.tensor",),
+    "context-parallel-degree": ("parallel.context",),
+    "pipeline-parallel-degree": ("parallel.pipeline",),
+    "gradient-clipping": ("train.max-grad-norm",),
+    "activation-checkpoint.mode": ("recompute.mode",),
     "report-to": ("observe.tensorboard", "observe.wandb"),
 }
 """The name elsewhere, and those here; the ones that a command has are told."""
+PREFIXES = ("train", "training", "optimizer", "parallel", "parallelism", "model", "dataset", "checkpoint")
+"""Groups of settings elsewhere: what stands behind the point is looked up without them too."""
+COMMANDS_ELSEWHERE = {
+    "chat": "generate --chat",
+    "sample": "generate",
+    "grpo": "rl",
+    "ppo": "rl",
+    "train": "pretrain",
+    "finetune": "sft",
+    "fine-tune": "sft",
+    "export": "convert",
+    "tokenize": "data tokenize",
+    "plan": "pretrain --dry-run RANKS",
+    "env": "doctor",
+    "version": "--version",
+    "help": "--help",
+}
 
 
 def refuse_other_names(kind: type, arguments: list[str]) -> None:
@@ -83,7 +110,9 @@ def refuse_other_names(kind: type, arguments: list[str]) -> None:
         name = argument.removeprefix("--").partition("=")[0].replace("_", "-")
         if not argument.startswith("--") or name in own:
             continue
-        found = [other for other in HERE.get(name, ()) if other.partition(" ")[0] in own]
+        prefix, _, rest = name.partition(".")
+        known = HERE.get(name) or (HERE.get(rest, (rest,)) if prefix in PREFIXES and rest else ())
+        found = [other for other in known if other.partition(" ")[0] in own]
         if found:
             raise UserError(f"there is no --{name}; write " + " or ".join(f"--{other}" for other in found))
 

@@ -52,7 +52,9 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(config):
         value, name, hint = getattr(config, field.name), prefix + field.name, hints[field.name]
         kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        if dataclasses.is_dataclass(value):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not isinstance(value, kind):
+            yield f"{name} is {value!r:.60}; give a {kind.__name__}"
+        elif dataclasses.is_dataclass(value):
             yield from bound_problems(value, f"{name}.")
         elif get_origin(kind) is Literal:
             choices = get_args(kind)

@@ -47,7 +47,7 @@ def from_toml(path: str | Path, base: Config) -> Config:
         text = Path(path).read_text()
         values = _yaml(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a TOML file's name") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the name of a TOML or YAML file") from error
     except ValueError as error:  # of either format, or of what is no text at all
         kind = "YAML" if Path(path).suffix in (".yaml", ".yml") else "TOML"
         line = "key: value" if kind == "YAML" else "key = value"

@@ -104,7 +104,7 @@ class ConversationEncoder:
                 f"(here: {', '.join(values)})"
             )
         if self.template is None:
-            raise UserError("the data holds messages, but the model's folder no chat template; give --template FILE")
+            raise UserError("the data hold messages, but the model's folder has no chat template; give --template FILE")
         # Parquet gives every message the keys of all of them.
         messages = [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
         return self.template.render_with_assistant(messages, self._tools(values))

@@ -91,9 +91,10 @@ class TextSource:
             # Of a data set each row has its number, so an empty document stands in its place.
             self.tally.skipped_lines += 1
             return ""
+        chats = "; these are conversations: lockstep sft reads them, and data tokenize --chat"
         raise UserError(
             f"{where}: key {bad[0]!r} is not a string; name the line's keys in --template "
-            f"(here: {', '.join(values)}), or use --skip-bad-lines"
+            f"(here: {', '.join(values)}), or use --skip-bad-lines{chats * ('messages' in values)}"
         )
 
 

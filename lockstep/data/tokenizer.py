@@ -163,7 +163,12 @@ class HuggingFaceTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self._backend.encode(text, add_special_tokens=False)
-        return encoded.ids, encoded.offsets
+        spans, covered = [], 0
+        for start, stop in encoded.offsets:
+            # A post-processor that trims offsets leaves a token of spaces none of its characters.
+            spans.append((min(start, covered) if start == stop else start, stop))
+            covered = max(covered, stop)
+        return encoded.ids, spans
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are left out."""

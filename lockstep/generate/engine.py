@@ -22,7 +22,7 @@ from lockstep.generate.runner import Runner
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
-from lockstep.model import Decoder
+from lockstep.model import Decoder, check_token_ids
 
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB where they are float32."""
@@ -49,6 +49,8 @@ class Engine:
     """
 
     def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
+        if not isinstance(model, Decoder):
+            raise UserError(f"an Engine samples from a Decoder, not from {model!r:.60}; load it with load_model")
         self.model = model
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
@@ -271,15 +273,8 @@ class Engine:
         statistics.preemptions = self.scheduler.preemptions
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        vocab, limit = self.model.config.vocab_size, self.model.config.max_positions
-        total = len(prompt) + params.max_tokens
-        if not prompt:
-            raise UserError("the prompt is empty; give at least one token")
-        for position, token in enumerate(prompt):
-            if not 0 <= token < vocab:
-                raise UserError(
-                    f"token {token} at position {position} of the prompt is outside the vocabulary of {vocab}"
-                )
+        check_token_ids(prompt, self.model.config.vocab_size, "the prompt")
+        limit, total = self.model.config.max_positions, len(prompt) + params.max_tokens
         if total > limit:
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed the context of {limit}; "

@@ -20,6 +20,7 @@ from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import PRESETS, preset
 from lockstep.model.initialize import build_model, initialize
 from lockstep.model.protocols import ScoringModel, TrainableModel
+from lockstep.model.token_ids import check_token_ids
 
 __all__ = [
     "PRESETS",
@@ -30,6 +31,7 @@ __all__ = [
     "TrainableModel",
     "arithmetic_of",
     "build_model",
+    "check_token_ids",
     "choose_dtype",
     "folder_dtype",
     "hugging_face_name",

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from lockstep.errors import UserError
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
@@ -25,8 +26,10 @@ def build_model(
     """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1.
 
     The draws are made in float32, so a seed gives the same weights in every dtype, rounded, and on every processor.
-    On the `meta` device nothing is allocated.
+    On the `meta` device nothing is allocated. Raises UserError for what is no ModelConfig.
     """
+    if not isinstance(config, ModelConfig):
+        raise UserError(f'config is {config!r:.60}; give a ModelConfig, such as preset("qwen3:micro")')
     model = Decoder(config, resolve_dtype(dtype), device)
     if torch.device(device).type != "meta":
         initialize(model, seed)

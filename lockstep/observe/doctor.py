@@ -102,9 +102,10 @@ def as_text(findings: list[Finding], encoding: str = "utf-8") -> str:
     notes, broken = (sum(f.state == state for f in findings) for state in ("note", "bad"))
     lines.append("")
     if broken:
-        lines.append(f"{broken} broken; what to do stands beside each" + (f", {notes} worth a look" if notes else ""))
+        more = f"; {notes} more worth a look" if notes else ""
+        lines.append(f"{broken} broken; what to do stands beside each{more}")
     else:
-        lines.append("everything that commands need is here" + (f"; {notes} worth a look" if notes else ""))
+        lines.append("everything that commands need is here" + (f"; worth a look: {notes}" if notes else ""))
     return "\n".join(lines)
 
 
@@ -142,7 +143,7 @@ def _operators() -> Iterator[Finding]:
         yield Finding("operators/native", "bad", False, "the cache folder is refused", "see folders/cache")
         return
     if built:
-        yield Finding("operators/native", "ok", True, "compiled operators serve")
+        yield Finding("operators/native", "ok", True, "compiled operators are used")
         yield Finding("operators/compiler", "ok", compiler, compiler or "none, and none is needed")
     else:
         text = "the plain PyTorch operators serve, which are many times slower"

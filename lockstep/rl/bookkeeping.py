@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from lockstep.config import RLConfig
@@ -57,9 +58,11 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     advantages = [r.advantage for r in rollouts]
     count = len(rollouts)
     mean = math.fsum(rewards) / count
+    groups = [{r.reward for r in group} for _, group in groupby(rollouts, key=lambda r: r.group)]
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / count),
+        "reward/groups_without_spread": sum(len(group) == 1 for group in groups) / len(groups),
         **{f"reward/{name}/mean": sum(r.rewards[name] for r in rollouts) / count for name in rollouts[0].rewards},
         "advantage/mean": math.fsum(advantages) / count,
         "advantage/abs_max": max(map(abs, advantages)),

@@ -41,6 +41,12 @@ from lockstep.train.settle import settle
 from lockstep.train.stop_signal import StopSignal
 from lockstep.train.threads import fitting_threads
 
+SILENT_STEPS = 10
+NOTHING_LEARNT = (
+    "in %d steps in a row all completions of each prompt had the same reward, so nothing was learnt: "
+    "the task is too hard or too easy, or its reward is wrong; rollouts/ shows the completions"
+)
+
 
 def reinforce(
     config: RLConfig,
@@ -86,7 +92,8 @@ def _reinforce(
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
     if config.resume and (state := checkpoints.resume()):
-        start, prompts.position = state["step"], state["prompts"]
+        start = state["step"]
+        prompts.restore(state["prompts"])
         engine.weights_changed(start)
     if config.resume:
         # Without a checkpoint the validation before the first step is made again, too.
@@ -94,11 +101,12 @@ def _reinforce(
         run.record(to_toml(config))
 
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
-    work = f"{in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
+    task = type(environment).__name__
+    work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
     announce("rl: " + start_line(config.model, model.config.num_parameters, device, model.dtype, work))
     if device.type == "cuda" and (count := torch.cuda.device_count()) > 1:
         announce(f"rl uses one GPU so far: {device} of {count}; --device chooses another")
-    clock = time.perf_counter()
+    clock, silent_steps = time.perf_counter(), 0
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     with (
         fitting_threads(model.config, config.train.tokens_per_microbatch),
@@ -142,11 +150,14 @@ def _reinforce(
                     validation = evaluate(held_out, environment, engine, tokenizer, config)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
+                silent_steps = silent_steps + 1 if metrics["reward/groups_without_spread"] == 1 else 0
+                if silent_steps == SILENT_STEPS:
+                    log.warning(NOTHING_LEARNT, silent_steps)
                 observer.write(step, metrics)
                 stopped_by = stop.agreed(trainer.world)
                 write_rollouts(run.rollouts_path(step), rollouts)
                 if stopped_by or checkpoints.due(step):
-                    checkpoints.save(step, {"prompts": prompts.position}, last=step == config.steps)
+                    checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
             bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
             if stopped_by and step < config.steps:
                 raise stop.error(stopped_by, step, config.output)

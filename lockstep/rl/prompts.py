@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +39,25 @@ class PromptLoader:
         self.position += count
         return chosen
 
+    def state(self) -> dict[str, Any]:
+        """Where the run stands, for `restore`."""
+        return {"position": self.position, "examples": self._fingerprint()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`. Raises UserError where the examples are others than those that it was saved with."""
+        if (now := self._fingerprint()) != (then := state["examples"]):
+            raise UserError(
+                f"the environment's training examples are others than when the run was saved (then {then}, now {now}: "
+                "number and digest); resume with the same, or start a new run"
+            )
+        self.position = state["position"]
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for example in self.examples:
+            digest.update(repr((example.prompt, example.answer)).encode())
+        return f"{len(self.examples)} {digest.hexdigest()[:16]}"
+
     def _order(self, epoch: int) -> np.ndarray:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
@@ -47,6 +68,9 @@ class PromptLoader:
 def examples_of(environment: Environment, split: str) -> list[Example]:
     """All examples of a split. Raises UserError where there are none, or where the environment's own code fails."""
     kind = type(environment)
+    if not isinstance(environment, Environment):
+        given = f"the class {environment.__name__}" if isinstance(environment, type) else f"a {kind.__name__}"
+        raise UserError(f"the environment is {given}; give an object of a subclass of rl.Environment, such as MyTask()")
     try:
         examples = list(itertools.islice(environment.examples(split), MOST_EXAMPLES))
     except UserError:
@@ -58,4 +82,9 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
         raise UserError(f'{kind.__name__}.examples("{split}") yields nothing; it must yield rl.Example')
     if strange := next((e for e in examples if not isinstance(e, Example)), None):
         raise UserError(f'{kind.__name__}.examples("{split}") yields {strange!r:.60}; it must yield rl.Example')
+    if other := next((e for e in examples if not isinstance(e.prompt, str)), None):
+        raise UserError(
+            f'{kind.__name__}.examples("{split}") yields a prompt that is a {type(other.prompt).__name__}; it must be '
+            "text, which the model reads as it is: render a chat template in `examples`"
+        )
     return examples

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, closest
 from lockstep.rl.environment import Environment, Example, source_file, user_line
 
 LARGEST = 1e18
@@ -48,6 +48,12 @@ def grade(environment: Environment, examples: Sequence[Example], completions: Se
                 f"{', '.join(grades[0].by_name)} for another; give every example the same names"
             )
         weights = environment.reward_weights
+        if unknown := sorted(weights.keys() - by_name.keys()):
+            raise UserError(
+                f"{type(environment).__name__}.reward_weights names {unknown[0]!r}, which is no reward of example "
+                f"{example.name}.{closest(unknown[0], by_name)} There {'are' if len(by_name) > 1 else 'is'} "
+                f"{', '.join(by_name)}"
+            )
         total = sum(weights.get(n, 1.0) * v for n, v in by_name.items())
         if not abs(total) <= LARGEST:
             raise UserError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.model import Decoder
+from lockstep.model import Decoder, check_token_ids
 from lockstep.train.packing import pack, split_by_tokens, target_log_probs
 
 
@@ -20,8 +20,11 @@ def score(
 ) -> list[Tensor]:
     """`result[i][t]` = log p(sequences[i][t+1] | sequences[i][: t+1]) at `temperature`, float32.
 
-    Bit for bit what `Engine.generate` reports for the same tokens at the same temperature.
+    Bit for bit what `Engine.generate` reports for the same tokens at the same temperature. Raises UserError for
+    sequences that are empty or hold tokens outside of the model's vocabulary.
     """
+    for number, sequence in enumerate(sequences):
+        check_token_ids(sequence, model.config.vocab_size, f"sequence {number}")
     scores: list[Tensor] = []
     for part in split_by_tokens([len(s) for s in sequences], tokens_per_microbatch):
         row = pack(sequences[part], device=model.device)

@@ -54,6 +54,7 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
     ("arguments", "message"),
     [
         (["pretrian"], 'unknown command "pretrian". Did you mean "pretrain"'),
+        (["grpo"], 'unknown command "grpo". Write lockstep rl.'),
         (["rl", "--recipe", "gsm9k"], 'unknown recipe "gsm9k". Did you mean "gsm8k"'),
         (["pretrain", "--recipe", "tny"], 'Did you mean "tiny"'),
         (["rl"], "model is empty; give a Hugging Face folder with --model DIR"),
@@ -180,6 +181,9 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
         (["generate", "--max-new-tokens", "8"], "there is no --max-new-tokens; write --max-tokens"),
         (["sft", "--num-train-epochs", "2"], "write --epochs or --steps"),
         (["pretrain", "--bf16"], "write --dtype bfloat16"),
+        (["pretrain", "--train.lr", "1"], "there is no --train.lr; write --train.learning-rate"),
+        (["pretrain", "--training.steps", "1"], "there is no --training.steps; write --steps"),
+        (["pretrain", "--parallelism.tensor_parallel_degree", "2"], "write --parallel.tensor"),
         (["serve", "--tensor-parallel-size", "2"], ""),
     ],
 )
@@ -189,6 +193,22 @@ def test_an_option_of_another_trainer_is_answered_with_the_name_it_has_here(argu
     else:  # not an option of this command under any name: the parser's own answer
         with pytest.raises(SystemExit):
             main(arguments)
+
+
+def test_help_may_be_cut_off():
+    command = f"{sys.executable} -m lockstep sft --help | head -1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in result.stderr and result.stdout.startswith("most used"), result.stderr
+
+
+@pytest.mark.parametrize("name", ["model", "data", "validation_data"])
+def test_overwriting_spares_what_the_run_is_to_read(name, tmp_path, capsys):
+    assert main(_tiny_run(tmp_path, "--steps", "1")) == 0
+    inside = {"model": "checkpoints/step_00000001", "data": "metrics.jsonl", "validation_data": "metrics.jsonl"}[name]
+    option = f"--{name.replace('_', '-')}"
+    given = str(tmp_path / "run" / inside)
+    assert main(["pretrain", "--output", str(tmp_path / "run"), "--overwrite", option, given]) == 2
+    assert f"{name} {given} is in" in capsys.readouterr().err and (tmp_path / "run" / inside).exists()
 
 
 def test_every_name_that_is_answered_exists_in_some_command():

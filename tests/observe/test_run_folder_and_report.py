@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from lockstep.cli import main
 from lockstep.config import ObserveConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, claim_run, curves_png, open_run, read_metrics, write_report
@@ -29,6 +30,13 @@ def test_a_folder_is_never_taken_from_its_owner(tmp_path):
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
     with pytest.raises(UserError, match="is not empty and holds no run"):
         open_run(str(tmp_path / "thesis"), "", overwrite=True)
+    (tmp_path / "thesis" / "config.toml").write_text('base = "https://example.org"')  # many programs have one
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        open_run(str(tmp_path / "thesis"), "", overwrite=True)
+    (run.path / "notes.txt").write_text("weeks of work")
+    with pytest.raises(UserError, match=r"run: holds what no run wrote \(notes.txt\); move it"):
+        open_run(str(tmp_path / "run"), "", overwrite=True)
+    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "config.toml", "notes.txt"]
     with pytest.raises(UserError, match="is a file"):
         open_run(str(tmp_path / "thesis" / "chapter.tex"), "")
     new = open_run(str(tmp_path / "new"), "a = 4\n", resume=True)
@@ -125,6 +133,23 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
     assert not caplog.messages
     open_run(str(tmp_path / "run"), toml.format("run", 5, "true").replace("0.1", "0.2"), resume=True)
     assert "other settings than before: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
+
+
+def test_damaged_lines_of_the_metrics_do_not_keep_a_run_from_resuming(tmp_path, caplog):
+    run = open_run(str(tmp_path / "run"), "")
+    run.metrics.write_bytes(b'{"step": 1}\n{"step"\xff: 2}\n{"step": 3}\n{"step": 4}\n{"st')
+    run.truncate(3)
+    assert run.metrics.read_text() == '{"step": 1}\n{"step": 3}\n' and "1 damaged lines" in caplog.text
+
+
+def test_what_runs_write_is_known_and_deleted_and_nothing_else(tmp_path):
+    """All that is in the folder of a run with all its extras may be overwritten."""
+    options = ["--model", "qwen3:micro", "--steps", "2", "--tokens-per-step", "256", "--sequence-length", "64"]
+    options += ["--observe.tensorboard", "--observe.profile-steps", "1", "2", "--validation-every", "1"]
+    (tmp_path / "a.txt").write_text("some text\n" * 300)
+    options += ["--data", str(tmp_path / "a.txt"), "--validation-data", str(tmp_path / "a.txt")]
+    for more in ([], ["--overwrite"]):
+        assert main(["pretrain", "--output", str(tmp_path / "run"), *options, *more]) == 0
 
 
 def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):

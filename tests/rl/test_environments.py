@@ -1,5 +1,6 @@
 """Tasks: the built-in ones, the user's own from a file, and what is refused."""
 
+import inspect
 import json
 import math
 import os
@@ -215,6 +216,13 @@ class Broken(rl.Environment):
 class Odd(Broken):
     def examples(self, split):
         yield "text"
+
+class Chat(Broken):
+    def examples(self, split):
+        example = rl.Example(prompt="")
+        # Around the checking of types, which users do not have.
+        object.__setattr__(example, "prompt", [{"role": "user", "content": "x"}])
+        yield example
 """
 
 
@@ -224,3 +232,20 @@ def test_examples_that_fail_or_are_none_point_to_the_users_own_code(tmp_path):
         examples_of(load_environment(f"{tmp_path}/task.py:Broken", "", False), "train")
     with pytest.raises(UserError, match=r"Odd.examples\(\"train\"\) yields 'text'; it must yield rl.Example"):
         examples_of(load_environment(f"{tmp_path}/task.py:Odd", "", False), "train")
+    chat = load_environment(f"{tmp_path}/task.py:Chat", "", False)
+    with pytest.raises(UserError, match="yields a prompt that is a list; it must be text"):
+        examples_of(chat, "train")
+    with pytest.raises(UserError, match="the environment is the class Chat; give an object"):
+        inspect.unwrap(examples_of)(type(chat), "train")  # around the checking of types, which users do not have
+
+
+def test_prompts_go_on_with_the_same_examples_alone():
+    examples = [rl.Example(prompt=str(n), answer="a") for n in range(5)]
+    loader = PromptLoader(examples, seed=0)
+    asked = [e.prompt for e in loader.next(3)]
+    again = PromptLoader(examples, seed=0)
+    again.restore(json.loads(json.dumps(loader.state())))
+    assert again.next(2) == loader.next(2) and not {e.prompt for e in again.next(0)} & set(asked)
+    for others in (examples[:4], [*examples[:4], rl.Example(prompt="4", answer="b")]):
+        with pytest.raises(UserError, match="training examples are others than when the run was saved"):
+            PromptLoader(others, seed=0).restore(loader.state())

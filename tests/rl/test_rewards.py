@@ -69,6 +69,14 @@ def test_a_weight_that_is_no_number_is_refused():
         grade(Weighted(1.0), [rl.Example("p")], [""])
 
 
+def test_a_weight_of_no_reward_is_refused():
+    class Weighted(Returns):
+        reward_weights: ClassVar = {"corect": 2.0}
+
+    with pytest.raises(UserError, match="names 'corect', which is no reward of example 'p'. Did you mean \"correct\""):
+        grade(Weighted({"correct": 1.0}), [rl.Example("p")], [""])
+
+
 def test_names_that_vary_between_examples_are_refused():
     with pytest.raises(UserError, match="names b for example 'p1', but a for another"):
         _grade({"a": 1.0}, {"b": 1.0})

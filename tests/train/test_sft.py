@@ -96,6 +96,19 @@ def test_a_prompt_and_its_completion_need_no_template(model_folder):
     assert encoded.tokens[encoded.scored].tolist() == [*tokenizer.encode("7\n"), tokenizer.eos_id]
 
 
+@pytest.mark.parametrize("said", ["yes ", "yes  ", " ", "\n    "])
+def test_spaces_at_the_end_count_where_the_tokenizer_trims_offsets(chat_folder, said):
+    lines = [{"prompt": "3+4=", "completion": said}, {"messages": [LINES[0]["messages"][0] | {"content": said}] * 2}]
+    lines[1]["messages"][1] = {"role": "assistant", "content": said}
+    expected = [_encode(chat_folder, line) for line in lines]
+    file = json.loads((chat_folder / "tokenizer.json").read_text())
+    file["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (chat_folder / "tokenizer.json").write_text(json.dumps(file))
+    for line, right in zip(lines, expected):
+        found = _encode(chat_folder, line)
+        assert found.tokens.tolist() == right.tokens.tolist() and found.scored.tolist() == right.scored.tolist()
+
+
 @pytest.mark.parametrize("end", ["", "{{ eos_token }}"])
 def test_a_mark_that_ends_before_the_line_break_still_has_the_end_of_text_in_the_loss(chat_folder, end):
     template = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}" + end)

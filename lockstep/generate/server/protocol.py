@@ -117,7 +117,9 @@ class CompletionRequest(SamplingRequest):
     prompt: str | Prompts[str] | Strictly[int] | Prompts[Strictly[int]] = Field(
         description="a string, a list of token ids, or up to 4096 strings or lists of token ids"
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a number from 0 to {MAX_TOP_LOGPROBS}; true is for chats"
+    )
     best_of: int | None = Field(None, ge=1, le=LARGEST)
 
     def check_fields(self) -> None:
