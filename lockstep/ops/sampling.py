@@ -52,16 +52,29 @@ def top_log_probs(
     """Of each row, the `counts[row]` likeliest tokens with their log-probabilities, best first."""
     inverse = inverse_temperature(temperature)
     result: list[list[tuple[int, float]]] = [[] for _ in counts]
-    for row in (row for row, count in enumerate(counts) if count):
-        likeliest = logits[row].topk(min(counts[row], logits.shape[1])).indices
-        count = len(likeliest)
-        log_probs = logits_log_probs(logits[row].expand(count, -1), likeliest, inverse[row].repeat(count))[0]
+    rows = [row for row, count in enumerate(counts) if count]
+    asked = logits[rows]
+    normalizers = logits_log_probs(asked, asked.new_zeros(len(rows), dtype=torch.int64), inverse[rows])[2]
+    for own, normalizer, row in zip(asked, normalizers, rows):
+        likeliest = own.topk(min(counts[row], logits.shape[1])).indices
+        log_probs = own[likeliest].float() * inverse[row] - normalizer
         result[row] = list(zip(likeliest.tolist(), log_probs.tolist()))
     return result
 
 
 def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """`logits` with -inf for every token that the row's cuts leave out; rows without a cut are untouched."""
+    if native.usable(logits):
+        logits, allowed = logits.contiguous(), torch.empty_like(logits, memory_format=torch.contiguous_format)
+        shares = top_p.double(), min_p.double()
+        native.call("cut", logits.dtype, logits, allowed, inverse, cut, top_k, *shares, *logits.shape)
+        return allowed
+    return _cut_by_sorting(logits, inverse, cut, top_k, top_p, min_p)
+
+
+def _cut_by_sorting(
+    logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
     rows = cut.nonzero()[:, 0]
     ordered, order = (logits[rows].float() * inverse[rows, None]).sort(dim=-1, descending=True, stable=True)
     # Sums in float64 and along one row: neither the row's neighbours nor their number matter.

@@ -19,6 +19,8 @@ void attend_backward_f32(const float*, const float*, const float*, const float*,
                          float*, float*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t,
                          int64_t, float);
 void log_probs_f32(const float*, const int64_t*, const float*, float*, float*, float*, int64_t, int64_t);
+void cut_f32(const float*, float*, const float*, const bool*, const int64_t*, const double*, const double*, int64_t,
+             int64_t);
 void draw_f32(const float*, const float*, const double*, int64_t*, int64_t, int64_t);
 }
 
@@ -77,7 +79,7 @@ int main() {
                         dim, 0.01f);
     digest("its gradient", grad_q);
     digest("its gradient of keys", grad_k);
-    const int64_t rows = 9, width = 531;
+    constexpr int64_t rows = 9, width = 531;
     const auto x = values(rows, width), up = values(rows, width), weight = values(1, width);
     std::vector<float> out(x.size()), scales(rows);
     rms_norm_f32(x.data(), weight.data(), out.data(), scales.data(), rows, width, 1e-6f);
@@ -98,4 +100,9 @@ int main() {
     digest("entropies", entropies);
     draw_f32(x.data(), inverse.data(), uniforms.data(), drawn.data(), rows, width);
     digest("draws", drawn);
+    const bool all[rows] = {true, true, true, true, true, true, true, true, false};
+    const int64_t top_ks[rows] = {0, 1, 7, 300, 0, 0, 400, 531, 5};
+    const double top_ps[rows] = {0.9, 1, 0.5, 0.97, 0.3, 1, 1, 0.999, 0.5}, min_ps[rows] = {0, 0, 0, 0, 0.1, 0.2, 0.01};
+    cut_f32(x.data(), out.data(), inverse.data(), all, top_ks, top_ps, min_ps, rows, width);
+    digest("cuts", out);
 }

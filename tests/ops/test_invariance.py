@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import ops
-from lockstep.ops.sampling import _cut
+from lockstep.ops.sampling import _cut, _cut_by_sorting
 from lockstep.ops.temperature import inverse_temperature
 from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 
@@ -152,9 +152,42 @@ def test_cuts_keep_the_tokens_that_the_processors_of_transformers_keep(seed):
         assert torch.equal(theirs.isfinite()[0], kept[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_cuts_of_a_large_vocabulary_are_those_of_sorting_it(dtype, spread):
+    rows, vocab = 40, 5003
+    logits = (_randn(3, rows, vocab, dtype=torch.float32) * spread).to(dtype)  # in bfloat16 with many equal ones
+    logits[5, 100:] = logits[6, ::2] = -torch.inf
+    logits[7, 9] = torch.nan
+    draw = random.Random(1)
+    top_k = torch.tensor([draw.choice([0, 1, 2, 50, 300, 4999, 5003, 9999]) for _ in range(rows)])
+    top_p = torch.tensor([draw.choice([1.0, draw.uniform(0.01, 0.999)]) for _ in range(rows)])
+    min_p = torch.tensor([draw.choice([0.0, draw.uniform(0.001, 0.9)]) for _ in range(rows)])
+    cut = torch.tensor([draw.random() < 0.9 for _ in range(rows)])
+    inverse = inverse_temperature(torch.full((rows,), 0.7))
+    found = _cut(logits, inverse, cut, top_k, top_p, min_p)
+    expected = _cut_by_sorting(logits, inverse, cut & (torch.arange(rows) != 7), top_k, top_p, min_p)
+    assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
+    alone = [_cut(*(x[r : r + 1] for x in (logits, inverse, cut, top_k, top_p, min_p))) for r in range(rows)]
+    assert torch.equal(torch.cat(alone).nan_to_num(1e9), found.nan_to_num(1e9)), "whatever other rows there are"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_tokens_have_the_log_probabilities_that_a_draw_of_them_has(dtype):
+    logits, temperature = (_randn(5, 6, 300, dtype=torch.float32) * 4).to(dtype), torch.full((6,), 0.85)
+    tops = ops.top_log_probs(logits, temperature, [3, 0, 20, 300, 400, 1])
+    assert [len(top) for top in tops] == [3, 0, 20, 300, 300, 1]
+    for row, top in enumerate(tops):
+        tokens = torch.tensor([token for token, _ in top], dtype=torch.int64)
+        inverse = inverse_temperature(temperature[:1]).repeat(len(top))
+        scores = ops.logits_log_probs(logits[row].expand(len(top), -1), tokens, inverse)[0]
+        assert [score for _, score in top] == scores.tolist() == sorted(scores.tolist(), reverse=True)
+
+
 def test_top_p_counts_from_what_top_k_leaves():
     # Of .4 and .35, the first alone is more than half: of all, .5 takes both.
     logits = torch.tensor([[0.4, 0.35, 0.25]]).log()
     one = torch.ones(1)
-    cut = _cut(logits, one, torch.tensor([True]), torch.tensor([2]), one * 0.5, torch.zeros(1))
-    assert cut.isfinite().tolist() == [[True, False, False]]
+    for form in (_cut, _cut_by_sorting):
+        cut = form(logits, one, torch.tensor([True]), torch.tensor([2]), one * 0.5, torch.zeros(1))
+        assert cut.isfinite().tolist() == [[True, False, False]]

@@ -31,6 +31,7 @@ rotation fd41400e510e0037
 log-probabilities 8516cadb02914add
 entropies 9a912d0146f723d5
 draws 4e73fc1bb5d2a4c7
+cuts 61ed1b10acd4b267
 """
 """The digest so far after each operator: where two differ, the first line that does names it."""
 
