@@ -93,20 +93,21 @@ class Engine:
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
         # Between two calls weights may change in ways that leave no trace.
         self._weights.forget()
-        ids: list[int] = []
+        first = self._next_id  # known before any is added, for an interrupt may come between
         groups: list[list[Sequence]] = []
         try:
             for prompt, param in zip(prompts, each):
-                ids.append(self.add(prompt, param))
-                groups.append(self._requests[ids[-1]])
-                self._inboxes[ids[-1]] = deque(maxlen=1)  # the last event says how it ended
-            unfinished = dict(zip(ids, range(len(ids))))
+                request_id = self.add(prompt, param)
+                groups.append(self._requests[request_id])
+                self._inboxes[request_id] = deque(maxlen=1)  # the last event says how it ended
+            unfinished = set(range(first, self._next_id))
             while unfinished:
                 self._step()
                 for request_id in [i for i in unfinished if i not in self._requests]:
-                    _raise_broken(self._inboxes[request_id][-1], f"prompt {unfinished.pop(request_id)}")
+                    unfinished.remove(request_id)
+                    _raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - first}")
         finally:
-            for request_id in ids:
+            for request_id in range(first, self._next_id):
                 self.abort(request_id)
         return [[s.completion() for s in group] for group in groups]
 
@@ -115,9 +116,11 @@ class Engine:
 
         Several streams may be read in turns. Raises UserError as `generate` does.
         """
-        request_id = self.add(prompt, params)
-        inbox = self._inboxes[request_id] = deque()
+        request_id = self._next_id
+        inbox: deque[TokenEvent] = deque()
         try:
+            self._inboxes[request_id] = inbox
+            self.add(prompt, params)
             while inbox or request_id in self._requests:
                 if not inbox:
                     self._step()
