@@ -8,7 +8,8 @@ tokens up to it and on nothing else: not on the chunk it came in, its neighbours
 from __future__ import annotations
 
 import math
-from functools import cached_property
+import warnings
+from functools import cache, cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -214,7 +215,19 @@ def _slots(table: Tensor, starts: Tensor, contexts: Tensor) -> Tensor:
 
 
 def _native(x: Tensor) -> bool:
-    return native.usable(x) and x.shape[-1] % PAGE == 0
+    if native.usable(x) and x.shape[-1] % PAGE:
+        _warn_of_width(x.shape[-1])
+        return False
+    return native.usable(x)
+
+
+@cache
+def _warn_of_width(head_dim: int) -> None:
+    warnings.warn(
+        f"head_dim {head_dim} is no multiple of {PAGE}: attention runs in its PyTorch form, several times slower and "
+        "with other bits than the compiled one",
+        stacklevel=2,
+    )
 
 
 def _write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
