@@ -161,16 +161,17 @@ def test_stop_tokens_end_a_completion_and_stay_in_it():
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
-def test_stop_strings_are_found_across_tokens(bpe_tokenizer, model_folder):
+@pytest.mark.parametrize("span", [2, 3])
+def test_stop_strings_are_found_across_tokens(bpe_tokenizer, model_folder, span):
     from lockstep import load_model
 
     model = load_model(model_folder)
     engine = Engine(model, ROOMY, bpe_tokenizer)
     free = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40, seed=3, ignore_eos=True))[0][0]
     pieces = [bpe_tokenizer.decode([t]) for t in free.token_ids]
-    at = next(i for i in range(3, 38) if all(p.isascii() and p for p in pieces[i : i + 2]))
-    stop = pieces[at][-1] + pieces[at + 1]
-    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, stop=(stop,))
+    at = next(i for i in range(3, 38) if all(p.isascii() and p for p in pieces[i : i + span]))
+    stop = pieces[at][-1] + "".join(pieces[at + 1 : at + span])
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, stop=("世", stop))
     stopped = engine.generate([[1, 2, 3]], params)[0][0]
     assert stopped.finish_reason == "stop"
     text = bpe_tokenizer.decode(stopped.token_ids)
