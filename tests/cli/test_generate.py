@@ -90,3 +90,19 @@ def test_what_cannot_be_generated_is_said_before_the_model_is_loaded(
     (tmp_path / "latin.txt").write_bytes(b"a\xff\n")
     assert main(["generate", "--model", str(model_folder), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_options_of_the_draws_reach_the_sampler(tmp_path, model_folder, capsys):
+    def line(*options: object) -> dict:
+        (tmp_path / "p.txt").write_text("def f(\n")
+        assert generate(model_folder, "--prompts", tmp_path / "p.txt", *options) == 0
+        return json.loads(capsys.readouterr().out)
+
+    likeliest = line("--temperature", 0)
+    assert line()["token_ids"] != likeliest["token_ids"]
+    # Each of these leaves nothing but the likeliest token.
+    for option in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 0.999)):
+        assert line(*option)["token_ids"] == likeliest["token_ids"], option
+    stopped = line("--temperature", 0, "--stop", likeliest["completion"][0])
+    assert stopped["finish_reason"] == "stop" and likeliest["finish_reason"] == "length"
+    assert len(stopped["token_ids"]) < len(likeliest["token_ids"])

@@ -332,7 +332,8 @@ def test_a_streamed_data_set_gives_every_document_once_an_epoch_shuffled_by_wind
     assert all((number + 1) // 16 == place // 16 for place, number in enumerate(numbers, start=1))
 
 
-@pytest.mark.parametrize("taken", [0, 3, 17, 60])
+# In the first window, in the next one, in one that is skipped to, and in the second epoch.
+@pytest.mark.parametrize("taken", [0, 3, 17, 30, 60])
 def test_a_stream_resumes_to_the_token_in_a_later_epoch_too(data_set, taken):
     rows = _stream_rows(data_set)
     for _ in range(taken):

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
-from lockstep.config import CompileConfig
+from lockstep.config import CompileConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 from lockstep.parallel import apply_compile
+from lockstep.train import Trainer, pack
+from lockstep.train.pretrain import NextTokenLoss
 
 DTYPES = ["float32", "bfloat16"]
 
@@ -159,16 +161,17 @@ def test_stop_tokens_end_a_completion_and_stay_in_it():
     assert len(stopped.logprobs) == len(stopped.token_ids)
 
 
-def test_stop_strings_are_found_across_tokens(bpe_tokenizer, model_folder):
+@pytest.mark.parametrize("span", [2, 3])
+def test_stop_strings_are_found_across_tokens(bpe_tokenizer, model_folder, span):
     from lockstep import load_model
 
     model = load_model(model_folder)
     engine = Engine(model, ROOMY, bpe_tokenizer)
     free = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=40, seed=3, ignore_eos=True))[0][0]
     pieces = [bpe_tokenizer.decode([t]) for t in free.token_ids]
-    at = next(i for i in range(3, 38) if all(p.isascii() and p for p in pieces[i : i + 2]))
-    stop = pieces[at][-1] + pieces[at + 1]
-    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, stop=(stop,))
+    at = next(i for i in range(3, 38) if all(p.isascii() and p for p in pieces[i : i + span]))
+    stop = pieces[at][-1] + "".join(pieces[at + 1 : at + span])
+    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, stop=("世", stop))
     stopped = engine.generate([[1, 2, 3]], params)[0][0]
     assert stopped.finish_reason == "stop"
     text = bpe_tokenizer.decode(stopped.token_ids)
@@ -190,6 +193,32 @@ def test_new_weights_are_seen_at_once_and_old_keys_forgotten():
     engine.weights_changed(1)
     completion = engine.generate([prompt], params)[0][0]
     assert torch.equal(torch.tensor(completion.logprobs), score(model, [prompt + completion.token_ids])[0][49:])
+
+
+def _train(model):
+    trainer = Trainer(model, TrainConfig(learning_rate=1e-2, warmup_steps=0), 1)
+    trainer.step([pack([list(range(20))])], NextTokenLoss(19))
+
+
+def _write_past_the_version_counter(model):
+    for layer in model.layers:
+        layer.mlp.down_proj.weight.data.mul_(30)
+
+
+@pytest.mark.parametrize("update", [_train, _write_past_the_version_counter])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_stream_after_an_update_samples_from_the_new_weights(dtype, update):
+    model = _model(dtype)
+    engine = Engine(model, ROOMY)
+    prompt, params = list(range(20)), SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
+    before = [e.logprob for e in engine.stream(prompt, params)]
+    update(model)
+    engine.weights_changed(1)
+    events = list(engine.stream(prompt, params))
+    log_probs = [e.logprob for e in events]
+    assert log_probs != before and {e.weights_version for e in events} == {1}
+    scores = score(model, [prompt + [e.token_id for e in events]])[0]
+    assert torch.equal(torch.tensor(log_probs), scores[len(prompt) - 1 :])
 
 
 def test_a_stream_gives_the_tokens_of_generate_and_closing_it_frees_its_pages():

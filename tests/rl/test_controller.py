@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lockstep.config import CheckpointConfig, EngineConfig, RLConfig, TrainConfig, from_toml
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.parity_check import check_parity
+from lockstep.train.schedule import make_schedule
 from tests.rl.test_environments import gsm8k_folder
 
 KEYS = {
@@ -107,6 +108,51 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
         name = f"rollouts/step_{step:08}.jsonl"
         assert (torn / name).read_text() == (whole / name).read_text(), "the weights' version included"
     assert json.loads((torn / name).read_text().splitlines()[0])["version"] == 8
+
+
+def _task(tmp_path):
+    (tmp_path / "my_task.py").write_text(TASK)
+    return f"{tmp_path / 'my_task.py'}:Vowels"
+
+
+def test_advantages_are_not_divided_by_the_deviation_where_that_is_off(tmp_path, model_folder):
+    changes = dict(environment=_task(tmp_path), steps=1, max_new_tokens=8, normalize_advantages=False)
+    run = reinforce(_config(tmp_path / "run", model_folder, "", **changes))
+    rollouts = [json.loads(line) for line in (run / "rollouts/step_00000001.jsonl").read_text().splitlines()]
+    assert any(rollout["advantage"] for rollout in rollouts)
+    for start in range(0, len(rollouts), 4):
+        group = rollouts[start : start + 4]
+        mean = sum(rollout["reward"] for rollout in group) / 4
+        # Advantages are float32; rewards are below 1.
+        expected = [pytest.approx(rollout["reward"] - mean, abs=1e-7) for rollout in group]
+        assert [rollout["advantage"] for rollout in group] == expected
+
+
+def test_the_divergence_is_that_from_the_starting_model_at_the_runs_temperature(tmp_path, model_folder):
+    changes = dict(environment=_task(tmp_path), steps=2, max_new_tokens=8, kl_coefficient=0.1, temperature=0.7)
+    divergences = [
+        m["policy/kl"] for m in _metrics(reinforce(_config(tmp_path / "run", model_folder, "", **changes)))[1:]
+    ]
+    assert divergences[0] == 0 and divergences[1] > 0
+
+
+def test_the_schedule_counts_every_inner_step(tmp_path, model_folder):
+    train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="cosine")
+    changes = dict(environment=_task(tmp_path), steps=2, inner_steps=3, max_new_tokens=4, train=train)
+    rates = [
+        m["learning_rate"] for m in _metrics(reinforce(_config(tmp_path / "run", model_folder, "", **changes)))[1:]
+    ]
+    schedule = make_schedule(train, 6)
+    assert rates == [schedule(2), schedule(5)]
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, model_folder):
+    # No float32 holds the coefficient, so every loss is infinite times 0.
+    changes = dict(environment=_task(tmp_path), steps=5, max_new_tokens=4, kl_coefficient=1e300)
+    config = _config(tmp_path / "run", model_folder, "", **changes)
+    config.faults.max_skipped_steps = 1
+    with pytest.raises(RunStopped, match="step 2: .* 2th in a row"):
+        reinforce(config)
 
 
 def test_a_run_that_learns_nothing_says_so(tmp_path, model_folder, caplog):

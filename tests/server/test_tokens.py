@@ -30,6 +30,15 @@ def test_logprobs_of_token_ids_are_the_trainers_bit_for_bit(server, chat_folder,
     assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
 
 
+@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}], ids=str)
+def test_an_option_that_leaves_the_likeliest_token_gives_the_greedy_tokens(server, option):
+    def tokens(**options):
+        answer = server.complete(prompt=PROMPTS, max_tokens=10, seed=1, return_token_ids=True, **options).json()
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    assert tokens(**option) == tokens(temperature=0) != tokens()
+
+
 def test_a_single_list_of_tokens_is_one_prompt(server):
     answer = server.complete(prompt=[5, 6, 7], max_tokens=2, return_token_ids=True).json()
     assert [c["prompt_token_ids"] for c in answer["choices"]] == [[5, 6, 7]]

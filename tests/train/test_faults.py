@@ -26,7 +26,7 @@ from lockstep.errors import RunStopped
 from lockstep.model import initialize, preset
 from lockstep.observe import read_metrics
 from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.train import Trainer, pack
+from lockstep.train import Trainer, loss_spikes, pack
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.pretrain import NextTokenLoss, pretrain
 from tests.parallel.launch import launch, ranks_environment
@@ -129,6 +129,20 @@ def test_a_resumed_run_compares_losses_with_those_before_it():
     assert not after.found(30, 9.0)
     after.load_state(json.loads(json.dumps(before.state())))
     assert before.found(30, 9.0) and after.found(30, 9.0)
+
+
+def test_a_resumed_run_finds_spikes_from_its_first_steps_on(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(loss_spikes, "FEWEST", 6)
+    # Of weights that stay, about every second loss is above the median.
+    changes = dict(
+        faults=FaultConfig(spike_deviations=1e-3),
+        train=TrainConfig(learning_rate=1e-9, warmup_steps=0, schedule="constant"),
+        tokens_per_step=64,
+    )
+    pretrain(_config(tmp_path, **changes))
+    caplog.clear()
+    pretrain(_config(tmp_path, **changes, steps=10, resume=True))
+    assert "the loss spikes" in caplog.text
 
 
 @pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
