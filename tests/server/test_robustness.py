@@ -316,6 +316,24 @@ class Panic(BaseException):
     """As a panic of a library in Rust arrives: no Exception."""
 
 
+@pytest.mark.parametrize("prompt", ["short", ["long " * 900]])
+def test_a_text_on_which_the_tokenizer_panics_is_a_clients_error(server, monkeypatch, prompt):
+    class Panicking:
+        def __getattr__(self, name):
+            def panic(*_, **__):
+                raise Panic("range end index 3 out of range")
+
+            return panic
+
+    tokenizer = server.server._service.tokenizer
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer, "_backend", Panicking())
+        answer = server.complete(prompt=prompt, max_tokens=1)
+    assert answer.status_code == 400 and "the tokenizer fails on this text" in answer.json()["error"]["message"]
+    _check(answer)
+    _healthy(server)
+
+
 def test_a_panic_in_the_engines_thread_is_told_and_health_says_so(chat_folder, monkeypatch):
     with running_server(chat_folder) as running:
 
