@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from lockstep.commands.terminal import printable
 from lockstep.config import Arithmetic, CompileConfig
 from lockstep.errors import RunStopped, UserError, closest
 
@@ -40,12 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
         return COMMANDS[name](arguments[1:])
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr)
+        print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{printable(str(error))}", file=sys.stderr)
         return 2
     except RunStopped as error:
         # All ranks end alike; one of them says so.
         if os.environ.get("RANK", "0") == "0":
-            print(f"lockstep: {error}", file=sys.stderr)
+            print(f"lockstep: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"lockstep: warning: {message}", file=sys.stderr)
+    print(f"lockstep: warning: {printable(str(message))}", file=sys.stderr)
 
 
 def _overview() -> str:

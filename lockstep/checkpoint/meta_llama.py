@@ -28,6 +28,9 @@ LAYER_NAMES = {
     "ffn_norm": ("post_attention_layernorm", None),
 }
 LLAMA_3_VOCABULARY = 128256
+OURS = ("tok_embeddings.", "layers.", "norm.", "output.")
+SIZES = ("dim", "n_layers", "n_heads")
+OPTIONAL = ("norm_eps", "rope_theta", "rope_scaling_factor")
 
 
 def open_meta_llama(
@@ -42,10 +45,15 @@ def open_meta_llama(
     if not paths:
         raise UserError(f"{folder}: has params.json but no consolidated.*.pth; the download may be incomplete")
     shards = [_load(path) for path in paths]
+    if params["n_layers"] > len(shards[0]):
+        raise UserError(f"{folder}: params.json has {params['n_layers']} layers, the files fewer; download it again")
     for path, shard in zip(paths, shards):
         if shard.keys() != shards[0].keys():
             raise UserError(f"{path}: holds other tensors than {paths[0].name}; the files do not belong together")
     try:
+        for name, tensor in ((name, tensor) for shard in shards for name, tensor in shard.items()):
+            if name.startswith(OURS) and (tensor.ndim != (1 if "norm" in name else 2) or 0 in tensor.shape):
+                raise UserError(f"{folder}: tensor {name} has the shape {list(tensor.shape)}; download it again")
         return _model(params, shards)
     except KeyError as error:
         raise UserError(f"{folder}: {error} is missing; this is not a complete Llama 3 folder of Meta's") from error
@@ -97,6 +105,10 @@ def _model(
     for name, (meta, axis, rotated_heads) in places.items():
         parts = [shard[meta] for shard in shards]
         shape = list(parts[0].shape)
+        alike = {part.shape[:axis] + part.shape[axis + 1 :] if axis is not None else part.shape for part in parts}
+        rows = sum(part.shape[0] for part in parts)
+        if len(alike) > 1 or (rotated_heads and rows % (2 * rotated_heads)):
+            raise UserError(f"tensor {meta} has shapes that do not fit together or the heads; download it again")
         if axis is not None:
             shape[axis] = sum(part.shape[axis] for part in parts)
         tensors[name] = (torch.Size(shape), partial(_whole, parts, axis, rotated_heads))
@@ -122,9 +134,22 @@ def _whole(parts: list[Tensor], axis: int | None, rotated_heads: int) -> Tensor:
 def _params(path: Path) -> dict[str, Any]:
     try:
         params = json.loads(path.read_text())
-        return {**params, "dim": int(params["dim"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        wrong = [name for name in SIZES if not _is_size(params[name])]
+        wrong += [name for name in OPTIONAL if params.get(name) is not None and not _is_number(params[name])]
+        wrong += ["n_kv_heads"] if not _is_size(params.get("n_kv_heads") or 1) else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as Meta's parameters ({error!r}); download it again") from error
+    if wrong:
+        raise UserError(f"{path}: {wrong[0]} is {params[wrong[0]]!r:.100}, no number that can be; download it again")
+    return dict(params)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -133,6 +158,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: cannot be read as plain tensors ({reason}); download it again") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise UserError(f"{path}: holds more than tensors; give Meta's own files")
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("rope.")}

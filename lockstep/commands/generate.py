@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any
 
+from lockstep.commands.terminal import printable
 from lockstep.config.train import Arithmetic
 from lockstep.errors import UserError
 
@@ -201,15 +202,20 @@ def _text(completion: Any, tokenizer: Any) -> str:
 
 def _print_samples(prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
     for index, completion in enumerate(engine.generate([tokenizer.encode(prompt.text)], params)[0]):
-        print(f"[{index}] {_text(completion, tokenizer)}")
+        print(f"[{index}] {_shown(_text(completion, tokenizer))}")
 
 
 def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any) -> None:
     from lockstep.data import StreamDecoder
 
     decoder = StreamDecoder(tokenizer)
-    print(shown, end="", flush=True)
+    print(_shown(shown), end="", flush=True)
     for event in engine.stream(tokenizer.encode(prompt.text), params):
         if event.token_id != tokenizer.eos_id:
-            print(decoder.push(event.token_id), end="", flush=True)
-    print(decoder.finish())
+            print(_shown(decoder.push(event.token_id)), end="", flush=True)
+    print(_shown(decoder.finish()))
+
+
+def _shown(text: str) -> str:
+    """A file or a pipe gets every character."""
+    return printable(text) if sys.stdout.isatty() else text

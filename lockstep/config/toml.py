@@ -48,19 +48,19 @@ def from_toml(path: str | Path, base: Config) -> Config:
         values = _yaml(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the name of a TOML or YAML file") from error
-    except ValueError as error:  # of either format, or of what is no text at all
+    except (ValueError, RecursionError) as error:  # of either format, or of what is no text at all
         kind = "YAML" if Path(path).suffix in (".yaml", ".yml") else "TOML"
         line = "key: value" if kind == "YAML" else "key = value"
         raise UserError(f"{path}: cannot be read as {kind} ({error}); write `{line}` lines") from error
     return _merge(base, values, str(path))
 
 
-def _yaml(text: str) -> dict[str, Any]:
+def _yaml(text: str) -> dict[Any, Any]:
     import yaml
 
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, TypeError) as error:  # TypeError: a key that cannot be one
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(values, dict | None):
         raise ValueError(f"a {type(values).__name__}, not settings with names")
@@ -80,11 +80,17 @@ def recorded_run(output: str | Path, base: Config) -> Config | None:
     return dataclasses.replace(from_toml(path, base), **of_this_start, dtype="auto", arithmetic="auto")
 
 
-def _merge(config: Any, values: dict[str, Any], where: str) -> Any:
+def _merge(config: Any, values: dict[Any, Any], where: str) -> Any:
     names = {f.name for f in dataclasses.fields(config)}
     for key in values:
         if key not in names:
-            raise UserError(f'{where}: unknown key "{key}".{closest(key, names)}')
+            raise UserError(f'{where}: unknown key "{key}".{closest(str(key), names)}')
+        table = dataclasses.is_dataclass(getattr(config, key))
+        if table != isinstance(values[key], dict):
+            wanted = "a table of settings" if table else "a value, not a table of settings"
+            raise UserError(f'{where}: "{key}" must be {wanted}; see --help for what it may hold')
+        if isinstance(values[key], list) and any(isinstance(value, list | dict) for value in values[key]):
+            raise UserError(f'{where}: "{key}" must be a list of plain values, without lists or tables in it')
     changes = {
         key: _merge(getattr(config, key), value, f"{where} [{key}]")
         if isinstance(value, dict)

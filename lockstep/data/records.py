@@ -15,6 +15,9 @@ from lockstep.errors import UserError
 
 LONGEST_LINE = 2**28
 """Bytes of a JSONL line; a longer document belongs into a text file, which is read in parts."""
+MOST_VALUES = 2**22
+"""Of the characters , : [ and { each in a JSONL line, those in its texts included: each may stand for a value, and many
+small values take 20 times the memory of their line. A book has a comma in some 80 characters."""
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
 """A gzip file may expand so many times, and to so many bytes in any case; text compresses 3 to 20 times."""
@@ -98,6 +101,9 @@ def read_jsonl(
 
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     """The line's object, or what is wrong with it."""
+    for character in (b",", b":", b"[", b"{"):
+        if line.count(character) > MOST_VALUES:
+            return {}, f"has the character {character.decode()} more than {MOST_VALUES} times"
     try:
         values = json.loads(line)
         if not isinstance(values, dict):

@@ -95,8 +95,9 @@ def _ascending(offsets: np.ndarray, last: int) -> bool:
     """Whether they rise from 0 to `last`; of a memory-mapped array a part is read at a time."""
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != last:
         return False
-    starts = range(0, len(offsets) - 1, 2**20)
-    return all((np.diff(offsets[start : start + 2**20 + 1]) >= 0).all() for start in starts)
+    parts = (offsets[start : start + 2**20 + 1] for start in range(0, len(offsets) - 1, 2**20))
+    # Compared, not subtracted: the difference of two offsets may be beyond an int64, and wrap.
+    return all((part[:-1] <= part[1:]).all() for part in parts)
 
 
 def write_token_folder(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,6 +24,10 @@ SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 TRAINING_CHARACTERS = 2**30
 """That a vocabulary is learnt from, at most."""
 
+PROBE = "A few words, a num8er,\n  and ä\U0001f600."
+"""That every tokenizer is tried on when it is loaded."""
+
+FAILS = ("the tokenizer fails on this text or these tokens", "leave them out")
 # Tokens that a stream holds back at most.
 LONGEST_PIECE = 32
 
@@ -39,6 +44,7 @@ class Tokenizer(Protocol):
     carried: dict[str, str]
     """Texts of other files by name, which `save` writes beside its own."""
 
+    def __hash__(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -135,16 +141,15 @@ class HuggingFaceTokenizer:
     ):
         from tokenizers import Tokenizer as Backend
 
-        try:
+        with _library(f"{path}: cannot be read as a tokenizer", "save it again with tokenizers"):
             self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
-            raise UserError(
-                f"{path}: cannot be read as a tokenizer ({error}); save it again with tokenizers"
-            ) from error
-        # Some files keep the limits of the last call that their author made.
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._add_tokens(settings or {}, Path(path).parent / "tokenizer_config.json")
+            # Some files keep the limits of the last call that their author made.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._add_tokens(settings or {}, Path(path).parent / "tokenizer_config.json")
+            # Some files are read and panic at the first text. An Exception is none: a vocabulary may lack these words.
+            with suppress(Exception):
+                self._backend.decode(self._backend.encode(PROBE, add_special_tokens=False).ids)
         # Not the number of tokens: where ids have gaps, the largest one still needs its row in the embedding.
         vocabulary = self._backend.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -155,14 +160,17 @@ class HuggingFaceTokenizer:
         self.carried = carried or {}
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        with _library(*FAILS):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with _library(*FAILS):
+            return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = self._backend.encode(text, add_special_tokens=False)
+        with _library(*FAILS):
+            encoded = self._backend.encode(text, add_special_tokens=False)
         spans, covered = [], 0
         for start, stop in encoded.offsets:
             # A post-processor that trims offsets leaves a token of spaces none of its characters.
@@ -172,7 +180,8 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens are left out."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        with _library(*FAILS):
+            text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
     def save(self, folder: str | Path) -> None:
@@ -226,6 +235,17 @@ class HuggingFaceTokenizer:
     def _token(self, token_id: int | None) -> str | None:
         name: str | None = None if token_id is None else self._backend.id_to_token(token_id)
         return name
+
+
+@contextmanager
+def _library(problem: str, advice: str) -> Iterator[None]:
+    """Whatever the `tokenizers` library raises becomes a UserError: bare Exceptions, and panics, which are none."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem} ({str(error) or type(error).__name__:.300}); {advice}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
@@ -328,7 +348,15 @@ def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
 
 
 def _carried(folder: Path) -> dict[str, str]:
-    return {name: (folder / name).read_text() for name in CARRIED_FILES if (folder / name).is_file()}
+    return {name: read_text(folder / name) for name in CARRIED_FILES if (folder / name).is_file()}
+
+
+def read_text(path: Path) -> str:
+    """Raises UserError for a file that is no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 at byte {error.start}; mend it or take it away") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

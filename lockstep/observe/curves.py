@@ -181,7 +181,8 @@ def _draw(axis: Any, panel: Panel, metrics: Sequence[dict[str, Any]], title: boo
         if not smooth:
             axis.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=_label(name))
     if sum(bool(steps) for _, steps, _ in drawn) > 1:
-        axis.legend(fontsize=7)
+        for text in axis.legend(fontsize=7).get_texts():
+            text.set_parse_math(False)  # a reward's name may hold a $
     if title:
         axis.set_title(panel.title, fontsize=10, loc="left", fontweight="bold")
     axis.set_ylabel(panel.unit, fontsize=8)

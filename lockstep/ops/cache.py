@@ -8,6 +8,7 @@ import platform
 import stat
 import tempfile
 import warnings
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,21 +41,24 @@ def cache_folder() -> Path:
     return folder
 
 
-def require_private(folder: Path) -> None:
-    """Raises UnsafeCache unless this user alone may write to `folder`."""
+def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder of your own") -> None:
+    """Raises UnsafeCache unless this user alone may write to `path`, a folder or a file in one; root may own a file.
+
+    `elsewhere` is what else the user can do about it.
+    """
     if not hasattr(os, "geteuid"):
         return
-    found, user = folder.stat(), os.geteuid()
-    elsewhere = "or set XDG_CACHE_HOME to a folder of your own"
-    if found.st_uid != user:
+    found, user = path.stat(), os.geteuid()
+    owners = (user,) if stat.S_ISDIR(found.st_mode) else (user, 0)
+    if found.st_uid not in owners:
         raise UnsafeCache(
-            f"{folder}: belongs to user {found.st_uid}, but this process is user {user}; compiled code from it could "
-            f"be anyone's. Give it to this user (chown -R {user} {folder}), {elsewhere}"
+            f"{path}: belongs to user {found.st_uid}, but this process is user {user}; compiled code from it could "
+            f"be anyone's. Give it to this user (chown -R {user} {path}), or {elsewhere}"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsafeCache(
-            f"{folder}: others may write to it (mode {stat.S_IMODE(found.st_mode):o}), so compiled code from it could "
-            f"be theirs. Delete it (rm -r {folder}; it is made anew), {elsewhere}"
+            f"{path}: others may write to it (mode {stat.S_IMODE(found.st_mode):o}), so compiled code from it could "
+            f"be theirs. Delete it (rm -r {path}; it is made anew), or {elsewhere}"
         )
 
 
@@ -70,9 +74,12 @@ def _instead_of(folder: Path, problem: str) -> Path:
     """A folder for temporary files that this user's processes share, so that they compile once."""
     user = os.geteuid() if hasattr(os, "geteuid") else "user"
     other = Path(tempfile.gettempdir()) / f"lockstep-{user}"
-    other.mkdir(exist_ok=True, mode=0o700)
-    if other.is_symlink():
-        raise UnsafeCache(f"{other}: is a link that anyone may have made; set XDG_CACHE_HOME to a folder of your own")
+    with suppress(FileExistsError):  # a file or a link to nothing is in its place
+        other.mkdir(exist_ok=True, mode=0o700)
+    if other.is_symlink() or not other.is_dir():
+        raise UnsafeCache(
+            f"{other}: is a link or a file that anyone may have made; set XDG_CACHE_HOME to a folder of your own"
+        )
     warnings.warn(
         f"{folder}: cannot be used ({problem}); compiled code and measurements are kept in {other} instead, which may "
         "not last. Set XDG_CACHE_HOME to a folder that can be written",

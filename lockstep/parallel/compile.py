@@ -23,7 +23,7 @@ from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
-from lockstep.ops.cache import cache_folder, fingerprint
+from lockstep.ops.cache import cache_folder, fingerprint, require_private
 
 PROBE_ROWS = 96
 PROBE_COUNTS = (1, 2, 3, 7, 8, 16, 17, 33, 64)
@@ -91,10 +91,15 @@ class CompiledHalves:
 
 
 def keep_artifacts() -> Path:
-    """Keeps what is compiled in the user's cache folder, apart for every version and machine; returns the folder."""
-    folder = cache_folder() / f"compiled-{fingerprint()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    """Keeps what is compiled in the user's cache folder, apart for every version and machine; returns the folder.
+
+    TORCHINDUCTOR_CACHE_DIR takes its place. Raises UnsafeCache where others may write to that.
+    """
+    own = cache_folder() / f"compiled-{fingerprint()}"
+    folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own)))
+    if folder != own and folder.exists():
+        require_private(folder, "set TORCHINDUCTOR_CACHE_DIR to a folder of your own")
+    return folder
 
 
 def _doubled(x: Tensor) -> Tensor:

@@ -131,6 +131,45 @@ def test_an_incomplete_folder_of_metas_is_named(tmp_path, harm, message):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.partial"))
 
 
+def _set(**params):
+    return lambda folder: _rewrite(folder / "params.json", params)
+
+
+def _rewrite(path, params):
+    path.write_text(json.dumps(json.loads(path.read_text()) | params))
+
+
+def _reshape(name):
+    def change(folder):
+        tensors = torch.load(folder / "consolidated.00.pth")
+        torch.save(tensors | {name: torch.zeros(3)}, folder / "consolidated.00.pth")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: (f / "params.json").write_text("[" * 100_000), "cannot be read as Meta's parameters"),
+        (lambda f: (f / "params.json").write_text("[]"), "cannot be read as Meta's parameters"),
+        (_set(n_heads="x"), "n_heads is 'x'"),
+        (_set(n_heads=0), "n_heads is 0"),
+        (_set(n_heads=6), "do not fit together or the heads"),
+        (_set(n_layers=10**6), "has 1000000 layers, the files fewer"),
+        (_set(n_kv_heads=[1]), r"n_kv_heads is \[1\]"),
+        (_set(norm_eps="x"), "norm_eps is 'x'"),
+        (_reshape("tok_embeddings.weight"), r"tok_embeddings.weight has the shape \[3\]"),
+        (_reshape("layers.0.attention.wq.weight"), r"wq.weight has the shape \[3\]"),
+        (_reshape(5), "holds more than tensors"),
+    ],
+)
+def test_odd_parameters_and_shapes_of_metas_are_refused(tmp_path, harm, message):
+    _write_as_meta(build_model(preset("llama3:tiny", 100), dtype="bfloat16"), tmp_path / "meta", 1)
+    harm(tmp_path / "meta")
+    with pytest.raises(UserError, match=message):
+        convert(tmp_path / "meta", tmp_path / "out")
+
+
 def test_converting_needs_little_more_memory_than_a_tensor(tmp_path):
     config = preset("qwen3:small", 8000)
     model = build_model(config, dtype="float32")

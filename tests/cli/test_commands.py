@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.checkpoint.manifest import MANIFEST, write_manifest
 from lockstep.cli import main
+from lockstep.commands.generate import Prompt, _stream
+from lockstep.data import ByteTokenizer
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -251,3 +254,17 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
 def test_a_large_model_is_not_begun_on_a_small_ones_data(arguments, message, capsys, tmp_path):
     assert main(["pretrain", "--recipe", "llama3_8b", "--output", str(tmp_path / "run"), *arguments]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_control_characters_in_a_message_are_escaped(capsys, tmp_path):
+    assert main(["generate", "--model", str(tmp_path / "a\x1b]0;b\x07"), "--prompt", "x"]) == 2
+    said = capsys.readouterr().err
+    assert "\\x1b]0;b\\x07" in said and "\x1b" not in said and "\x07" not in said
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_no_control_characters_of_a_models(capsys, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    engine = SimpleNamespace(stream=lambda ids, params: [SimpleNamespace(token_id=byte) for byte in b"\x1b[2Jok\n"])
+    _stream("a", Prompt({}, "a"), None, engine, ByteTokenizer())
+    assert capsys.readouterr().out == ("a\\x1b[2Jok\n\n" if terminal else "a\x1b[2Jok\n\n")

@@ -37,6 +37,7 @@ from lockstep.data import open as opening
 from lockstep.data.corpus import collect
 from lockstep.data.mixture import MixedRows
 from lockstep.data.stream import StreamedDocuments
+from lockstep.data.token_folder import _ascending
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 from lockstep.train.pretrain import pretrain
@@ -463,3 +464,16 @@ def test_the_command_line_tokenises_and_a_run_goes_on_from_there(tmp_path, capsy
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     assert load_tokenizer(checkpoint).encode("word") == load_tokenizer(tmp_path / "tokens").encode("word")
     assert main(["data"]) == 2 and "lockstep data tokenize" in capsys.readouterr().err
+
+
+def test_a_line_of_very_many_values_is_a_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST_VALUES", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two", "x": [' + "{}," * 200 + "{}]}\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:2: .*has the character , more than 100 times"):
+        list(TextSource(str(tmp_path / "a.jsonl")))
+
+
+def test_offsets_whose_differences_wrap_are_refused():
+    most = 2**63 - 1
+    assert not _ascending(np.array([0, most, -most - 1, -1, 10]), 10)
+    assert _ascending(np.array([0, 4, 4, 10]), 10)

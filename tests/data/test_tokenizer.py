@@ -14,6 +14,7 @@ from lockstep.data import (
     Tokenizer,
     load_tokenizer,
 )
+from lockstep.data.chat import load_chat_template
 from lockstep.data.text import TextPart
 from lockstep.errors import UserError
 
@@ -179,3 +180,58 @@ def test_bad_settings_are_refused_with_their_file(bpe_tokenizer, tmp_path, conte
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json"])
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_a_file_beside_the_tokenizer_that_is_no_utf_8_is_named(bpe_tokenizer, tmp_path, kind, name):
+    (ByteTokenizer() if kind == "byte" else bpe_tokenizer).save(tmp_path)
+    (tmp_path / name).write_bytes(b"{}\xff")
+    for load in (load_tokenizer, load_chat_template):
+        with pytest.raises(UserError, match=rf"{name}: .*(is not UTF-8|not JSON)"):
+            load(tmp_path)
+
+
+def _changed(bpe_tokenizer, folder, **values):
+    bpe_tokenizer.save(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+MERGES = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": {"type": "BPE", "continuing_subword_prefix": "####", **MERGES}},  # when it is read
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},  # at the first text
+    ],
+)
+def test_a_tokenizer_on_which_the_library_panics_is_refused(bpe_tokenizer, tmp_path, values):
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read as a tokenizer .*save it again"):
+        load_tokenizer(_changed(bpe_tokenizer, tmp_path, **values))
+
+
+def test_a_text_on_which_the_library_fails_is_a_users_error(bpe_tokenizer, tmp_path):
+    slow = {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"}
+    tokenizer = load_tokenizer(_changed(bpe_tokenizer, tmp_path, normalizer=slow))
+    assert tokenizer.encode("words") == bpe_tokenizer.encode("words")
+    text = "a" * 40 + "b"
+    for encode in (tokenizer.encode, tokenizer.encode_with_spans, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match="the tokenizer fails on this text"):
+            encode(text)
+
+
+@pytest.mark.parametrize("value", [5, True, {"a": 1}, [5], [{"name": "default"}], [{"name": "default", "template": 7}]])
+def test_a_chat_template_of_a_wrong_shape_is_refused(tmp_path, value):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(UserError, match="chat_template is a .*beside it"):
+        load_chat_template(tmp_path)
+
+
+def test_settings_nested_too_deep_are_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: not a JSON object"):
+        load_chat_template(tmp_path)

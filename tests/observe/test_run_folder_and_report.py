@@ -232,3 +232,11 @@ def test_what_is_drawn_depends_on_what_was_measured(tmp_path):
     assert all(curve.meaning.endswith(".") and "<text" in curve.svg for curve in curves_svg(rl.path))
     page = write_report(rl.path, "both", "An introduction.", pretraining=pretrain.path).read_text()
     assert "Loss in pretraining" in page and "An introduction." in page and len(page) < 5e6
+
+
+def test_a_rewards_name_is_no_mathematics(tmp_path):
+    run = open_run(str(tmp_path / "run"), "")
+    with MetricsWriter(run.path) as writer:
+        for step in (1, 2):
+            writer.write(step, {"reward/mean": 0.5, "reward/$a^$/mean": 0.5, "reward/b/mean": 0.25})
+    assert any("$a^$" in curve.svg for curve in curves_svg(run.path))

@@ -1,12 +1,16 @@
 """The cache of compiled code: made for its owner only, and refused where others could put code into it."""
 
 import os
+import platform
 import stat
 
 import pytest
 
 from lockstep.ops import cache
 from lockstep.ops.cache import UnsafeCache, cache_folder
+from lockstep.ops.native import build
+from lockstep.ops.native.compiling import compile_kernels
+from lockstep.ops.native.instruction_sets import BY_MACHINE
 
 
 @pytest.fixture
@@ -64,3 +68,44 @@ def test_a_temporary_folder_that_someone_else_made_ready_is_refused(home, monkey
     (tmp_path / f"lockstep-{os.geteuid()}").symlink_to(tmp_path / "trap")
     with pytest.raises(UnsafeCache, match="is a link"):
         cache_folder()
+
+
+def test_a_link_to_nothing_in_place_of_the_temporary_folder_is_refused(home, monkeypatch, tmp_path):
+    home.write_text("")
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"lockstep-{os.geteuid()}").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UnsafeCache, match="is a link"):
+        cache_folder()
+
+
+@pytest.mark.parametrize("suffix", [".so", ".sha256"])
+def test_compiled_kernels_that_others_may_write_to_are_refused(home, monkeypatch, suffix):
+    def compile_nothing(compiler, flags, target, umask):
+        target.touch(mode=0o666 & ~umask)
+
+    monkeypatch.setattr(build, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(build, "compile_kernels", compile_nothing)
+    monkeypatch.setattr(build, "SHIPPED", home)
+    instructions = next(iter(BY_MACHINE[platform.machine().lower()]))
+    before = os.umask(0)
+    try:
+        library = build.library_path(instructions)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in sorted(library.parent.iterdir())] == [0o600, 0o600]
+    library.with_suffix(suffix).chmod(0o660)
+    with pytest.raises(UnsafeCache, match="others may write to it .*rm -r"):
+        build.library_path(instructions)
+
+
+def test_the_compiler_runs_under_the_umask_it_is_given(tmp_path):
+    # Instead of a compiler, a script that writes a file under the name after -o.
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\n: > "$last"\n')
+    compiler.chmod(0o700)
+    before = os.umask(0)
+    try:
+        compile_kernels(str(compiler), [], tmp_path / "kernels.so", umask=0o077)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "kernels.so").stat().st_mode) == 0o600

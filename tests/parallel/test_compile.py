@@ -10,7 +10,9 @@ from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
 from lockstep.config import CompileConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, preset
+from lockstep.ops.cache import UnsafeCache
 from lockstep.parallel import apply_compile
+from lockstep.parallel.compile import keep_artifacts
 from lockstep.rl.parity_check import check_parity
 from lockstep.train import Trainer, pack
 from lockstep.train.packing import target_log_probs
@@ -89,3 +91,13 @@ def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(monkeyp
     )
     with pytest.raises(UserError, match="the block's output of .* rows without a gradient differ"):
         apply_compile(build_model(preset("qwen3:micro", 258), dtype="float32"), INDUCTOR)
+
+
+def test_a_folder_for_compiled_code_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    assert keep_artifacts() == folder
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(UnsafeCache, match="others may write to it .*TORCHINDUCTOR_CACHE_DIR"):
+        keep_artifacts()

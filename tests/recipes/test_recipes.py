@@ -105,3 +105,22 @@ def test_bad_yaml_is_named(tmp_path, text):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(UserError, match=r"bad\.yaml"):
         from_toml(tmp_path / "bad.yaml", PretrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.toml", "[model]\na = 1\n", '"model" must be a value, not a table'),
+        ("c.yaml", "train: x\n", '"train" must be a table'),
+        ("c.yaml", "1: 2\n", 'unknown key "1"'),
+        ("c.yaml", "~: 2\n", 'unknown key "None"'),
+        ("c.yaml", "? [a]\n: 2\n", "cannot be read as YAML"),
+        ("c.yaml", "x: " + "[" * 100_000, "cannot be read as YAML"),
+        ("c.toml", "x = " + "[" * 100_000, "cannot be read as TOML"),
+        ("c.yaml", "model: &a [*a]\n", '"model" must be a list of plain values'),
+    ],
+)
+def test_a_config_file_of_a_wrong_shape_is_refused_by_its_key(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        from_toml(tmp_path / name, PretrainConfig())

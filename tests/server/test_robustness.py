@@ -6,6 +6,7 @@ import random
 import shutil
 import socket
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from lockstep import build_model, load_model, save_model
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.body import parse_body
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+from lockstep.generate.server.responses import Reply
+from lockstep.generate.server.text import token_bytes, token_name
 from tests.server.conftest import running_server
 
 SETTINGS = settings(
@@ -236,17 +239,20 @@ def test_a_body_of_many_values_is_refused_at_its_first_errors(kind, data):
     assert found is None or found.error_count() <= 8
 
 
+def _until_health_has_answered(server, held, work):
+    """`work`, which begins when the server has answered another client: never, were it called in the event loop."""
+
+    def call(*values):
+        with server.http() as client:
+            held.append(client.get("/health", timeout=15).status_code)
+        return work(*values)
+
+    return call
+
+
 def test_health_answers_while_long_texts_are_rendered_and_tokenized(server, monkeypatch):
     service, held = server.server._service, []
-
-    def until_health_has_answered(work):
-        def call(values):
-            with server.http() as client:
-                held.append(client.get("/health").status_code)
-            return work(values)
-
-        return call
-
+    until_health_has_answered = partial(_until_health_has_answered, server, held)
     monkeypatch.setattr(service.template, "render", until_health_has_answered(service.template.render))
     monkeypatch.setattr(service.tokenizer, "encode_batch", until_health_has_answered(service.tokenizer.encode_batch))
     messages = [{"role": "user", "content": "a"}] * 2000
@@ -254,7 +260,42 @@ def test_health_answers_while_long_texts_are_rendered_and_tokenized(server, monk
     assert server.complete(prompt=["a " * 3000] * 3).status_code == 400
     with server.http() as client:
         assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
-    assert len(held) >= 4 and set(held) == {200}
+    assert len(held) >= 3 and set(held) == {200}
+
+
+def test_health_answers_while_many_short_prompts_are_tokenized(server, monkeypatch):
+    tokenizer, held = server.server._service.tokenizer, []
+    for name in ("encode", "encode_batch"):
+        monkeypatch.setattr(tokenizer, name, _until_health_has_answered(server, held, getattr(tokenizer, name)))
+    answer = server.complete(prompt=["ab" * 100] * 32, max_tokens=1)
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 32
+    assert held == [200]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_health_answers_while_log_probabilities_are_written(server, monkeypatch, chat):
+    held = []
+    name = "_chat_logprobs" if chat else "_completion_logprobs"
+    monkeypatch.setattr(Reply, name, _until_health_has_answered(server, held, getattr(Reply, name)))
+    with server.http() as client:
+        if chat:
+            body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3}
+        else:
+            body = {"prompt": "a", "logprobs": 3}
+        route = "/v1/chat/completions" if chat else "/v1/completions"
+        answer = client.post(route, json=body | {"n": 2, "max_tokens": 3})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
+    assert held == [200, 200]
+
+
+def test_a_token_is_decoded_once_for_all_log_probabilities(server, monkeypatch):
+    tokenizer, seen = server.server._service.tokenizer, []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: seen.append(tuple(ids)) or decode(ids))
+    text = decode([300])
+    for _ in range(2):
+        assert token_name(tokenizer, 300) == text and token_bytes(tokenizer, 300) == list(text.encode())
+    assert len(seen) <= 1
 
 
 def test_a_text_that_is_too_long_in_any_case_costs_no_work(server, monkeypatch):
@@ -273,6 +314,24 @@ def test_a_text_that_is_too_long_in_any_case_costs_no_work(server, monkeypatch):
 
 class Panic(BaseException):
     """As a panic of a library in Rust arrives: no Exception."""
+
+
+@pytest.mark.parametrize("prompt", ["short", ["long " * 900]])
+def test_a_text_on_which_the_tokenizer_panics_is_a_clients_error(server, monkeypatch, prompt):
+    class Panicking:
+        def __getattr__(self, name):
+            def panic(*_, **__):
+                raise Panic("range end index 3 out of range")
+
+            return panic
+
+    tokenizer = server.server._service.tokenizer
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer, "_backend", Panicking())
+        answer = server.complete(prompt=prompt, max_tokens=1)
+    assert answer.status_code == 400 and "the tokenizer fails on this text" in answer.json()["error"]["message"]
+    _check(answer)
+    _healthy(server)
 
 
 def test_a_panic_in_the_engines_thread_is_told_and_health_says_so(chat_folder, monkeypatch):

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from lockstep.errors import UserError
 from lockstep.generate.sampling_params import SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
-from lockstep.generate.server.api_error import ApiError, json_response
+from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.engine_loop import PromptEvent
 from lockstep.generate.server.protocol import SamplingRequest
 from lockstep.generate.server.responses import DONE, Piece, Reply, usage_of
@@ -23,16 +23,18 @@ from lockstep.generate.server.text import GrowingText
 from lockstep.generate.server.watch import EventStream, watch
 
 LONG_TEXT = 4096
-"""Characters from which on a text is tokenized outside the event loop's thread: above a millisecond or so."""
+"""Characters of a request's texts together, from which on they are tokenized outside the event loop's thread: above a
+millisecond or so."""
 
 
-async def encode(service: Service, text: str, field: str) -> list[int]:
-    """Tokens of a prompt's text, nothing added to it. Raises ApiError for a text that is too long in any case."""
-    check_text(service, len(text), field)
-    if len(text) < LONG_TEXT:
-        return service.tokenizer.encode(text)
-    # A batch, though of one: it keeps no offsets, and other threads run meanwhile.
-    return (await asyncio.to_thread(service.tokenizer.encode_batch, [text]))[0]
+async def encode(service: Service, texts: list[str], field: str) -> list[list[int]]:
+    """Tokens of a request's texts, nothing added to them. Raises ApiError for one that is too long in any case."""
+    for text in texts:
+        check_text(service, len(text), field)
+    if sum(map(len, texts)) < LONG_TEXT:
+        return [service.tokenizer.encode(text) for text in texts]
+    # A batch, be it of one: it keeps no offsets, and other threads run meanwhile.
+    return await asyncio.to_thread(service.tokenizer.encode_batch, texts)
 
 
 def check_text(service: Service, characters: int, field: str) -> None:
@@ -167,7 +169,10 @@ async def _whole(reply: Reply, record: RequestRecord, steps: AsyncGenerator[list
                 else:
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
-    return json_response(reply.answer(ordered, usage_of(record.prompt_tokens, record.completion_tokens)))
+    # Log-probabilities of many long samples are hundreds of thousands of entries.
+    usage = usage_of(record.prompt_tokens, record.completion_tokens)
+    content = await asyncio.to_thread(reply.answer, ordered, usage)
+    return Response(content, media_type="application/json")
 
 
 async def _chunks(

@@ -104,7 +104,7 @@ async def chat_completions(request: Request) -> Response:
         text = await asyncio.to_thread(service.template.render, messages)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages", "chat_template") from error
-    prompt = await encode(service, text, "messages")
+    (prompt,) = await encode(service, [text], "messages")
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
@@ -188,7 +188,7 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
     check_count(service, len(each), n)
     if not all(each) or not each:
         raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
-    return [await encode(service, p, "prompt") if isinstance(p, str) else p for p in each]
+    return await encode(service, each, "prompt") if isinstance(each[0], str) else each
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -49,9 +49,12 @@ class Reply:
     """None: no log-probabilities at all."""
     token_ids: bool
 
-    def answer(self, pieces: list[Piece], usage: dict[str, int]) -> dict[str, Any]:
-        """The whole answer to a request that is not streamed."""
-        return self._object([self._choice(p, "message") for p in pieces], chunk=False) | {"usage": usage}
+    def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
+        """The whole answer to a request that is not streamed, as JSON."""
+        # Choice by choice: json.dumps holds every other thread up until it is done.
+        choices = ", ".join(json.dumps(self._choice(piece, "message")) for piece in pieces)
+        rest = json.dumps(self._object([], chunk=False) | {"usage": usage})
+        return rest.replace('"choices": []', f'"choices": [{choices}]', 1)
 
     def chunk(self, piece: Piece, with_usage: bool) -> str:
         """A choice's new piece as a server-sent event."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
 
 from lockstep.data import ByteTokenizer, StreamDecoder, Tokenizer
 
@@ -50,13 +51,19 @@ class GrowingText:
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
     """A token's text for people; `token_id:N` where it has none of its own (special tokens, parts of a character)."""
-    text = tokenizer.decode([token])
-    return text if text and "\N{REPLACEMENT CHARACTER}" not in text else f"token_id:{token}"
+    return _own_text(tokenizer, token) or f"token_id:{token}"
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
     """A token's UTF-8 bytes, where they are known."""
     if isinstance(tokenizer, ByteTokenizer):
         return [token] if token < 256 else None
-    text = tokenizer.decode([token])
-    return list(text.encode()) if text and "\N{REPLACEMENT CHARACTER}" not in text else None
+    text = _own_text(tokenizer, token)
+    return list(text.encode()) if text else None
+
+
+@lru_cache(maxsize=2**18)
+def _own_text(tokenizer: Tokenizer, token: int) -> str:
+    """Empty where a token has none. An answer with log-probabilities names the same tokens again and again."""
+    text: str = tokenizer.decode([token])
+    return "" if "\N{REPLACEMENT CHARACTER}" in text else text

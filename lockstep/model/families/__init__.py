@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +69,8 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         kinds = {"norm_eps": (int, float), "tie_embeddings": (bool,)}.get(name, (int,))
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise UserError(f"{where}: {name} is {value!r:.100}, which is no {kinds[-1].__name__}")
+    if "norm_eps" in fields:
+        fields["norm_eps"] = _number(fields["norm_eps"], f"{where}: rms_norm_eps")
     fields.setdefault("num_kv_heads", fields["num_heads"])
     fields.setdefault("head_dim", fields["dim"] // fields["num_heads"])
     fields.setdefault("tie_embeddings", False)
@@ -104,7 +107,8 @@ def _rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
 
 def _number(value: Any, where: str) -> Any:
     """As it stands there. Raises UserError for what is no finite number above 0."""
-    if isinstance(value, (int, float)) and 0 < value < float("inf"):
+    # An integer may be beyond any float, too.
+    if isinstance(value, (int, float)) and 0 < value <= sys.float_info.max:
         return value
     raise UserError(f"{where} is {value!r:.100}; it must be a number above 0")
 

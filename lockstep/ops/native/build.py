@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from lockstep.ops.cache import cache_folder, fingerprint
+from lockstep.ops.cache import cache_folder, fingerprint, require_private
 from lockstep.ops.native.compiling import (
     FLAGS,
     SOURCES,
@@ -22,7 +22,7 @@ SHIPPED = SOURCES / "built"
 def library_path(instructions: InstructionSet) -> Path:
     """The shared library for these instructions: the wheel's, else one compiled from this source, now if need be.
 
-    Raises CompilerMissing with the reason.
+    Raises CompilerMissing with the reason, and UnsafeCache for a library that others may have written.
     """
     shipped = SHIPPED / file_name(instructions)
     if shipped.is_file():
@@ -33,8 +33,13 @@ def library_path(instructions: InstructionSet) -> Path:
     flags = [*FLAGS, *instructions.flags]
     contents = [source.read_bytes() for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
     target = cache_folder() / f"kernels-{instructions.name}-{fingerprint(compiler, *flags, *contents)}.so"
+    for path in (target, _digest_file(target)):
+        if path.exists():
+            require_private(path)
     if not _is_whole(target):
-        compile_kernels(compiler, flags, target)
+        compile_kernels(compiler, flags, target, umask=0o077)
+        _digest_file(target).unlink(missing_ok=True)
+        _digest_file(target).touch(mode=0o600)
         _digest_file(target).write_text(_digest(target))
     return target
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from lockstep.ops.native.instruction_sets import BY_MACHINE, InstructionSet
@@ -39,8 +40,8 @@ def file_name(instructions: InstructionSet) -> str:
     return f"kernels-{platform.machine().lower()}-{instructions.name}.so"
 
 
-def compile_kernels(compiler: str, flags: list[str], target: Path) -> None:
-    """Raises CompilerMissing where that fails.
+def compile_kernels(compiler: str, flags: list[str], target: Path, umask: int = -1) -> None:
+    """Raises CompilerMissing where that fails. `umask` is the compiler's; -1: this process's own.
 
     OpenMP is not linked: its functions are those of the runtime that torch has loaded, whatever its file is called.
     """
@@ -50,20 +51,20 @@ def compile_kernels(compiler: str, flags: list[str], target: Path) -> None:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            for _ in pool.map(_run, commands):
+            for _ in pool.map(partial(_run, umask=umask), commands):
                 pass
-        partial = Path(scratch) / "kernels.so"
-        _run([compiler, "-shared", *objects, "-o", str(partial)])
-        if not partial.is_file():
+        library = Path(scratch) / "kernels.so"
+        _run([compiler, "-shared", *objects, "-o", str(library)], umask)
+        if not library.is_file():
             raise CompilerMissing(f"{compiler} compiled nothing")
-        with partial.open("rb+") as file:
+        with library.open("rb+") as file:
             os.fsync(file.fileno())
-        partial.replace(target)
+        library.replace(target)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], umask: int) -> None:
     try:
-        result = subprocess.run([*shlex.split(command[0]), *command[1:]], capture_output=True, text=True)
+        result = subprocess.run([*shlex.split(command[0]), *command[1:]], capture_output=True, text=True, umask=umask)
     except OSError as error:
         raise CompilerMissing(f"the compiler {command[0]} cannot be run: {error}; install g++ or set CXX") from error
     if result.returncode:
