@@ -239,10 +239,13 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _library(problem: str, advice: str) -> Iterator[None]:
-    """Whatever the `tokenizers` library raises becomes a UserError: bare Exceptions, and panics, which are none."""
+    """Whatever the `tokenizers` library raises becomes a UserError: bare Exceptions, and panics, which are none.
+
+    But for what it says of half a surrogate pair, which its callers name, with the place where it stands.
+    """
     try:
         yield
-    except (UserError, KeyboardInterrupt, SystemExit):
+    except (UserError, UnicodeEncodeError, TypeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise UserError(f"{problem} ({str(error) or type(error).__name__:.300}); {advice}") from error
