@@ -20,7 +20,7 @@ MOST_VALUES = 2**22
 small values take 20 times the memory of their line. A book has a comma in some 80 characters."""
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
-"""A gzip file may expand so many times, and to so many bytes in any case; text compresses 3 to 20 times."""
+"""A gzip or Parquet file may expand so many times, and to so many bytes in any case; text compresses 3 to 20 times."""
 
 
 @dataclass
@@ -72,10 +72,7 @@ def read_jsonl(
                 tally.bytes_read += 0 if compressed else len(line)
                 unpacked += len(line)
                 if unpacked > limit:
-                    raise UserError(
-                        f"{path}: expands more than {LARGEST_RATIO} times, as a compression bomb does; unpack it and "
-                        "give the .jsonl file, or leave it out"
-                    )
+                    raise _bomb(path)
                 if not line.strip():
                     continue
                 values: dict[str, Any]
@@ -125,16 +122,31 @@ def _parquet(path: Path, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
     except ImportError as error:
         raise UserError(f"{path}: pyarrow is not installed; pip install pyarrow, or give .jsonl files") from error
     try:
-        with parquet.ParquetFile(path) as file:
+        kinds = pyarrow.types.is_string, pyarrow.types.is_large_string
+        texts = [field.name for field in parquet.read_schema(path) if any(kind(field.type) for kind in kinds)]
+        limit, unpacked = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size), 0
+        # A text that the file holds once for many rows is held once: else some kilobytes could be gigabytes.
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
             number = 0
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(batch_size=512, row_groups=[group]):
-                    for values in batch.to_pylist():
+                    for row in range(batch.num_rows):
+                        values = {name: column[row].as_py() for name, column in zip(batch.schema.names, batch.columns)}
+                        unpacked += sum(len(values[name] or "") for name in texts)
+                        if unpacked > limit:
+                            raise _bomb(path)
                         number += 1
                         yield f"{path}: row {number}", values
                 tally.bytes_read += path.stat().st_size // file.num_row_groups
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error}); mend it or leave it out") from error
+
+
+def _bomb(path: Path) -> UserError:
+    return UserError(
+        f"{path}: expands more than {LARGEST_RATIO} times, as a compression bomb does; unpack it and give a .jsonl "
+        "file, or leave it out"
+    )
 
 
 def read_hub(name: str, skip: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
