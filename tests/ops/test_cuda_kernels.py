@@ -13,9 +13,18 @@ def form():
     """The kernels have one form: the folder's own fixture would run everything twice."""
 
 
-def test_the_kernels_keep_their_promises_under_the_interpreter():
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param("not (1024 or 2048 or 9000 or attention or attend)", id="small"),
+        pytest.param("(attention or attend) and not (1024 or 2048 or 9000)", id="attention"),
+        pytest.param("1024 or 2048 or 9000", id="large", marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_keep_their_promises_under_the_interpreter(chosen):
     pytest.importorskip("triton", reason="triton is published for Linux on x86-64 alone")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "LOCKSTEP_NATIVE": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", str(Path(__file__).with_name("cuda_kernels.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", chosen]
+    command += [str(Path(__file__).with_name("cuda_kernels.py"))]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
