@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import lockstep
 from lockstep.checkpoint.manifest import MANIFEST, write_manifest
 from lockstep.cli import main
 from lockstep.commands.generate import Prompt, _stream
 from lockstep.data import ByteTokenizer
+from lockstep.errors import UserError
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -268,3 +270,15 @@ def test_a_terminal_gets_no_control_characters_of_a_models(capsys, monkeypatch, 
     engine = SimpleNamespace(stream=lambda ids, params: [SimpleNamespace(token_id=byte) for byte in b"\x1b[2Jok\n"])
     _stream("a", Prompt({}, "a"), None, engine, ByteTokenizer())
     assert capsys.readouterr().out == ("a\\x1b[2Jok\n\n" if terminal else "a\x1b[2Jok\n\n")
+
+
+def test_python_takes_a_runs_folder_and_names_what_is_of_the_wrong_kind(tmp_path):
+    assert main(_tiny_run(tmp_path, "--steps", "1")) == 0
+    model = lockstep.load_model(tmp_path / "run")
+    assert "Engine" in dir(lockstep) and len(lockstep.score(model, [[1, 2, 3]])[0]) == 2
+    for sequences, message in [
+        ([[1, 258]], "token 258 at position 1 of sequence 0 is outside the vocabulary of 258"),
+        ([[1], []], "sequence 1 is empty"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            lockstep.score(model, sequences)
