@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
         value = str(getattr(config, name, ""))
         for part in value.split(","):
             path = Path(part.rpartition("=")[0] or part.partition(":")[0] or part)
-            if part and path.exists() and path.resolve().is_relative_to(output):
+            # Not `path.exists`, which raises for what is no name of a file, such as a long template.
+            if part and os.path.exists(path) and path.resolve().is_relative_to(output):
                 yield f"{name} {value} is in {config.output}, which --overwrite would empty; give another --output"
 
 

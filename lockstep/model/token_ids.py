@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from lockstep.errors import UserError
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int, what: str) -> None:
     """Raises UserError, naming `what` and the position, for what is no list of tokens of a vocabulary of that size."""
-    if isinstance(ids, str) or not isinstance(ids, Sequence):
+    if isinstance(ids, str) or not hasattr(ids, "__len__"):
         raise UserError(f"{what} is {ids!r:.60}; it must be a list of token ids: encode a text with its tokenizer")
     if not len(ids):
         raise UserError(f"{what} is empty; give at least one token")
     for position, token in enumerate(ids):
-        if not isinstance(token, int):
+        if type(token) is not int and not isinstance(token, Integral):  # NumPy's integers are welcome
             raise UserError(f"{what} holds {token!r:.60} at position {position}; it must be a list of token ids")
         if not 0 <= token < vocabulary:
             raise UserError(f"token {token} at position {position} of {what} is outside the vocabulary of {vocabulary}")

@@ -108,3 +108,7 @@ def test_help_shows_a_bounded_number_as_a_number(capsys):
         main(["pretrain", "--help"])
     text = capsys.readouterr().out
     assert "--train.learning-rate FLOAT" in text and "--steps INT" in text and AtLeast.__name__ not in text
+
+
+def test_a_long_template_is_no_file_that_overwriting_could_delete():
+    validate(PretrainConfig(overwrite=True, template="Question: {question} " * 500))

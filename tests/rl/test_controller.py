@@ -124,6 +124,7 @@ def test_advantages_are_not_divided_by_the_deviation_where_that_is_off(tmp_path,
         group = rollouts[start : start + 4]
         mean = sum(rollout["reward"] for rollout in group) / 4
         # Advantages are float32; rewards are below 1.
+        # The trainer's are of float32, whose last bit is 6e-8 at 1.
         expected = [pytest.approx(rollout["reward"] - mean, abs=1e-7) for rollout in group]
         assert [rollout["advantage"] for rollout in group] == expected
 
