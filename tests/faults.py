@@ -56,11 +56,6 @@ def flipped_bit() -> None:
     _damage_fresh_weights(lambda own: _flip(own, 1 << 16))
 
 
-def flipped_exponent() -> None:
-    """The highest bit of one element's exponent, for layouts whose sums are compared within a tolerance."""
-    _damage_fresh_weights(lambda own: _flip(own, 1 << 30))
-
-
 def stale_weight() -> None:
     """One parameter is never updated."""
     from lockstep.train import optimizer
@@ -123,7 +118,6 @@ FAULTS: dict[str, Callable[[], None]] = {
         no_sum_over_the_vocabulary,
         swapped_shard,
         flipped_bit,
-        flipped_exponent,
         stale_weight,
         repeated_batch,
         moments_left_behind,

@@ -25,7 +25,7 @@ from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, 
 from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
 from lockstep.errors import RunStopped, UserError
-from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype, write_description
+from lockstep.model import TrainableModel, arithmetic_of, read_config, resolve_dtype, write_description
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
@@ -117,7 +117,7 @@ class Checkpoints:
                 problem = "it holds the model only (checkpoint.last_model_only)"
             if not problem:
                 self.trainer.load_counts(state)
-                self._name_other_arithmetic(folder, state.get("arithmetic", ""))
+                self._name_other_bits(folder, state.get("arithmetic", ""))
                 return state
             if self.world.is_main:
                 log.warning("%s cannot be resumed from: %s; trying an older one", folder, problem)
@@ -135,15 +135,20 @@ class Checkpoints:
         repeat = isinstance(self.config, PretrainConfig) and self.config.loader.repeat
         return state["step"] >= self.config.steps or (state.get("data_ended", False) and not repeat)
 
-    def _name_other_arithmetic(self, folder: Path, before: str) -> None:
-        now = arithmetic_of(self.world.device)
-        if self.world.is_main and before not in ("", now):
+    def _name_other_bits(self, folder: Path, arithmetic: str) -> None:
+        if not self.world.is_main:
+            return
+        chunks, now = self.trainer.model.config.reduction_chunks, arithmetic_of(self.world.device)
+        changes = {} if arithmetic in ("", now) else {f"in {arithmetic} arithmetic": f"in {now}"}
+        if (before := read_config(folder).reduction_chunks) != chunks:
+            changes[f"with reduction_chunks {before}"] = f"with {chunks}"
+        if changes:
             log.warning(
-                "%s was computed in %s arithmetic, and the run resumes in %s: results from here on are as good, but "
-                "not bit for bit those of a run that was never interrupted",
+                "%s was computed %s, and the run resumes %s: results from here on are as good, but not bit for bit "
+                "those of a run that was never interrupted",
                 folder,
-                before,
-                now,
+                " and ".join(changes),
+                " and ".join(changes.values()),
             )
 
     def __enter__(self) -> Checkpoints:

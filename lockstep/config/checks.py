@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
-from lockstep.config.parallel import ROW_MULTIPLE, SCHEDULES, ParallelConfig
+from lockstep.config.parallel import MOST_TENSOR, SCHEDULES, ParallelConfig
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.train import TrainConfig
@@ -44,14 +43,6 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield "resume and overwrite exclude each other; give one"
     if config.overwrite:
         yield from _overwritten(config)
-    if isinstance(config, PretrainConfig) and config.parallel.tensor > 1:
-        # Rows are padded to ROW_MULTIPLE, so of degrees that divide it any length will do.
-        multiple = math.lcm(config.parallel.tensor, ROW_MULTIPLE)
-        if ROW_MULTIPLE % config.parallel.tensor and config.sequence_length % multiple:
-            yield (
-                f"parallel.tensor {config.parallel.tensor} does not divide the tokens of a micro-batch, which its "
-                f"ranks share, where sequence_length is {config.sequence_length}; make that a multiple of {multiple}"
-            )
     if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
         yield (
             f"sequence_length {config.sequence_length} cannot be cut for parallel.context {config.parallel.context}: "
@@ -79,6 +70,13 @@ def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
 
 
 def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.tensor > MOST_TENSOR or parallel.tensor & (parallel.tensor - 1):
+        yield f"parallel.tensor is {parallel.tensor}, but sums are cut in halves; give 1, 2, 4 or 8"
+    if (chunks := parallel.reduction_chunks) & (chunks - 1) or 0 < chunks < parallel.tensor:
+        yield (
+            f"parallel.reduction_chunks is {chunks}; it must be a power of two, and no less than parallel.tensor "
+            f"({parallel.tensor}): leave it at 0"
+        )
     if parallel.asynchronous_tensor and parallel.tensor == 1:
         yield "parallel.asynchronous_tensor is for parallel.tensor above 1, where there are sums to send; leave it out"
     schedule = parallel.pipeline_schedule

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 from lockstep.config.bounds import AtLeast
 
-ROW_MULTIPLE = 8
-"""The tokens of a micro-batch are padded to a multiple of this, so tensor degrees that divide it share any batch."""
+MOST_TENSOR = 8
+"""Ranks along the tensor axis, a power of two: the vocabulary is summed in pieces that so many can hold."""
+ROW_MULTIPLE = MOST_TENSOR
+"""The tokens of a micro-batch are padded to a multiple of this, so that any tensor degree shares them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
 
@@ -23,7 +25,10 @@ class ParallelConfig:
     context: int = 1
     """Ranks that share each sequence."""
     tensor: int = 1
-    """Ranks that share each layer's matrices, and the vocabulary of the head."""
+    """Ranks that share each layer's matrices, and the vocabulary of the head: 1, 2, 4 or 8."""
+    reduction_chunks: Annotated[int, AtLeast(0)] = 0
+    """Parts that sums over tensor-parallel ranks are made of, a power of two: another number gives other bits, another
+    tensor degree up to it does not. 0: `tensor`, or what the model was trained with if that is more."""
     asynchronous_tensor: bool = False
     """Sums of tensor parallelism travel in chunks beside the products; the same bits, measured on no GPU so far."""
     pipeline: int = 1

@@ -58,8 +58,8 @@ def load_weights(model: TrainableModel, path: str | Path) -> None:
         config = read_config(folder)
         for field in dataclasses.fields(config):
             new, own = getattr(config, field.name), getattr(model.config, field.name)
-            # What ends a text belongs to the folder that the model came from.
-            if new != own and field.name not in ("bos_token_id", "eos_token_ids"):
+            # What ends a text, and how sums are cut, belongs to the folder that the model came from.
+            if new != own and field.name not in ("bos_token_id", "eos_token_ids", "reduction_chunks"):
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
                 )

@@ -38,6 +38,9 @@ class ModelConfig:
     """Normalise each head's queries and keys (Qwen3)."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    reduction_chunks: int = 1
+    """Parts that attention's output and the feed-forward's second product are summed in, then in a tree: a power of two,
+    and at least the ranks that share them. Part of the arithmetic: another number gives other bits."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
@@ -51,6 +54,16 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"model: head_dim is {self.head_dim}; rotary embedding needs an even one")
+
+        chunks = self.reduction_chunks
+        # In bfloat16 a product reads two features at once.
+        cut = {"features of the heads": self.num_heads * self.head_dim, "intermediate_size": self.intermediate_size}
+        wrong = [f"{name} ({size})" for name, size in cut.items() if chunks > 1 and size % (2 * chunks)]
+        if chunks < 1 or chunks & (chunks - 1) or wrong:
+            raise UserError(
+                f"model: reduction_chunks is {chunks}; it must be a power of two"
+                + (f", twice of which divides {' and '.join(wrong)}" if wrong else "")
+            )
 
     @property
     def num_parameters(self) -> int:

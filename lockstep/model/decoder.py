@@ -22,7 +22,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
-        self.eps = config.norm_eps
+        self.eps, self.chunks = config.norm_eps, config.reduction_chunks
         self.input_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
         self.self_attn = layers.Attention(config, dtype, device)
         self.post_attention_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
@@ -40,7 +40,7 @@ class Block(nn.Module):
         return self.self_attn.project(normed, cos, sin)
 
     def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + ops.linear(attended.flatten(1), self.self_attn.o_proj.weight)
+        hidden = hidden + ops.linear(attended.flatten(1), self.self_attn.o_proj.weight, self.chunks)
         return hidden + self.mlp(ops.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps))
 
 

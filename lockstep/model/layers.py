@@ -49,10 +49,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
+        self.chunks = config.reduction_chunks
         self.gate_proj = Weight(config.intermediate_size, config.dim, dtype=dtype, device=device)
         self.up_proj = Weight(config.intermediate_size, config.dim, dtype=dtype, device=device)
         self.down_proj = Weight(config.dim, config.intermediate_size, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         gated = ops.silu_mul(ops.linear(x, self.gate_proj.weight), ops.linear(x, self.up_proj.weight))
-        return ops.linear(gated, self.down_proj.weight)
+        return ops.linear(gated, self.down_proj.weight, self.chunks)

@@ -2,16 +2,18 @@
 
 Each element is one chain of fused multiply-adds along K in ascending order, whatever the number of rows: on the CPU a
 product of our own (`native/product.cpp`), in plain PyTorch the same chain step by step (`plain.product`), on NVIDIA
-GPUs a fixed order of pieces (`cuda/linear.py`).
+GPUs a fixed order of pieces (`cuda/linear.py`). With several `chunks` of K each has a chain of its own, and their sums
+meet in a binary tree: ranks that hold some of the chunks each meet in the same tree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from lockstep.ops import cuda, native, plain
@@ -22,36 +24,81 @@ from lockstep.ops.opaque import library
 from lockstep.ops.packed_weights import packed
 
 
-def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "rows out"]:
-    """`x @ weight.T`, where the bits of a row do not depend on how many other rows there are."""
+def linear(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
+) -> Float[Tensor, "rows out"]:
+    """`x @ weight.T`, where the bits of a row do not depend on how many other rows there are.
+
+    `chunks`, a power of two: parts of K that are summed by themselves and then in a binary tree. It is part of the
+    arithmetic: another number gives other bits.
+    """
     if (form := FORMS.get(type(weight))) is not None:
-        return form.linear(x, weight)
+        return form.linear(x, weight, chunks)
     if cuda.usable(x):
         from lockstep.ops.cuda.linear import product as triton_product
 
-        return triton_product(x, weight)
+        return triton_product(x, weight, chunks)
     if torch.compiler.is_compiling():
-        return _opaque_linear(x, weight)
+        return _opaque_linear(x, weight, chunks)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight)
-    return product(x, weight)
+        return _Linear.apply(x, weight, chunks)
+    return product(x, weight, chunks)
 
 
-def product(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "rows out"]:
-    """`x @ weight.T` without gradient, of tensors with any strides. Raises ValueError where they do not fit."""
+def product(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
+) -> Float[Tensor, "rows out"]:
+    """`linear` without gradient, of tensors with any strides. Raises ValueError where they do not fit."""
+    return _product(x, weight, chunks, x.dtype)
+
+
+def product_sums(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
+) -> Float32[Tensor, "rows out"]:
+    """The sums of `product` before they are rounded to its dtype: what ranks with a part of K each have to add."""
+    if cuda.usable(x):
+        from lockstep.ops.cuda.linear import product_sums as triton_sums
+
+        return triton_sums(x, weight, chunks)
+    return _product(x, weight, chunks, torch.float32)
+
+
+def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tensor:
     if x.shape[1] != weight.shape[1] or x.dtype != weight.dtype or x.device != weight.device:
         raise ValueError(
             f"a product needs factors of one width, dtype and device, but has {list(x.shape)} {x.dtype} on {x.device} "
             f"and {list(weight.shape)} {weight.dtype} on {weight.device}"
         )
+    if chunks > 1:
+        _check_chunks(x, chunks)
     if native.usable(x):
-        out = x.new_empty(x.shape[0], weight.shape[0])
+        out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
         panels = None if native.is_pretending() else packed(weight, x.shape[0])
-        native.call("product", x.dtype, x, *x.stride(), weight, *weight.stride(), panels, out, *x.shape, out.shape[1])
+        name = "product" if dtype == x.dtype else "product_sums"
+        sizes = (*x.shape, out.shape[1], chunks)
+        native.call(name, x.dtype, x, *x.stride(), weight, *weight.stride(), panels, out, *sizes)
         return out
     if x.is_meta:
-        return F.linear(x, weight)
-    return plain.product(x, weight.T).to(x.dtype)
+        return F.linear(x, weight).to(dtype)
+    cut = zip(x.chunk(chunks, 1), weight.chunk(chunks, 1))
+    return tree_sum([plain.product(part, others.T) for part, others in cut]).to(dtype)
+
+
+def _check_chunks(x: Tensor, chunks: int) -> None:
+    """Chunks begin at whole words of 4 bytes, which a bfloat16 product reads at once."""
+    width = chunks * 4 // x.element_size()
+    if chunks & (chunks - 1) or x.shape[1] % width:
+        raise ValueError(
+            f"{chunks} chunks of a {x.dtype} product need to be a power of two, and its {x.shape[1]} features a "
+            f"multiple of {width}"
+        )
+
+
+def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]]) -> Float32[Tensor, "*shape"]:
+    """The sum of a power of two of tensors in a binary tree: neighbours first."""
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
+    return parts[0]
 
 
 def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,24 +129,25 @@ def _by_library(grad: Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return keep("linear", lambda: product(x, weight))
+        return keep("linear", lambda: product(x, weight, chunks))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
         grad_x = input_gradient(grad, weight) if asked_for(ctx, 0) else None
-        return grad_x, weight_gradient(grad, x) if asked_for(ctx, 1) else None
+        return grad_x, weight_gradient(grad, x) if asked_for(ctx, 1) else None, None
 
 
 # Compiled code calls the product as a whole: no compiler has a say in its order of summation.
 @library.operator(
-    "linear(Tensor x, Tensor weight) -> Tensor", fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0])
+    "linear(Tensor x, Tensor weight, int chunks) -> Tensor",
+    fake=lambda x, weight, chunks: x.new_empty(x.shape[0], weight.shape[0]),
 )
-def _opaque_linear(x: Tensor, weight: Tensor) -> Tensor:
+def _opaque_linear(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
     with torch.no_grad():
-        return linear(x, weight)
+        return linear(x, weight, chunks)
 
 
 @library.operator(
@@ -115,6 +163,6 @@ def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 library.differentiable(
     "linear",
-    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    backward=lambda ctx, grad: _opaque_gradients(grad, *ctx.saved_tensors),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
+    backward=lambda ctx, grad: (*_opaque_gradients(grad, *ctx.saved_tensors), None),
 )

@@ -1,15 +1,18 @@
 """Log-probabilities of chosen tokens: one function for the sampler and the loss.
 
-Logits are reduced in float32, the vocabulary in `PIECES` fixed pieces joined in a binary tree, so that a sharded
-head gives the same bits. Rows go through the head in slices: `[tokens, vocab]` never exists whole.
+Logits are reduced in float32, the vocabulary in fixed pieces (`piece_bounds`) joined in a binary tree, so that a
+sharded head gives the same bits. Rows go through the head in slices: `[tokens, vocab]` never exists whole.
 """
 
 from __future__ import annotations
 
+import math
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native, plain
@@ -18,7 +21,11 @@ from lockstep.ops.linear import linear, linear_gradients
 from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
 
-PIECES = 8
+SHARDS = (2, 4, 8)
+"""Ranks that a head can be cut over."""
+PIECES = 16
+"""Most pieces of a vocabulary: `SHARDS` cut it at no more places than that."""
+CPU = torch.device("cpu")
 SLICE_BYTES = 1 << 27
 """Logits that are held at once. Smaller slices read the head's weight, and write its gradient, more often."""
 
@@ -62,42 +69,83 @@ def log_prob_sum(
     return total(token_log_probs(hidden, head, targets)[0]) * weight
 
 
+@cache
+def piece_bounds(vocab: int, device: torch.device = CPU, first: int = 0, stop: int | None = None) -> Tensor:
+    """Where the pieces of a vocabulary begin, and the end of the last, int64; of its part from `first` to `stop` alone.
+
+    They are cut wherever any number of ranks in `SHARDS` cuts it into parts of equal length, the last of them shorter.
+    So 8 pieces where 8 divides the vocabulary, else some more.
+    """
+    stop = vocab if stop is None else stop
+    cuts = {min(vocab, part * -(-vocab // ranks)) for ranks in SHARDS for part in range(ranks + 1)}
+    return torch.tensor([bound - first for bound in sorted(cuts) if first <= bound <= stop], device=device)
+
+
 def logits_log_probs(
     logits: Float[Tensor, "rows vocab"],
     targets: Int[Tensor, "rows"],
     inverse_temperature: Float[Tensor, "rows"],
 ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
     """Log-probability of the target, entropy, and log of the normaliser of each row, float32, without gradient."""
+    bounds = piece_bounds(logits.shape[1], logits.device)
+    if native.usable(logits):
+        logits = logits.contiguous()
+        out, entropies, normalizers = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind()
+        results, sizes = (out, entropies, normalizers), (*logits.shape, len(bounds) - 1)
+        native.call("log_probs", logits.dtype, logits, targets, inverse_temperature, bounds, *results, *sizes)
+        return out, entropies, normalizers
+    chosen = logits.gather(1, targets[:, None])[:, 0].float() * inverse_temperature
+    return join_masses(masses(logits, inverse_temperature, bounds), chosen)
+
+
+def masses(
+    logits: Float[Tensor, "rows vocab"], inverse_temperature: Float[Tensor, "rows"], bounds: Int[Tensor, "bounds"]
+) -> Float32[Tensor, "rows pieces 3"]:
+    """Of each piece of a row, its logits x divided by the temperature: m = max x, Σ e^(x - m) and Σ e^(x - m) x."""
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
 
-        return vocabulary.log_probs(logits, targets, inverse_temperature)
+        return vocabulary.masses(logits, inverse_temperature, bounds)
     if not native.usable(logits):
-        return _reference(logits, targets, inverse_temperature)
+        return _plain_masses(logits, inverse_temperature, bounds)
     logits = logits.contiguous()
-    out, entropies, normalizers = torch.empty(3, logits.shape[0], dtype=torch.float32).unbind()
-    native.call(
-        "log_probs",
-        logits.dtype,
-        logits,
-        targets,
-        inverse_temperature,
-        out,
-        entropies,
-        normalizers,
-        *logits.shape,
-    )
+    out = torch.empty(logits.shape[0], len(bounds) - 1, 3, dtype=torch.float32)
+    sizes = (*logits.shape, len(bounds) - 1)
+    native.call("masses", logits.dtype, logits, inverse_temperature, bounds, out, *sizes)
+    return out
+
+
+def join_masses(
+    pieces: Float32[Tensor, "rows pieces 3"], chosen: Float32[Tensor, "rows"]
+) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """`logits_log_probs` from the masses of all of the vocabulary; `chosen` has the targets' logits / temperature."""
+    if cuda.usable(pieces):
+        from lockstep.ops.cuda import vocabulary
+
+        return vocabulary.join_masses(pieces, chosen)
+    if not native.usable(pieces):
+        return _plain_join(pieces, chosen)
+    out, entropies, normalizers = torch.empty(3, len(pieces), dtype=torch.float32).unbind()
+    results = (out, entropies, normalizers)
+    native.call("join_masses", torch.float32, pieces.contiguous(), chosen.contiguous(), *results, *pieces.shape[:2])
     return out, entropies, normalizers
 
 
-def _reference(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tensor:
     scaled = logits.float() * inverse_temperature[:, None]
-    pieces = torch.nn.functional.pad(scaled, (0, -scaled.shape[1] % PIECES), value=float("-inf"))
-    pieces = pieces.unflatten(1, (PIECES, -1))
-    highest = pieces.amax(-1)
-    weights = plain.exp(pieces - _finite(highest)[..., None])
-    mass = plain.row_sum(weights)
-    moment = plain.row_sum(weights * pieces.masked_fill(weights == 0, 0.0))
+    found = []
+    for first, stop in pairwise(bounds.tolist()):
+        piece = scaled[:, first:stop]
+        highest = piece.amax(-1)
+        weights = plain.exp(piece - _finite(highest)[:, None])
+        moment = plain.row_sum(weights * piece.masked_fill(weights == 0, 0.0))
+        found.append(torch.stack((highest, plain.row_sum(weights), moment), -1))
+    return torch.stack(found, 1) if found else scaled.new_empty(len(scaled), 0, 3)
+
+
+def _plain_join(pieces: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    nothing = pieces.new_tensor([-math.inf, 0.0, 0.0]).expand(len(pieces), PIECES - pieces.shape[1], 3)
+    highest, mass, moment = torch.cat([pieces, nothing], 1).unbind(-1)
     while highest.shape[1] > 1:
         joint = torch.maximum(highest[:, ::2], highest[:, 1::2])
         left, right = (plain.exp(highest[:, side::2] - _finite(joint)) for side in (0, 1))
@@ -105,7 +153,6 @@ def _reference(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> 
         moment = moment[:, ::2] * left + moment[:, 1::2] * right
         highest = joint
     normalizers = highest[:, 0] + plain.log(mass[:, 0])
-    chosen = scaled.gather(1, targets[:, None])[:, 0]
     return chosen - normalizers, normalizers - moment[:, 0] / mass[:, 0], normalizers
 
 

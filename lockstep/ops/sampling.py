@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.elementary import exponential
-from lockstep.ops.logprobs import logits_log_probs
+from lockstep.ops.logprobs import logits_log_probs, piece_bounds
 from lockstep.ops.temperature import inverse_temperature
 
 
@@ -104,7 +104,9 @@ def _draw(logits: Tensor, inverse: Tensor, uniform: Tensor) -> Tensor:
         return vocabulary.draw(logits, inverse, uniform)
     if native.usable(logits):
         tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-        native.call("draw", logits.dtype, logits, inverse, uniform.contiguous(), tokens, *logits.shape)
+        bounds = piece_bounds(logits.shape[1])
+        sizes = (*logits.shape, len(bounds) - 1)
+        native.call("draw", logits.dtype, logits, inverse, uniform.contiguous(), bounds, tokens, *sizes)
         return tokens
     scaled = (logits.float() * inverse[:, None]).double()
     likeliest = scaled.argmax(-1)

@@ -1,6 +1,6 @@
 """How a model is run, from outside of it: its distribution over ranks, and compilation."""
 
-from lockstep.parallel.apply import parallel_model
+from lockstep.parallel.apply import chunks_for, parallel_model
 from lockstep.parallel.compile import CompiledHalves, apply_compile
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.world import World, close_world, open_world, refuse_ranks
@@ -10,6 +10,7 @@ __all__ = [
     "Pipeline",
     "World",
     "apply_compile",
+    "chunks_for",
     "close_world",
     "open_world",
     "parallel_model",

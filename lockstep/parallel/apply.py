@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,8 @@ from lockstep.parallel.full_dtensor import distribute_everything
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
-from lockstep.parallel.tensor import choose_operators, shard_tensor_parallel
+from lockstep.parallel.row_product import overlap
+from lockstep.parallel.tensor import shard_tensor_parallel
 from lockstep.parallel.world import World
 
 
@@ -33,8 +35,9 @@ def parallel_model(
     over several ranks they are float32 shards, gathered in `dtype` where they are used. Raises UserError for a layout
     that the model's shape does not allow.
     """
+    config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel, compiled)
-    choose_operators(parallel.asynchronous_tensor)
+    overlap(parallel.asynchronous_tensor)
     model: Decoder | Pipeline
     if world.mesh is None:
         model = Decoder(config, dtype, world.device)
@@ -58,6 +61,11 @@ def parallel_model(
         apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_held(model))
         apply_compile(part, compiled)
     return model
+
+
+def chunks_for(trained_with: int, parallel: ParallelConfig) -> int:
+    """The `reduction_chunks` of the settings; by default what the tensor degree needs, or the model was trained with."""
+    return parallel.reduction_chunks or max(parallel.tensor, trained_with)
 
 
 def _parts(model: Decoder | Pipeline) -> tuple[Decoder, ...]:

@@ -6,7 +6,6 @@ DTensor's own operators would replace the row-invariant ones; here those run unc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
 from lockstep.parallel.placements import COLUMNS, OPERATORS, PLAIN_TENSORS, SUM
+from lockstep.parallel.row_product import row_product
 from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
@@ -106,7 +106,7 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
     if tokens.shape[0] % degree:
         raise UserError(
             f"parallel.tensor {degree} does not divide the {tokens.shape[0]} tokens of a micro-batch, which its ranks "
-            f"share; make sequence_length a multiple of {math.lcm(degree, ROW_MULTIPLE)}"
+            f"share; pad them to a multiple of {ROW_MULTIPLE}"
         )
 
     def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
             return ops.embedding(tokens, weight)
         held = (tokens >= first) & (tokens < first + weight.shape[0])
         found = F.embedding(torch.where(held, tokens - first, 0), weight)
-        return found * held[:, None]
+        return torch.where(held[:, None], found, 0.0)
 
     return run("embedding", look_up, tokens, weight)
 
@@ -124,7 +124,7 @@ def first_row(weight: DTensor) -> int:
     if place_on(weight, "tensor") is None:
         return 0
     axis = axes_of(weight.device_mesh).index("tensor")
-    return weight.device_mesh.get_local_rank(axis) * (weight.shape[0] // weight.device_mesh.size(axis))
+    return weight.device_mesh.get_local_rank(axis) * -(-weight.shape[0] // weight.device_mesh.size(axis))
 
 
 def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
@@ -133,10 +133,12 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     return run(kind, lambda x, weight: ops.rms_norm(x, weight, eps), x, weight)
 
 
-def linear(x: Tensor, weight: DTensor) -> Tensor:
+def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     """A row product where the weight's inputs are cut over the tensor axis, else a column product."""
-    kind = "row product" if place_on(weight, "tensor") == COLUMNS else "column product"
-    return run(kind, ops.linear, x, weight)
+    if place_on(weight, "tensor") != COLUMNS:
+        return run("column product", lambda x, weight: ops.linear(x, weight, chunks), x, weight)
+    group = weight.device_mesh.get_group(axes_of(weight.device_mesh).index("tensor"))
+    return run("row product", lambda x, weight: row_product(x, weight, chunks, group), x, weight)
 
 
 def rotary(x: DTensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -160,4 +162,4 @@ def token_log_probs(hidden: Tensor, head: DTensor, targets: Tensor, temperature:
     if "tensor" not in axes:
         return ops.token_log_probs(hidden, weight, targets, temperature)
     group = mesh.get_group(axes.index("tensor"))
-    return sharded_token_log_probs(hidden, weight, targets, temperature, group)
+    return sharded_token_log_probs(hidden, weight, targets, temperature, head.shape[0], group)

@@ -11,7 +11,8 @@ made. On the `tensor` axis (arXiv 1909.08053, with the sequence parallelism of a
     tokens ─ embedding ─> hidden Shard(0) ─ norm ─> Replicate ─ column ─> heads Shard(1) ─ row ─> hidden Shard(0)
 
 so between the blocks' halves each rank holds its share of the tokens, and within them its share of the heads and of the
-feed-forward's features. Two collectives per half: the norm's result is gathered, the row product is reduced and cut.
+feed-forward's features. Two collectives per half: the norm's result is gathered, the row product's
+sums are exchanged, so that each rank has those of its tokens.
 
 A norm's weight `[dim]` as an example, with `full_dtensor` on the axes (context, tensor):
 
@@ -82,9 +83,8 @@ TENSOR = {
     "norm of tokens": Rule((ROWS, COPY), (ROWS, SUM), ROWS, then=COPY),
     "norm of heads": Rule((COLUMNS, COPY), (COLUMNS, SUM), COLUMNS),
     "column product": Rule((COPY, ROWS), (SUM, ROWS), COLUMNS),
-    "row product": Rule((COLUMNS, COLUMNS), (COLUMNS, COLUMNS), SUM, then=ROWS),
-    # Its sum is made within the operator, chunk by chunk (`overlap`).
-    "overlapped row product": Rule((COLUMNS, COLUMNS), (COLUMNS, COLUMNS), ROWS),
+    # Its sum is made within the operator, in a tree (`row_product`).
+    "row product": Rule((COLUMNS, COLUMNS), (COLUMNS, COLUMNS), ROWS),
     "rotary": Rule((COLUMNS, COPY, COPY), (COLUMNS, COPY, COPY), COLUMNS),
     "silu_mul": Rule((COLUMNS, COLUMNS), (COLUMNS, COLUMNS), COLUMNS),
     "attend": Rule((COLUMNS, COLUMNS, COLUMNS), (COLUMNS, COLUMNS, COLUMNS), COLUMNS),
@@ -97,7 +97,6 @@ TOKENS = {
     "norm of heads": _WEIGHTED,
     "column product": _WEIGHTED,
     "row product": _WEIGHTED,
-    "overlapped row product": _WEIGHTED,
     "rotary": Rule((ROWS, ROWS, ROWS), (ROWS, ROWS, ROWS), ROWS),
     "silu_mul": Rule((ROWS, ROWS), (ROWS, ROWS), ROWS),
     # An attention over the context axis fetches the other ranks' keys and values by itself.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config.parallel import MOST_TENSOR
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 
@@ -36,17 +37,19 @@ def refuse_impossible(
 
 
 def _tensor_problems(shape: ModelConfig, tensor: int) -> Iterator[str]:
+    if shape.reduction_chunks % tensor:
+        yield (
+            f"parallel.reduction_chunks {shape.reduction_chunks} are too few for parallel.tensor {tensor}, whose ranks "
+            "hold one each at least; leave it at 0"
+        )
     cut = {
         "attention heads": shape.num_heads,
         "key-value heads": shape.num_kv_heads,
         "features of the feed-forward": shape.intermediate_size,
-        "tokens of the vocabulary": shape.vocab_size,
     }
-    wrong = [f"{count} {what}" for what, count in cut.items() if count % tensor]
-    if wrong:
-        common = math.gcd(*cut.values())
-        fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
-        yield (
-            f"parallel.tensor {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
-            + (", or take a tokenizer with another vocabulary" if wrong == [f"{shape.vocab_size} {[*cut][-1]}"] else "")
-        )
+    if wrong := [f"{count} {what}" for what, count in cut.items() if count % tensor]:
+        common = math.gcd(*cut.values(), MOST_TENSOR)
+        fitting = [str(degree) for degree in (1, 2, 4, 8) if common % degree == 0]
+        yield f"parallel.tensor {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
+    if -(-shape.vocab_size // tensor) * (tensor - 1) >= shape.vocab_size:
+        yield f"parallel.tensor {tensor} leaves a rank none of the {shape.vocab_size} tokens; set it lower"

@@ -11,16 +11,11 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lockstep.model import Decoder
 from lockstep.ops import FORMS
-from lockstep.parallel import operators, overlap
+from lockstep.parallel import operators
 from lockstep.parallel.placements import PLAIN_TENSORS, parameter_placement
 from lockstep.parallel.world import World
 
 FORMS[DTensor] = operators
-
-
-def choose_operators(asynchronous: bool) -> None:
-    """Which form DTensors' operators take in this process from now on; see `ParallelConfig.asynchronous_tensor`."""
-    FORMS[DTensor] = overlap if asynchronous else operators
 
 
 def shard_tensor_parallel(model: Decoder, world: World) -> None:

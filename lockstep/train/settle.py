@@ -1,4 +1,4 @@
-"""What a run leaves to the machine, settled before it starts: its arithmetic and its dtype, alike on all ranks."""
+"""What a run leaves open, settled before it starts: its arithmetic, its sums' chunks and its dtype, on all ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any, TypeVar
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import PretrainConfig, RLConfig
 from lockstep.errors import UserError
-from lockstep.model import choose_dtype, is_auto, set_arithmetic
+from lockstep.model import choose_dtype, is_auto, read_config, set_arithmetic
+from lockstep.observe.logs import log
 from lockstep.observe.run_folder import CONFIG
 from lockstep.observe.start import announce
-from lockstep.parallel import World
+from lockstep.parallel import World, chunks_for
 
 Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
 
 
 def settle(config: Config, world: World) -> Config:
-    """`config` with models' folders, `arithmetic` and `dtype` as they are used, which a run's config.toml then records.
+    """`config` with models' folders, `arithmetic`, `reduction_chunks` and `dtype` as a run's config.toml records them.
 
     A resumed run keeps its own, unless others are given. Rank 0 chooses the dtype; where ranks would compute in
     different arithmetics, all take the portable one. Raises UserError for what cannot be had here.
@@ -39,7 +40,26 @@ def settle(config: Config, world: World) -> Config:
     if why:
         announce(f"dtype auto: {dtype}, {why}")
     settled: Any = {"arithmetic": arithmetic, "dtype": dtype}
+    if isinstance(config, PretrainConfig):
+        settled["parallel"] = dataclasses.replace(config.parallel, reduction_chunks=_chunks(config, world))
     return dataclasses.replace(config, **settled)
+
+
+def _chunks(config: PretrainConfig, world: World) -> int:
+    """The run's; a warning names those of the model's own run where they are others."""
+    folder = Path(config.model)
+    own = read_config(folder).reduction_chunks if folder.is_dir() else 1
+    chunks = chunks_for(own, config.parallel)
+    if world.is_main and own not in (1, chunks):
+        log.warning(
+            "%s was trained with reduction_chunks %d, and this run has %d: log-probabilities differ in their last bits. "
+            "--parallel.reduction-chunks %d would keep them",
+            folder,
+            own,
+            chunks,
+            own,
+        )
+    return chunks
 
 
 def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:

@@ -132,7 +132,7 @@ def test_a_run_says_at_start_what_runs_where_and_records_what_it_chose_by_itself
     assert state["arithmetic"] == arithmetic
 
 
-def test_resuming_in_another_arithmetic_is_named_with_both(tmp_path, caplog, capsys):
+def test_resuming_to_other_bits_is_named(tmp_path, caplog, capsys):
     assert main(_tiny_run(tmp_path, "--steps", "1", "--dtype", "float32")) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     state = json.loads((checkpoint / "state.json").read_text())
@@ -142,6 +142,9 @@ def test_resuming_in_another_arithmetic_is_named_with_both(tmp_path, caplog, cap
     assert main(_tiny_run(tmp_path, "--steps", "2", "--resume")) == 0
     assert "dtype auto: float32, as the run began" in capsys.readouterr().err
     assert f"computed in cuda sm_90 arithmetic, and the run resumes in {state['arithmetic']}" in caplog.text
+    assert main(_tiny_run(tmp_path, "--steps", "3", "--resume", "--parallel.reduction-chunks", "2")) == 0
+    assert "computed with reduction_chunks 1, and the run resumes with 2" in caplog.text
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["parallel"]["reduction_chunks"] == 2
 
 
 def test_a_dry_run_of_a_cluster_measures_nothing_and_says_what_it_takes(tmp_path, capsys, monkeypatch):

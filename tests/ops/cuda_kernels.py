@@ -15,6 +15,7 @@ from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, sco
 from lockstep.model import ModelConfig
 from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import linear, rows, vocabulary
+from lockstep.ops.linear import tree_sum
 from lockstep.ops.cuda.attention_backward import attend_backward
 from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 from tests.ops.pieces import assert_pieces_add_up
@@ -85,17 +86,30 @@ def test_a_product_equals_the_library_and_a_row_is_the_same_in_any_company(dtype
 @pytest.mark.parametrize("inner", [300, 1024, 1100, 2048])
 def test_pieces_in_programs_of_their_own_and_in_one_program_give_the_same_bits(inner):
     x, weight = _randn(0, 70, inner), _randn(1, 48, inner)
-    assert linear.chunks(inner, 48) == {300: 1, 1024: 4, 1100: 4, 2048: 4}[inner]
+    assert linear.pieces_of(inner, 48) == {300: 1, 1024: 4, 1100: 4, 2048: 4}[inner]
     apart, together = (linear.Tile(32, 32, 32, 4, 2, split) for split in (True, False))
     assert torch.equal(linear.product_with(apart, x, weight), linear.product_with(together, x, weight))
     # The counters are back at zero: a second product meets as the first did.
     assert torch.equal(linear.product_with(apart, x, weight), linear.product_with(together, x, weight))
 
 
+@pytest.mark.parametrize("rows", [3, 70])
+def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
+    x, weight = _randn(0, rows, 640), _randn(1, 48, 640)
+    for chunks in (4, 8):
+        whole = linear.product(x, weight, chunks)
+        assert not torch.equal(whole, linear.product(x, weight, 2))
+        for ranks in (2, 4):
+            cut = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
+            assert torch.equal(tree_sum([linear.product_sums(*part, chunks // ranks) for part in cut]), whole), ranks
+    with pytest.raises(ValueError, match="16 chunks of a product: on a GPU there can be 1, 2, 4, 8"):
+        linear.product(x, weight, 16)
+
+
 def test_a_tile_whose_bits_differ_is_not_used(monkeypatch):
     exact = linear.product_with
     bad = linear.FLOAT_TILES[1][1]
-    monkeypatch.setattr(linear, "product_with", lambda tile, x, w: exact(tile, x, w) + (1e-3 if tile == bad else 0))
+    monkeypatch.setattr(linear, "product_with", lambda tile, x, w, pieces: exact(tile, x, w, pieces) + (1e-3 if tile == bad else 0))
     kept = linear.agreeing(linear.FLOAT_TILES, torch.float32, torch.device("cpu"), 40, 24)
     assert kept == ((None, linear.FLOAT_TILES[0][1]),)
 
@@ -179,6 +193,11 @@ def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_i
     assert_pieces_add_up(dtype, heads, kv_heads, head_dim, TOLERANCE[dtype])
 
 
+def _log_probs(masses, join, logits, targets, inverse):
+    chosen = logits.gather(1, targets[:, None])[:, 0].float() * inverse
+    return join(masses(logits, inverse, logprobs.piece_bounds(logits.shape[1])), chosen)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [5, 258, 9000])
 def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
@@ -189,14 +208,15 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     uniform[:3] = torch.tensor([-1.0, 0.0, 1 - 2**-53])
     logits[3, : vocab // 2] = logits[2, -1] = -torch.inf  # tokens that top-k or top-p cut
     targets[3] = targets[2] = vocab // 2
-    ours = vocabulary.log_probs(logits, targets, inverse)
-    _close(ours, logprobs._reference(logits, targets, inverse), torch.float32)
+    ours = _log_probs(vocabulary.masses, vocabulary.join_masses, logits, targets, inverse)
+    plain = _log_probs(logprobs._plain_masses, logprobs._plain_join, logits, targets, inverse)
+    _close(ours, plain, torch.float32)
     mine = vocabulary.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)
     _close([mine], [logprobs.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
     tokens = vocabulary.draw(logits, inverse, uniform)
     assert torch.equal(tokens, sampling._draw(logits, inverse, uniform))
     for part in (slice(0, 1), slice(2, 9)):
-        alone = vocabulary.log_probs(logits[part], targets[part], inverse[part])
+        alone = _log_probs(vocabulary.masses, vocabulary.join_masses, logits[part], targets[part], inverse[part])
         assert all(torch.equal(a, o[part]) for a, o in zip(alone, ours))
         assert torch.equal(vocabulary.draw(logits[part], inverse[part], uniform[part]), tokens[part])
 

@@ -97,6 +97,52 @@ def test_blocks_threads_slices_and_panels_change_no_bit(form, dtype, rows, depth
                 assert torch.equal(module.product(x[:count], w), expected[:count]), f"packed, {count} rows"
 
 
+def by_parts(x, w, ranks, chunks):
+    """A product as ranks make it: each from its part of K, which holds a share of the chunks."""
+    parts = [module.product_sums(*part, chunks // ranks) for part in zip(x.chunk(ranks, 1), w.chunk(ranks, 1))]
+    return module.tree_sum(parts).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "depth", "outputs"), [(1, 64, 40), (37, 96, 70), (400, 3072, 130)])
+def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(form, dtype, rows, depth, outputs):
+    if form in ("pytorch", "plain"):
+        rows, depth, outputs = min(rows, 20), min(depth, 96), min(outputs, 40)
+    x, w = cancelling(2, rows, depth, outputs, dtype)
+    others = set()
+    for chunks in (2, 4, 8):
+        whole = module.product(x, w, chunks)
+        # A product of one chunk is a chain of its own: the number of chunks is part of the arithmetic.
+        others.add(torch.equal(whole, module.product(x, w)))
+        for ranks in (2, 4, 8):
+            if ranks <= chunks:
+                assert torch.equal(by_parts(x, w, ranks, chunks), whole), f"{chunks} chunks on {ranks} ranks"
+        assert_rows_agree(lambda x, w, chunks=chunks: module.product(x, w, chunks), x, w, [1, rows // 2 + 1])
+        weights = ops.PackedWeights()
+        with weights.in_use():
+            few = min(rows, packed_weights.FEW_ROWS)
+            assert torch.equal(module.product(x[:few], w, chunks), whole[:few])
+    assert others == {False}
+
+
+def test_a_tree_that_adds_from_left_to_right_would_be_noticed():
+    def in_a_row(parts):
+        first, *others = parts
+        for part in others:
+            first = first + part
+        return first
+
+    x, w = cancelling(2, 37, 96, 70, torch.float32)
+    sums = [module.product_sums(*part, 1) for part in zip(x.chunk(4, 1), w.chunk(4, 1))]
+    assert not torch.equal(in_a_row(sums), module.product(x, w, 4))
+
+
+def test_chunks_that_do_not_divide_the_features_are_refused():
+    for dtype, depth, chunks in [(torch.float32, 90, 4), (torch.bfloat16, 92, 4), (torch.float32, 96, 3)]:
+        with pytest.raises(ValueError, match=f"{chunks} chunks of a .* product need to be a power of two"):
+            module.product(torch.ones(2, depth, dtype=dtype), torch.ones(3, depth, dtype=dtype), chunks)
+
+
 def test_packed_panels_are_made_anew_when_the_weight_changes(form):
     if form == "pytorch":
         pytest.skip("the plain form packs nothing")

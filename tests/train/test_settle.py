@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.config import ParallelConfig, PretrainConfig, to_toml
-from lockstep.model import training_seconds
+from lockstep.model import build_model, load_model, preset, save_model, training_seconds
 from lockstep.ops import native
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.settle import settle
@@ -44,3 +44,26 @@ def test_a_resumed_run_keeps_the_dtype_it_began_with_whatever_is_faster_now(tmp_
     assert settle(resumed, world).dtype == dtype
     assert f"dtype auto: {dtype}, as the run began" in capsys.readouterr().err
     assert settle(replace(resumed, dtype="float32"), world).dtype == "float32", "what is given goes first"
+
+
+def test_sums_have_the_chunks_of_the_tensor_degree_or_of_the_models_own_run(tmp_path, caplog):
+    shape = replace(preset("qwen3:micro", 258), reduction_chunks=4)
+    save_model(build_model(shape, "float32"), tmp_path / "four")
+    save_model(build_model(replace(shape, reduction_chunks=1), "float32"), tmp_path / "one")
+    world = World(torch.device("cpu"))
+
+    def chunks(model, **parallel):
+        config = PretrainConfig(model=model, dtype="float32", parallel=ParallelConfig(**parallel))
+        return settle(config, world).parallel.reduction_chunks
+
+    four, one = str(tmp_path / "four"), str(tmp_path / "one")
+    assert [chunks(one), chunks(one, tensor=2), chunks(four), chunks(four, tensor=2), chunks("qwen3:micro")] == [
+        1, 2, 4, 4, 1,
+    ]  # fmt: skip
+    assert not caplog.text
+    assert chunks(four, reduction_chunks=2) == 2
+    assert "was trained with reduction_chunks 4, and this run has 2" in caplog.text
+    # transformers reads a folder that says so, and one that was summed at once says nothing.
+    assert json.loads((tmp_path / "four" / "config.json").read_text())["reduction_chunks"] == 4
+    assert "reduction_chunks" not in json.loads((tmp_path / "one" / "config.json").read_text())
+    assert load_model(four).config == shape

@@ -27,6 +27,7 @@ _NAMES = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tie_embeddings",
     "bos_token_id": "bos_token_id",
+    "reduction_chunks": "reduction_chunks",
 }
 # Settings of these families that would change the arithmetic, and the only value that is built here.
 _ONLY = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
@@ -117,6 +118,8 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The `config.json` that transformers reads, old and new."""
     module = FAMILIES[config.family]
     values = {key: getattr(config, field) for key, field in _NAMES.items()}
+    if config.reduction_chunks == 1:  # as in every folder of other libraries
+        del values["reduction_chunks"]
     eos = list(config.eos_token_ids)
     scaling: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:

@@ -1,6 +1,6 @@
 """The row-invariant matrix product in Triton.
 
-An element is summed along K in a fixed order: K is cut into `chunks(K, N)` pieces, each piece is one chain of
+An element is summed along K in a fixed order: K is cut into `pieces_of(K, N)` pieces, or as many as its caller says; each is one chain of
 tensor-core steps in ascending order, and the pieces' float32 sums meet in one binary tree. With few rows a program
 computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows one program computes
 the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and width cannot
@@ -26,8 +26,10 @@ MULTIPROCESSORS = 128
 """What split-K fills. A constant: the number of pieces is part of the arithmetic, so it cannot follow the device."""
 NARROWEST = 16
 """Columns of the narrowest tile."""
+PIECES = (1, 2, 4, 8)
+"""That K can be cut into."""
 PIECE_STEP = 256
-"""Pieces of K begin at multiples of this: every tile's BLOCK_K divides it."""
+"""Pieces of a shape's own begin at multiples of this: every tile's BLOCK_K divides it."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ FLOAT_TILES = ((64, Tile(32, 32, 32, 4, 2, True)), (None, Tile(64, 64, 32, 8, 2,
 Tiles = tuple[tuple[int | None, Tile], ...]
 
 
-def chunks(in_features: int, out_features: int) -> int:
-    """Pieces that K is cut into, 1, 2 or 4: enough that a narrow product in decode fills the GPU."""
+def pieces_of(in_features: int, out_features: int) -> int:
+    """Pieces that K is cut into, 1, 2 or 4, where nobody says how many: a narrow product in decode fills the GPU."""
     count = 1
     tiles = -(-out_features // NARROWEST)
     while count < 4 and tiles * count < MULTIPROCESSORS and in_features // (2 * count) >= PIECE_STEP:
@@ -80,6 +82,39 @@ def _piece(
         )
         sums = tl.dot(left, right, sums, input_precision="ieee")
     return sums
+
+
+@kernel
+def _two(
+    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums of the pieces at `first` and after it."""
+    middle, last = tl.minimum(first + PIECE, K), tl.minimum(first + 2 * PIECE, K)
+    left = _piece(x, weight, rows, columns, row_mask, column_mask, first, middle, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    return left + _piece(x, weight, rows, columns, row_mask, column_mask, middle, last, K, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@kernel
+def _four(
+    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    left = _two(x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    middle = tl.minimum(first + 2 * PIECE, K)
+    return left + _two(x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@kernel
+def _two_stored(partial, target, mask, size, piece):
+    """The sums of two pieces that other programs have stored."""
+    left = tl.load(partial + piece * size + target, mask=mask, cache_modifier=".cg")
+    return left + tl.load(partial + (piece + 1) * size + target, mask=mask, cache_modifier=".cg")
+
+
+@kernel
+def _four_stored(partial, target, mask, size, piece):
+    return _two_stored(partial, target, mask, size, piece) + _two_stored(partial, target, mask, size, piece + 2)
 
 
 @kernel(varying=("M",))
@@ -114,49 +149,43 @@ def _linear_kernel(
             before = tl.atomic_add(arrivals + program, 1, sem="acq_rel", scope="gpu")
             if before == PIECES - 1:
                 tl.debug_barrier()
-                sums = tl.load(partial + target, mask=mask, cache_modifier=".cg") + tl.load(
-                    partial + size + target, mask=mask, cache_modifier=".cg"
-                )
-                if PIECES == 4:
-                    sums += tl.load(partial + 2 * size + target, mask=mask, cache_modifier=".cg") + tl.load(
-                        partial + 3 * size + target, mask=mask, cache_modifier=".cg"
-                    )
+                if PIECES == 2:
+                    sums = _two_stored(partial, target, mask, size, 0)
+                else:
+                    sums = _four_stored(partial, target, mask, size, 0)
+                if PIECES == 8:
+                    sums += _four_stored(partial, target, mask, size, 4)
                 tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
                 # Ready for the next product.
                 tl.atomic_xchg(arrivals + program, 0)
         else:
             tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
     else:
-        sums = _piece(
-            x, weight, rows, columns, row_mask, column_mask, 0, tl.minimum(PIECE, K), K, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        if PIECES >= 2:
-            sums += _piece(
-                x, weight, rows, columns, row_mask, column_mask, PIECE, tl.minimum(2 * PIECE, K), K,
-                BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        if PIECES == 4:
-            right = _piece(
-                x, weight, rows, columns, row_mask, column_mask, 2 * PIECE, tl.minimum(3 * PIECE, K), K,
-                BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            right += _piece(
-                x, weight, rows, columns, row_mask, column_mask, 3 * PIECE, tl.minimum(4 * PIECE, K), K,
-                BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            sums += right
+        if PIECES == 1:
+            sums = _piece(x, weight, rows, columns, row_mask, column_mask, 0, K, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        elif PIECES == 2:
+            sums = _two(x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            sums = _four(x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if PIECES == 8:
+            middle = tl.minimum(4 * PIECE, K)
+            sums += _four(x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
         tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
 
 
-def product_with(tile: Tile, x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` with this tile."""
+def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """`x @ weight.T` with this tile: K in `pieces` equal ones, or those of its shape (0), rounded to `dtype`."""
     x, weight = x.contiguous(), weight.contiguous()
     (M, K), N = x.shape, weight.shape[0]
-    out = x.new_empty(M, N)
+    out = x.new_empty(M, N, dtype=dtype or x.dtype)
     if not M:
         return out
-    pieces = chunks(K, N)
-    piece = triton.cdiv(triton.cdiv(K, pieces), PIECE_STEP) * PIECE_STEP
+    if pieces not in (0, *PIECES):
+        raise ValueError(f"{pieces} chunks of a product: on a GPU there can be {', '.join(map(str, PIECES))}")
+    piece = K // max(pieces, 1)
+    if not pieces:
+        pieces = pieces_of(K, N)
+        piece = triton.cdiv(triton.cdiv(K, pieces), PIECE_STEP) * PIECE_STEP
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     meeting = tile.split and pieces > 1
     partial = torch.empty((pieces, M, N) if meeting else 0, dtype=torch.float32, device=x.device)
@@ -183,31 +212,47 @@ def _arrivals(device: torch.device, programs: int) -> Tensor:
 
 
 @library.operator(
-    "linear(Tensor x, Tensor weight) -> Tensor", fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0])
+    "linear(Tensor x, Tensor weight, int chunks=1) -> Tensor",
+    fake=lambda x, weight, chunks: x.new_empty(x.shape[0], weight.shape[0]),
 )
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T`: the bits of a row are the same for every number of rows."""
+def product(x: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
+    """`x @ weight.T`: the bits of a row are the same for every number of rows.
+
+    K is cut into `chunks` pieces; where all of it may be one, into those of its shape. Raises ValueError above 8.
+    """
+    return _fitting(x, weight, chunks if chunks > 1 else 0, x.dtype)
+
+
+def product_sums(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
+    """The float32 sums over exactly so many pieces: a rank's part of a product."""
+    return _fitting(x, weight, chunks, torch.float32)
+
+
+def _fitting(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
     rows = x.shape[0]
-    for most, tile in _tiles(x.dtype, x.device, weight.shape[1], weight.shape[0]):
+    for most, tile in _tiles(x.dtype, x.device, weight.shape[1], weight.shape[0], pieces):
         if most is None or rows <= most:
-            return product_with(tile, x, weight)
+            return product_with(tile, x, weight, pieces, dtype)
     raise AssertionError("the last tile takes any number of rows")
 
 
 @cache
-def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int) -> Tiles:
+def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int, pieces: int) -> Tiles:
     candidates: Tiles = FLOAT_TILES if dtype == torch.float32 else HALF_TILES
-    return agreeing(candidates, dtype, device, in_features, out_features)
+    return agreeing(candidates, dtype, device, in_features, out_features, pieces)
 
 
-def agreeing(candidates: Tiles, dtype: torch.dtype, device: torch.device, in_features: int, out_features: int) -> Tiles:
+def agreeing(
+    candidates: Tiles, dtype: torch.dtype, device: torch.device, in_features: int, out_features: int, pieces: int = 0
+) -> Tiles:
     """The candidates whose bits equal the first one's for this shape; where one differs, a lower one takes its rows."""
-    out_features = min(out_features, 4096) if chunks(in_features, out_features) == 1 else out_features
+    alone = (pieces or pieces_of(in_features, out_features)) == 1
+    out_features = min(out_features, 4096) if alone else out_features
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
     rows = 2 * max(tile.block_m for _, tile in candidates) - 3
     x, weight = (t.to(device, dtype) for t in _cancelling(generator, rows, in_features, out_features))
-    expected = product_with(candidates[0][1], x, weight)
-    same = [c for c in candidates if torch.equal(product_with(c[1], x, weight), expected)]
+    expected = product_with(candidates[0][1], x, weight, pieces)
+    same = [c for c in candidates if torch.equal(product_with(c[1], x, weight, pieces), expected)]
     return (*same[:-1], (None, same[-1][1]))
 
 
@@ -225,15 +270,15 @@ def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int)
     return torch.nn.functional.pad(x, (0, tail)), torch.nn.functional.pad(weight, (0, tail))
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     """The library's products: a gradient's bits need not be row-invariant."""
     x, weight = ctx.saved_tensors
     grad = grad.contiguous()
-    return grad @ weight, grad.T @ x
+    return grad @ weight, grad.T @ x, None
 
 
 library.differentiable("linear", _save, _backward)

@@ -1,6 +1,6 @@
 """Log-probabilities over the vocabulary, their gradient and the draw of a token, in Triton.
 
-As on the CPU: each row's vocabulary is reduced in `PIECES` fixed pieces, joined in one binary tree.
+As on the CPU: each row's vocabulary is reduced in fixed pieces (`piece_bounds`), joined in one binary tree.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.kernel import kernel
+from lockstep.ops.logprobs import PIECES, piece_bounds
 
-PIECES = 8
 BLOCK = 1024
 
 
 @kernel
-def _pieces_kernel(
-    logits, inverse_temperatures, highest, mass, moment, vocab, WIDTH,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _masses_kernel(logits, inverse_temperatures, bounds, masses, vocab, BLOCK: tl.constexpr):
     """Of each piece x of a row: m = max x, Σ e^(x-m) and Σ e^(x-m) x."""
     row, piece = tl.program_id(0), tl.program_id(1)
     base = logits + row.to(tl.int64) * vocab
     inverse = tl.load(inverse_temperatures + row)
-    first, last = piece * WIDTH, tl.minimum((piece + 1) * WIDTH, vocab)
+    first, last = tl.load(bounds + piece).to(tl.int32), tl.load(bounds + piece + 1).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     tops = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     for start in range(first, last, BLOCK):
@@ -33,7 +30,7 @@ def _pieces_kernel(
         x = tl.load(base + place, mask=place < last, other=float("-inf")).to(tl.float32) * inverse
         tops = tl.maximum(tops, x)
     top = tl.max(tops, 0)
-    # A piece without any token: -inf minus 0 stays -inf.
+    # A piece all of whose tokens are cut out: -inf minus 0 stays -inf.
     shift = tl.where(top == float("-inf"), 0.0, top)
     sums, moments = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(first, last, BLOCK):
@@ -42,10 +39,10 @@ def _pieces_kernel(
         weight = tl.exp(x - shift)
         sums += weight
         moments += tl.where(weight > 0, weight * x, 0.0)
-    slot = row * PIECES + piece
-    tl.store(highest + slot, top)
-    tl.store(mass + slot, tl.sum(sums, 0))
-    tl.store(moment + slot, tl.sum(moments, 0))
+    slot = masses + (row * tl.num_programs(1) + piece) * 3
+    tl.store(slot, top)
+    tl.store(slot + 1, tl.sum(sums, 0))
+    tl.store(slot + 2, tl.sum(moments, 0))
 
 
 @kernel
@@ -61,21 +58,20 @@ def _join(m, s, t, COUNT: tl.constexpr):
 
 
 @kernel
-def _log_probs_kernel(
-    logits, targets, inverse_temperatures, highest, mass, moment, out, entropies, normalizers, vocab,
-    PIECES: tl.constexpr,
-):  # fmt: skip
+def _log_probs_kernel(masses, chosen, out, entropies, normalizers, COUNT: tl.constexpr, PIECES: tl.constexpr):
     row = tl.program_id(0)
-    slot = row * PIECES + tl.arange(0, PIECES)
-    m, s, t = tl.load(highest + slot), tl.load(mass + slot), tl.load(moment + slot)
+    piece = tl.arange(0, PIECES)
+    slot, held = masses + (row * COUNT + piece) * 3, piece < COUNT
+    m = tl.load(slot, mask=held, other=float("-inf"))
+    s, t = tl.load(slot + 1, mask=held, other=0.0), tl.load(slot + 2, mask=held, other=0.0)
+    m, s, t = _join(m, s, t, 16)
     m, s, t = _join(m, s, t, 8)
     m, s, t = _join(m, s, t, 4)
     m, s, t = _join(m, s, t, 2)
     top, total, first = tl.sum(m, 0), tl.sum(s, 0), tl.sum(t, 0)  # of one element each
     normalizer = top + tl.log(total)
-    chosen = tl.load(logits + row.to(tl.int64) * vocab + tl.load(targets + row)).to(tl.float32)
     tl.store(normalizers + row, normalizer)
-    tl.store(out + row, chosen * tl.load(inverse_temperatures + row) - normalizer)
+    tl.store(out + row, tl.load(chosen + row) - normalizer)
     tl.store(entropies + row, normalizer - first / total)
 
 
@@ -94,18 +90,19 @@ def _gradient_kernel(logits, targets, inverse_temperatures, normalizers, grad_ou
 
 @kernel
 def _draw_kernel(
-    logits, inverse_temperatures, uniforms, highest, mass, tokens, vocab, WIDTH,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    logits, inverse_temperatures, uniforms, bounds, masses, tokens, vocab,
+    COUNT: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first token at which the running sum of weights passes uniform · total; the likeliest if uniform < 0."""
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * vocab
     inverse, uniform = tl.load(inverse_temperatures + row), tl.load(uniforms + row)
     index = tl.arange(0, PIECES)
-    m = tl.load(highest + row * PIECES + index)
+    slot = masses + (row * COUNT + index) * 3
+    m = tl.load(slot, mask=index < COUNT, other=float("-inf"))
     top = tl.max(m, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    weights = (tl.load(mass + row * PIECES + index) * tl.exp(m - shift)).to(tl.float64)
+    weights = (tl.load(slot + 1, mask=index < COUNT, other=0.0) * tl.exp(m - shift)).to(tl.float64)
     passed = tl.cumsum(weights, 0)
     wanted = uniform * tl.sum(weights, 0)
     greedy = uniform < 0
@@ -115,7 +112,7 @@ def _draw_kernel(
     last_heavy = tl.max(tl.where(weights > 0, index, 0), 0)
     piece = tl.minimum(tl.min(tl.where(hit, index, PIECES), 0), last_heavy)
     before = tl.sum(tl.where(index < piece, weights, 0.0), 0)
-    first, last = piece * WIDTH, tl.minimum((piece + 1) * WIDTH, vocab)
+    first, last = tl.load(bounds + piece).to(tl.int32), tl.load(bounds + piece + 1).to(tl.int32)
     lane = tl.arange(0, BLOCK)
     token, heavy = vocab, first
     for start in range(first, last, BLOCK):
@@ -130,26 +127,25 @@ def _draw_kernel(
     tl.store(tokens + row, tl.where(token < vocab, token, heavy).to(tl.int64))
 
 
-def _pieces(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, vocab = logits.shape
-    highest, mass, moment = (logits.new_empty(rows, PIECES, dtype=torch.float32) for _ in range(3))
-    _pieces_kernel[(rows, PIECES)](
-        logits, inverse_temperature, highest, mass, moment, vocab, triton.cdiv(vocab, PIECES),
-        PIECES=PIECES, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
-    return highest, mass, moment
+def masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tensor:
+    """Of each row's pieces m, Σ e^(x-m) and Σ e^(x-m) x, float32 `[rows, pieces, 3]`."""
+    logits, inverse_temperature = logits.contiguous(), inverse_temperature.contiguous()
+    rows, count = logits.shape[0], len(bounds) - 1
+    out = logits.new_empty(rows, count, 3, dtype=torch.float32)
+    if rows and count:
+        _masses_kernel[(rows, count)](
+            logits, inverse_temperature, bounds, out, logits.shape[1], BLOCK=BLOCK, num_warps=4
+        )
+    return out
 
 
-def log_probs(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target, entropy and log of the normaliser of each row, float32."""
-    logits, targets, inverse_temperature = logits.contiguous(), targets.contiguous(), inverse_temperature.contiguous()
-    rows, vocab = logits.shape
-    out, entropies, normalizers = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
-    if rows:
-        highest, mass, moment = _pieces(logits, inverse_temperature)
-        _log_probs_kernel[(rows,)](
-            logits, targets, inverse_temperature, highest, mass, moment, out, entropies, normalizers, vocab,
-            PIECES=PIECES, num_warps=1,
+def join_masses(pieces: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the chosen, entropy and log of the normaliser of each row, float32."""
+    out, entropies, normalizers = (pieces.new_empty(len(pieces)) for _ in range(3))
+    if len(pieces):
+        _log_probs_kernel[(len(pieces),)](
+            pieces.contiguous(), chosen.contiguous(), out, entropies, normalizers,
+            COUNT=pieces.shape[1], PIECES=PIECES, num_warps=1,
         )  # fmt: skip
     return out, entropies, normalizers
 
@@ -173,9 +169,10 @@ def draw(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor) -> Tensor
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        highest, mass, _ = _pieces(logits, inverse_temperature)
+        bounds = piece_bounds(vocab, logits.device)
+        pieces = masses(logits, inverse_temperature, bounds)
         _draw_kernel[(rows,)](
-            logits, inverse_temperature, uniform.double().contiguous(), highest, mass, tokens, vocab,
-            triton.cdiv(vocab, PIECES), PIECES=PIECES, BLOCK=BLOCK, num_warps=4,
+            logits, inverse_temperature, uniform.double().contiguous(), bounds, pieces, tokens, vocab,
+            COUNT=pieces.shape[1], PIECES=PIECES, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return tokens

@@ -1,6 +1,7 @@
 // The matrix product. Each element of the result is one chain of fused multiply-adds over ascending k, from zero; the
 // lanes of a vector are different outputs. So neither the number of rows, nor tiles, threads or the width of a vector
-// can change a bit. In bfloat16 the factors are widened exactly; where the processor has instructions for pairs of
+// can change a bit. With several chunks of k each has a chain of its own, and their sums meet in a binary tree, so that
+// ranks that hold a part of the chunks each can meet in the same tree. In bfloat16 the factors are widened exactly; where the processor has instructions for pairs of
 // bfloat16 (LOCKSTEP_PAIRS), a chain takes two products a step, which are other bits (`arithmetic`).
 #include <vector>
 
@@ -54,23 +55,10 @@ struct Chain<bf16> : Chain<float> {
 template <class T>
 constexpr int TILE_ROWS = WIDTH == 16 ? (Chain<T>::HALVES == 1 ? 14 : 12) : FUSED ? (Chain<T>::HALVES == 1 ? 6 : 5) : 2;
 
-// Where the next block of the right factor lies: STEPS words of each of COLUMNS rows, or a panel's block as a whole,
-// which is as many bytes in a row.
-struct Ahead {
-    const char* at = nullptr;
-    int64_t row_bytes = 0;
-    void fetch(int64_t step) const {
-        constexpr int64_t LINES = COLUMNS * sizeof(word) / 64, ROW = STEPS * sizeof(word) / 64;
-        if (at)
-            for (int64_t line = step * LINES; line < (step + 1) * LINES; line++)
-                __builtin_prefetch(at + line / ROW * row_bytes + line % ROW * 64, 0, 2);
-    }
-};
-
 // sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which lie `stride` words apart.
 template <class T, int ROWS, int PANELS>
 static void tile(const word* x, const word* panels, int64_t stride, int64_t steps, bool begin,
-                 float* sums, int64_t sums_stride, const Ahead& next) {
+                 float* sums, int64_t sums_stride) {
     constexpr int VECTORS = COLUMNS / WIDTH;
     floats s[PANELS][VECTORS][ROWS];
     const auto place = [&](int p, int v, int r) { return sums + p * sums_stride + r * COLUMNS + v * WIDTH; };
@@ -86,7 +74,6 @@ static void tile(const word* x, const word* panels, int64_t stride, int64_t step
                     std::memcpy(&s[p][v][r], place(p, v, r), sizeof(floats));
 #pragma GCC unroll(FUSED ? 4 : 1)
     for (int64_t k = 0; k < steps; k++) {
-        next.fetch(k);
 #pragma GCC unroll 2
         for (int half = 0; half < Chain<T>::HALVES; half++, x += ROWS) {
             // Keeps the compiler from holding both halves' vectors at once, for which there are no registers.
@@ -123,14 +110,14 @@ constexpr int panels_at_once(int rows) {
 
 template <class T, int ROWS = TILE_ROWS<T>>
 static void tile_of(int64_t rows, const word* x, const word* panels, int64_t count, int64_t stride,
-                    int64_t steps, bool begin, float* sums, int64_t sums_stride, const Ahead& next) {
+                    int64_t steps, bool begin, float* sums, int64_t sums_stride) {
     if constexpr (ROWS > 1)
         if (rows < ROWS)
-            return tile_of<T, ROWS - 1>(rows, x, panels, count, stride, steps, begin, sums, sums_stride, next);
+            return tile_of<T, ROWS - 1>(rows, x, panels, count, stride, steps, begin, sums, sums_stride);
     constexpr int PANELS = panels_at_once<T>(ROWS);
-    if (count == PANELS) return tile<T, ROWS, PANELS>(x, panels, stride, steps, begin, sums, sums_stride, next);
+    if (count == PANELS) return tile<T, ROWS, PANELS>(x, panels, stride, steps, begin, sums, sums_stride);
     for (int64_t p = 0; p < count; p++)
-        tile<T, ROWS, 1>(x, panels + p * stride, stride, steps, begin, sums + p * sums_stride, sums_stride, next);
+        tile<T, ROWS, 1>(x, panels + p * stride, stride, steps, begin, sums + p * sums_stride, sums_stride);
 }
 
 // Rows in tiles of as equal heights as can be.
@@ -148,25 +135,43 @@ static T* scratch(int64_t count, int which) {
     return (T*)(((uintptr_t)kept[which].data() + 63) / 64 * 64);
 }
 
-template <class T>
+// Steps along k that are multiplied at once; they lie in one chunk.
+struct Block {
+    int64_t from, count, chunk;
+    bool first, last;  // of its chunk
+};
+
+struct Blocks {
+    int64_t steps, chunks, in_chunk, count;  // `steps` of a chunk
+    Blocks(int64_t all, int64_t chunks)
+        : steps(all / chunks), chunks(chunks), in_chunk((steps + STEPS - 1) / STEPS), count(chunks * in_chunk) {}
+    Block operator[](int64_t i) const {
+        const int64_t chunk = i / in_chunk, place = i % in_chunk, from = place * STEPS;
+        return {chunk * steps + from, std::min(STEPS, steps - from), chunk, place == 0, place == in_chunk - 1};
+    }
+};
+
+// Sums of T are rounded to Out.
+template <class T, class Out>
 struct Product {
     static constexpr int64_t HALVES = Chain<T>::HALVES;
     static constexpr int VECTORS = (TILE_ROWS<T> + WIDTH - 1) / WIDTH;  // that hold a tile's rows
     const Matrix<T>& x;
     const Matrix<T>& w;
     const word* packed;  // all panels of w, or none
-    T* out;
+    Out* out;
     const Tiling tiling;
     const int64_t steps, panels;
+    const Blocks blocks;
 
-    Product(const Matrix<T>& x, const Matrix<T>& w, const word* packed, T* out)
+    Product(const Matrix<T>& x, const Matrix<T>& w, const word* packed, Out* out, int64_t chunks)
         : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
-          panels((w.rows + COLUMNS - 1) / COLUMNS) {}
+          panels((w.rows + COLUMNS - 1) / COLUMNS), blocks(steps, chunks) {}
 
     // x as tiles read it: [block of k][tile][step][half][row of the tile].
-    void pack_left(word* left, int64_t tile, int64_t block) const {
+    void pack_left(word* left, int64_t tile, const Block& block) const {
         const int64_t start = tiling.start(tile), rows = tiling.start(tile + 1) - start;
-        const int64_t from = block * STEPS, count = std::min(STEPS, steps - from);
+        const int64_t from = block.from, count = block.count;
         word* target = left + (from * x.rows + start * count) * HALVES;
         const auto put_step = [&](int64_t k, const auto& column) {
 #pragma GCC unroll 2
@@ -217,39 +222,54 @@ struct Product {
         for (int64_t from = first; from < last; from += BLOCK_TILES) {
             const int64_t to = std::min(last, from + BLOCK_TILES);
             const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
-            float* sums = scratch<float>(count * rows * COLUMNS, 1);
-            for (int64_t k = 0; k < steps; k += STEPS) block(left, from, to, panel, count, ready, k, sums);
+            // The chunks before one are held as whole subtrees, one for each bit that is set in its number.
+            const int64_t size = count * rows * COLUMNS, levels = 64 - __builtin_clzll(blocks.chunks);
+            float* sums = scratch<float>(levels * size, 1);
+            for (int64_t i = 0; i < blocks.count; i++) {
+                const Block block = blocks[i];
+                float* own = sums + __builtin_popcountll(block.chunk) * size;
+                multiply(left, from, to, panel, count, ready, block, own, size);
+            }
         }
     }
 
-    void block(const word* left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready, int64_t k,
-               float* sums) const {
-        const int64_t length = std::min(STEPS, steps - k), top = tiling.start(from), rows = tiling.start(to) - top;
+    // `sums`: of the block's chunk; those of the subtrees before it lie `size` floats before one another.
+    void multiply(const word* left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready,
+                  const Block& block, float* sums, int64_t size) const {
+        const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
         const int64_t at_once = std::min<int64_t>(count, panels_at_once<T>(tiling.start(from + 1) - top));
         for (int64_t p = 0; p < count; p += at_once) {
             const int64_t now = std::min(at_once, count - p);
-            const word* right = ready ? ready + (p * steps + k) * COLUMNS : nullptr;
+            const word* right = ready ? ready + (p * steps + block.from) * COLUMNS : nullptr;
             int64_t stride = steps * COLUMNS;
             if (!right) {
                 word* here = scratch<word>(now * STEPS * COLUMNS, 2);
                 for (int64_t i = 0; i < now; i++)
-                    pack_panel(w, (panel + p + i) * COLUMNS, k, length, here + i * STEPS * COLUMNS);
+                    pack_panel(w, (panel + p + i) * COLUMNS, block.from, block.count, here + i * STEPS * COLUMNS);
                 right = here, stride = STEPS * COLUMNS;
             }
-            Ahead next;
             for (int64_t t = from; t < to; t++) {
                 const int64_t start = tiling.start(t), height = tiling.start(t + 1) - start;
                 float* here = sums + (p * rows + start - top) * COLUMNS;
-                tile_of<T>(height, left + (k * x.rows + start * length) * HALVES, right, now, stride, length, k == 0,
-                           here, rows * COLUMNS, next);
-                if (k + STEPS >= steps)
-                    for (int64_t i = 0; i < now; i++) put(here + i * rows * COLUMNS, start, height, panel + p + i);
-                next = {};
+                tile_of<T>(height, left + (block.from * x.rows + start * block.count) * HALVES, right, now, stride,
+                           block.count, block.first, here, rows * COLUMNS);
+                for (int64_t i = 0; block.last && i < now; i++)
+                    end_chunk(block.chunk, here + i * rows * COLUMNS, size, start, height, panel + p + i);
             }
         }
     }
 
-    // A tile's sums, rounded to T.
+    // The tile's sums of a chunk join those of the subtrees that it completes.
+    void end_chunk(int64_t chunk, float* sums, int64_t size, int64_t top, int64_t rows, int64_t panel) const {
+        for (int64_t subtree = chunk; subtree & 1; subtree >>= 1, sums -= size) add(sums - size, sums, rows * COLUMNS);
+        if (chunk == blocks.chunks - 1) put(sums, top, rows, panel);
+    }
+
+    static void add(float* sums, const float* others, int64_t count) {
+        for (int64_t i = 0; i < count; i += LANES) store(sums + i, load(sums + i) + load(others + i));
+    }
+
+    // A tile's sums, rounded.
     void put(const float* sums, int64_t top, int64_t rows, int64_t panel) const {
         for (int64_t r = 0; r < rows; r++)
             for (int64_t n = panel * COLUMNS; n < std::min(w.rows, (panel + 1) * COLUMNS); n += LANES)
@@ -258,14 +278,13 @@ struct Product {
 
     void run() const {
         word* left = scratch<word>(x.rows * steps * HALVES, 3);
-        const int64_t blocks = (steps + STEPS - 1) / STEPS;
         const bool split = x.rows * w.rows * x.depth > SPLIT_WORK;
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads();
 #pragma omp for collapse(2) schedule(static)
             for (int64_t tile = 0; tile < tiling.count; tile++)
-                for (int64_t block = 0; block < blocks; block++) pack_left(left, tile, block);
+                for (int64_t block = 0; block < blocks.count; block++) pack_left(left, tile, blocks[block]);
             // Where a thread shares its core with another process, the others take its groups. Where there are too few
             // panels for all threads, rows are divided too.
             const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
@@ -282,13 +301,14 @@ struct Product {
 };
 
 // out [rows][outputs] = x [rows][depth] · w [outputs][depth]ᵀ, x and w with any strides. `packed`: w's panels, or null.
-template <class T>
+// `chunks`, a power of two, divides depth into whole steps.
+template <class T, class Out>
 static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row, int64_t w_inner,
-                    const word* packed, T* out, int64_t rows, int64_t depth, int64_t outputs) {
-    if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(T));  // a sum of nothing
+                    const word* packed, Out* out, int64_t rows, int64_t depth, int64_t outputs, int64_t chunks) {
+    if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // a sum of nothing
     if (rows == 0 || outputs == 0) return;
     const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
-    Product<T>(left, right, packed, out).run();
+    Product<T, Out>(left, right, packed, out, chunks).run();
 }
 
 template <class T>
@@ -299,18 +319,21 @@ static void pack(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64
         pack_panel(right, first, 0, right.steps(), packed + first * right.steps());
 }
 
-#define EXPORT(T, suffix)                                                                                             \
-    extern "C" void product##suffix(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row,            \
-                                    int64_t w_inner, const word* packed, T* out, int64_t rows, int64_t depth,         \
-                                    int64_t outputs) {                                                                \
-        product<T>(x, x_row, x_inner, w, w_row, w_inner, packed, out, rows, depth, outputs);                          \
-    }                                                                                                                 \
-    extern "C" void pack##suffix(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64_t depth,             \
-                                 int64_t outputs) {                                                                   \
+#define EXPORT(name, T, Out)                                                                                          \
+    extern "C" void name(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row, int64_t w_inner,      \
+                         const word* packed, Out* out, int64_t rows, int64_t depth, int64_t outputs, int64_t chunks) { \
+        product<T, Out>(x, x_row, x_inner, w, w_row, w_inner, packed, out, rows, depth, outputs, chunks);             \
+    }
+#define EXPORT_PACK(name, T)                                                                                          \
+    extern "C" void name(const T* w, int64_t w_row, int64_t w_inner, word* packed, int64_t depth, int64_t outputs) {  \
         pack<T>(w, w_row, w_inner, packed, depth, outputs);                                                           \
     }
 
-EXPORT(float, _f32)
-EXPORT(bf16, _bf16)
+EXPORT(product_f32, float, float)
+EXPORT(product_bf16, bf16, bf16)
+// The sums as they are, for ranks that hold a part of k each.
+EXPORT(product_sums_bf16, bf16, float)
+EXPORT_PACK(pack_f32, float)
+EXPORT_PACK(pack_bf16, bf16)
 
 extern "C" int64_t panel_columns() { return COLUMNS; }

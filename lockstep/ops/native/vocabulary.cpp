@@ -5,9 +5,9 @@
 
 #include "vector.h"
 
-// The vocabulary is reduced in this many pieces, joined in a binary tree: a head sharded over 2, 4 or 8 ranks
-// reduces whole pieces and meets in the same tree.
-constexpr int64_t PIECES = 8;
+// The vocabulary is reduced in at most so many pieces, joined in a binary tree. Where they begin is given: wherever a
+// head that is sharded over 2, 4 or 8 ranks is cut, so that each rank reduces whole pieces (`piece_bounds`).
+constexpr int64_t PIECES = 16;
 
 // Of a set of logits x (already divided by the temperature): m = max x, s = Σ e^(x-m), t = Σ e^(x-m) x.
 struct Mass {
@@ -49,11 +49,12 @@ static Mass reduce(const T* logits, int64_t count, float inverse_temperature) {
     return mass;
 }
 
+// Piece p holds the tokens from bounds[p] to bounds[p + 1]; those after the last are empty.
 template <class T>
-static void reduce_pieces(const T* logits, int64_t vocab, float inverse_temperature, Mass (&pieces)[PIECES]) {
-    const int64_t width = (vocab + PIECES - 1) / PIECES;
+static void reduce_pieces(const T* logits, const int64_t* bounds, int64_t count, float inverse_temperature,
+                          Mass (&pieces)[PIECES]) {
     for (int64_t p = 0; p < PIECES; p++)
-        pieces[p] = reduce(logits + p * width, std::min(width, vocab - p * width), inverse_temperature);
+        pieces[p] = p < count ? reduce(logits + bounds[p], bounds[p + 1] - bounds[p], inverse_temperature) : Mass{};
 }
 
 static Mass join(const Mass (&pieces)[PIECES]) {
@@ -69,18 +70,46 @@ static float element(const T* p) {
     return first_of(load_first(p, 1));
 }
 
+// What a row's pieces come to; `chosen` is the target's logit, divided by the temperature.
+static void finish(const Mass (&pieces)[PIECES], float chosen, float& out, float& entropy, float& normalizer) {
+    const Mass all = join(pieces);
+    normalizer = all.m + log_float(all.s);
+    out = chosen - normalizer;
+    entropy = normalizer - all.t / all.s;
+}
+
 template <class T>
-static void log_probs(const T* logits, const int64_t* targets, const float* inverse_temperatures, float* out,
-                      float* entropies, float* normalizers, int64_t rows, int64_t vocab) {
+static void log_probs(const T* logits, const int64_t* targets, const float* inverse_temperatures, const int64_t* bounds,
+                      float* out, float* entropies, float* normalizers, int64_t rows, int64_t vocab, int64_t count) {
 #pragma omp parallel for
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * vocab;
+        const float inverse = inverse_temperatures[row];
         Mass pieces[PIECES];
-        reduce_pieces(x, vocab, inverse_temperatures[row], pieces);
-        const Mass all = join(pieces);
-        normalizers[row] = all.m + log_float(all.s);
-        out[row] = element(x + targets[row]) * inverse_temperatures[row] - normalizers[row];
-        entropies[row] = normalizers[row] - all.t / all.s;
+        reduce_pieces(x, bounds, count, inverse, pieces);
+        finish(pieces, element(x + targets[row]) * inverse, out[row], entropies[row], normalizers[row]);
+    }
+}
+
+// The same in two steps, for ranks that hold some of the pieces each: masses [row][piece][m, s, t], then the rest.
+template <class T>
+static void masses(const T* logits, const float* inverse_temperatures, const int64_t* bounds, float* out, int64_t rows,
+                   int64_t vocab, int64_t count) {
+#pragma omp parallel for
+    for (int64_t row = 0; row < rows; row++) {
+        Mass pieces[PIECES];
+        reduce_pieces(logits + row * vocab, bounds, count, inverse_temperatures[row], pieces);
+        std::memcpy(out + row * count * 3, pieces, count * sizeof(Mass));
+    }
+}
+
+extern "C" void join_masses_f32(const float* masses, const float* chosen, float* out, float* entropies,
+                                float* normalizers, int64_t rows, int64_t count) {
+#pragma omp parallel for
+    for (int64_t row = 0; row < rows; row++) {
+        Mass pieces[PIECES];
+        std::memcpy((void*)pieces, masses + row * count * 3, count * sizeof(Mass));
+        finish(pieces, chosen[row], out[row], entropies[row], normalizers[row]);
     }
 }
 
@@ -107,30 +136,29 @@ static void log_probs_backward(T* logits, const int64_t* targets, const float* i
 // Inverse transform: the first token at which the running sum of weights passes uniform · total. A negative
 // uniform asks for the likeliest token. Logits of -inf are never drawn.
 template <class T>
-static void draw(const T* logits, const float* inverse_temperatures, const double* uniforms, int64_t* tokens,
-                 int64_t rows, int64_t vocab) {
+static void draw(const T* logits, const float* inverse_temperatures, const double* uniforms, const int64_t* bounds,
+                 int64_t* tokens, int64_t rows, int64_t vocab, int64_t count) {
 #pragma omp parallel for
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * vocab;
         const float inverse = inverse_temperatures[row];
         Mass pieces[PIECES];
-        reduce_pieces(x, vocab, inverse, pieces);
+        reduce_pieces(x, bounds, count, inverse, pieces);
         const Mass all = join(pieces);
-        const int64_t width = (vocab + PIECES - 1) / PIECES;
         int64_t token = -1;
         if (uniforms[row] < 0) {
             for (int64_t i = 0; i < vocab && token < 0; i++)
                 if (element(x + i) * inverse == all.m) token = i;
         } else {
             double total = 0, weights[PIECES];
-            for (int64_t p = 0; p < PIECES; p++) total += weights[p] = (double)pieces[p].s * exp_float(pieces[p].m - all.m);
+            for (int64_t p = 0; p < count; p++) total += weights[p] = (double)pieces[p].s * exp_float(pieces[p].m - all.m);
             double remaining = uniforms[row] * total;
             int64_t p = 0;
-            while (p < PIECES - 1 && remaining >= weights[p]) remaining -= weights[p++];
+            while (p < count - 1 && remaining >= weights[p]) remaining -= weights[p++];
             // Rounding may leave a little over at the end: then the last token with any weight is taken.
             for (; token < 0 && p >= 0; p--, remaining = std::numeric_limits<double>::infinity())
-                for (int64_t i = p * width; i < std::min(vocab, (p + 1) * width) && remaining >= 0; i += LANES) {
-                    const int64_t n = std::min(vocab, (p + 1) * width) - i;
+                for (int64_t i = bounds[p]; i < bounds[p + 1] && remaining >= 0; i += LANES) {
+                    const int64_t n = bounds[p + 1] - i;
                     float w[LANES];
                     store(w, keep_first(exp(load_first(x + i, n) * inverse - all.m), n, 0.f));
                     for (int64_t lane = 0; lane < std::min(n, LANES) && remaining >= 0; lane++)
@@ -146,8 +174,13 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
 
 #define EXPORT(T, suffix)                                                                                             \
     extern "C" void log_probs##suffix(const T* logits, const int64_t* targets, const float* inverse_temperatures,     \
-                                      float* out, float* entropies, float* normalizers, int64_t rows, int64_t vocab) { \
-        log_probs<T>(logits, targets, inverse_temperatures, out, entropies, normalizers, rows, vocab);                \
+                                      const int64_t* bounds, float* out, float* entropies, float* normalizers,        \
+                                      int64_t rows, int64_t vocab, int64_t count) {                                   \
+        log_probs<T>(logits, targets, inverse_temperatures, bounds, out, entropies, normalizers, rows, vocab, count); \
+    }                                                                                                                 \
+    extern "C" void masses##suffix(const T* logits, const float* inverse_temperatures, const int64_t* bounds,         \
+                                   float* out, int64_t rows, int64_t vocab, int64_t count) {                          \
+        masses<T>(logits, inverse_temperatures, bounds, out, rows, vocab, count);                                     \
     }                                                                                                                 \
     extern "C" void log_probs_backward##suffix(T* logits, const int64_t* targets, const float* inverse_temperatures,  \
                                                const float* normalizers, const float* grad_out, int64_t rows,         \
@@ -155,8 +188,9 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
         log_probs_backward<T>(logits, targets, inverse_temperatures, normalizers, grad_out, rows, vocab);             \
     }                                                                                                                 \
     extern "C" void draw##suffix(const T* logits, const float* inverse_temperatures, const double* uniforms,          \
-                                 int64_t* tokens, int64_t rows, int64_t vocab) {                                      \
-        draw<T>(logits, inverse_temperatures, uniforms, tokens, rows, vocab);                                         \
+                                 const int64_t* bounds, int64_t* tokens, int64_t rows, int64_t vocab,                 \
+                                 int64_t count) {                                                                     \
+        draw<T>(logits, inverse_temperatures, uniforms, bounds, tokens, rows, vocab, count);                          \
     }
 
 EXPORT(float, _f32)

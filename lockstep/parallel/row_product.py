@@ -1,0 +1,89 @@
+"""The product whose inputs are cut over ranks: each sums its chunks, and the ranks' sums meet in the chunks' tree.
+
+What travels are float32 sums, of which each rank receives those of its own tokens and rounds the total once, so the
+bits are those of one process with as many chunks. With `overlap` a rank's rows are multiplied a slice at a time, and a
+slice's sums travel while the next is multiplied (asynchronous tensor parallelism); in the backward pass each slice's
+all-gather runs beside the product of the one before. A row's bits depend on no other row: only the time changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ops.asked import asked_for
+from lockstep.ops.kept import keep
+from lockstep.ops.linear import input_gradient, product_sums, tree_sum, weight_gradient
+from lockstep.parallel.exchange import all_gather
+
+OVERLAPPED = 4
+"""Slices of a rank's tokens. The first product and the last sum are not hidden: a quarter of each remains."""
+_slices = 1
+
+
+def overlap(asynchronous: bool) -> None:
+    """Whether row products of this process run in slices from now on; see `ParallelConfig.asynchronous_tensor`."""
+    global _slices
+    _slices = OVERLAPPED if asynchronous else 1
+
+
+def row_product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share of the rows of the whole product `[tokens / ranks, out]`.
+
+    `x` `[tokens, in / ranks]` and `weight` `[out, in / ranks]` are this rank's parts of the factors; `chunks`, those of
+    the whole product, are a multiple of the ranks. Its gradient asks for that of these rows.
+    """
+    out: Tensor = _RowProduct.apply(x, weight, chunks, group)
+    return out
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return keep("linear", lambda: _product(x, weight, chunks, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        own, ranks = grads[0].contiguous(), dist.get_world_size(ctx.group)
+        under_way = []
+        for rows in _row_slices(own.shape[0]):
+            gathered = own.new_empty(ranks, rows.stop - rows.start, own.shape[1])
+            work = all_gather(gathered.flatten(0, 1), own[rows], group=ctx.group, async_op=True)
+            under_way.append((rows, gathered, work))
+        whole = own.new_empty(ranks, *own.shape)
+        grad_x = torch.empty_like(x) if asked_for(ctx, 0) else None
+        for rows, gathered, work in under_way:
+            work.wait()
+            whole[:, rows] = gathered
+            if grad_x is not None:
+                part = input_gradient(gathered.flatten(0, 1), weight)
+                grad_x.unflatten(0, (ranks, -1))[:, rows] = part.unflatten(0, (ranks, -1))
+        return grad_x, weight_gradient(whole.flatten(0, 1), x) if asked_for(ctx, 1) else None, None, None
+
+
+def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    by_rank = x.unflatten(0, (ranks, -1))
+    out = x.new_empty(by_rank.shape[1], weight.shape[0])
+    under_way = []
+    for rows in _row_slices(out.shape[0]):
+        sums = product_sums(by_rank[:, rows].flatten(0, 1), weight, chunks // ranks)
+        received = torch.empty_like(sums)
+        work = dist.all_to_all_single(received, sums, group=group, async_op=True)
+        under_way.append((rows, received, sums, work))  # what is sent lives until it has arrived
+    for rows, received, _, work in under_way:
+        work.wait()
+        out[rows] = tree_sum(received.unflatten(0, (ranks, -1)).unbind())
+    return out
+
+
+def _row_slices(rows: int) -> Iterator[slice]:
+    size = max(1, -(-rows // _slices))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
