@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +36,17 @@ def no_sum_over_data_ranks() -> None:
     ExchangedSum.__call__ = own  # type: ignore[method-assign]
 
 
-def no_sum_over_the_vocabulary() -> None:
-    """Each rank of a tensor group keeps its own part of the gradient that the head gives back."""
-    from lockstep.parallel import vocabulary
+def no_sum_over_tensor_ranks() -> None:
+    """Each rank of a tensor group keeps its own part of the gradient that the head and column products give back."""
+    from lockstep.parallel import operators
+    from lockstep.parallel.exchange import own_rows
 
-    without = types.SimpleNamespace(**vars(vocabulary.dist))
-    without.all_reduce = lambda *arguments, **named: None
-    vocabulary.dist = without  # type: ignore[assignment]
+    exact = operators.exchanged
+
+    def exchanged(x: Any, group: Any, forward: Any, backward: Any) -> Any:
+        return exact(x, group, forward, own_rows if forward is operators.gather_rows else backward)
+
+    operators.exchanged = exchanged
 
 
 def swapped_shard() -> None:
@@ -115,7 +118,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     for fault in (
         half_the_learning_rate,
         no_sum_over_data_ranks,
-        no_sum_over_the_vocabulary,
+        no_sum_over_tensor_ranks,
         swapped_shard,
         flipped_bit,
         stale_weight,

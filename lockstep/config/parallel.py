@@ -49,7 +49,7 @@ class ParallelConfig:
     """When ranks sum sharded weights' gradients: once a step, until when each rank holds the gradient of the whole
     weights, or with every micro-batch; auto: once a step where that gradient fits a quarter of a rank's memory."""
     full_dtensor: bool = False
-    """Every parameter and activation a DTensor on one mesh of all axes, without FSDP's hooks; for study and debugging:
+    """Every parameter a DTensor on one mesh of all axes, without FSDP's hooks; for study and debugging:
     weights are gathered anew for every product and kept until its backward."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in the CPU's memory (CUDA only)."""

@@ -39,8 +39,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     reduction_chunks: int = 1
-    """Parts that attention's output and the feed-forward's second product are summed in, then in a tree: a power of two,
-    and at least the ranks that share them. Part of the arithmetic: another number gives other bits."""
+    """Parts that attention's output and the feed-forward's second product are summed in, and then in a tree: a power of
+    two, at least as many as the ranks that share them. Another number gives other bits."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")

@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         """The residual stream after this module's blocks."""
         cos, sin = self.rotary(positions)
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, cos, sin, partial(ops.attend, attention, index), self.halves)
+            hidden = block(hidden, cos, sin, partial(attention, index), self.halves)
         return hidden
 
     def reserve_positions(self, length: int) -> None:

@@ -5,7 +5,7 @@ imports torch and numpy alone, and triton where a CUDA tensor comes.
 """
 
 from lockstep.ops.activation import silu_mul
-from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention, attend
+from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
 from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.embedding import embedding
 from lockstep.ops.exponential import exp, log
@@ -37,7 +37,6 @@ __all__ = [
     "adamw_factors",
     "adamw_step",
     "arithmetic",
-    "attend",
     "draw",
     "embedding",
     "exp",

@@ -9,14 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda, native, plain
-from lockstep.ops.forms import FORMS
 from lockstep.ops.kept import keep
 
 
 def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
     """`silu(gate) * up` in float32, rounded once (SwiGLU, arXiv 2002.05202)."""
-    if (form := FORMS.get(type(gate))) is not None:
-        return form.silu_mul(gate, up)
     if cuda.usable(gate):
         from lockstep.ops.cuda import rows
 

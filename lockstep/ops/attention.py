@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native
 from lockstep.ops.attention_reference import attend_backward_reference, attend_reference, write_pages_reference
-from lockstep.ops.forms import FORMS
 from lockstep.ops.kept import keep
 
 PAGE = 16
@@ -38,13 +37,6 @@ class Attention(Protocol):
         k: Float[Tensor, "tokens kv_heads head_dim"],
         v: Float[Tensor, "tokens kv_heads head_dim"],
     ) -> Float[Tensor, "tokens heads head_dim"]: ...
-
-
-def attend(attention: Attention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`attention(layer, q, k, v)`."""
-    if (form := FORMS.get(type(q))) is not None:
-        return form.attend(attention, layer, q, k, v)
-    return attention(layer, q, k, v)
 
 
 class KVCache:

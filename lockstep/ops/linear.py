@@ -24,9 +24,7 @@ from lockstep.ops.opaque import library
 from lockstep.ops.packed_weights import packed
 
 
-def linear(
-    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
-) -> Float[Tensor, "rows out"]:
+def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
     """`x @ weight.T`, where the bits of a row do not depend on how many other rows there are.
 
     `chunks`, a power of two: parts of K that are summed by themselves and then in a binary tree. It is part of the
@@ -45,9 +43,7 @@ def linear(
     return product(x, weight, chunks)
 
 
-def product(
-    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
-) -> Float[Tensor, "rows out"]:
+def product(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
     """`linear` without gradient, of tensors with any strides. Raises ValueError where they do not fit."""
     return _product(x, weight, chunks, x.dtype)
 

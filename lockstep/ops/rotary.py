@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep.ops import cuda, native
-from lockstep.ops.forms import FORMS
 
 
 def rotary(
@@ -18,8 +17,6 @@ def rotary(
     sin: Float[Tensor, "tokens half"],
 ) -> Float[Tensor, "tokens heads head_dim"]:
     """Rotates the pair (x[i], x[i + head_dim/2]) by its angle, in float32 (arXiv 2104.09864, half-split layout)."""
-    if (form := FORMS.get(type(x))) is not None:
-        return form.rotary(x, cos, sin)
     if cuda.usable(x):
         from lockstep.ops.cuda import rows
 

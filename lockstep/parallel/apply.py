@@ -64,7 +64,7 @@ def parallel_model(
 
 
 def chunks_for(trained_with: int, parallel: ParallelConfig) -> int:
-    """The `reduction_chunks` of the settings; by default what the tensor degree needs, or the model was trained with."""
+    """`reduction_chunks` as set; by default what the tensor degree needs, or what the model was trained with."""
     return parallel.reduction_chunks or max(parallel.tensor, trained_with)
 
 

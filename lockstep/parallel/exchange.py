@@ -1,16 +1,57 @@
-"""Collectives by the names that this torch has for them, and FSDP's reduce-scatter on CPUs."""
+"""Collectives by the names that this torch has for them, sums whose order is known, and both with gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.ops.linear import tree_sum
+
 # What torch 2.13 calls them; before, they had the names that it warns of.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, one rank's after the other; each has as many."""
+    out = own.new_empty(dist.get_world_size(group) * own.shape[0], *own.shape[1:])
+    all_gather(out, own.contiguous(), group=group)
+    return out
+
+
+def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share of the rows of the sum over ranks: added in float32 in a tree and rounded once."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=group)
+    parts = received.unflatten(0, (dist.get_world_size(group), -1)).float()
+    return tree_sum(parts.unbind()).to(x.dtype)
+
+
+def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share of rows that all ranks have."""
+    return x.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:
+        ctx.group, ctx.opposite = group, backward
+        out: Tensor = forward(x, group)
+        return out.clone() if out._is_view() else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.opposite(grads[0], ctx.group), None, None, None
+
+
+def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:
+    """`forward(x, group)`, whose gradient is `backward` of the result's."""
+    out: Tensor = _Exchange.apply(x, group, forward, backward)
+    return out
 
 
 class ExchangedSum:

@@ -1,8 +1,7 @@
-"""Every parameter and activation a DTensor on one mesh: data, context and tensor parallelism by placements alone.
+"""Every parameter a DTensor on one mesh: data, context and tensor parallelism by placements alone.
 
-Weights are cut over all axes. An operator's rule asks for copies on the axes where ranks see different tokens, so the
+Weights are cut over all axes. Operators read them whole on the axes where ranks see different tokens, so the
 redistribution gathers them, and its backward sums the gradients and cuts them again: what FSDP does with hooks.
-Between operators an activation lies on the axes of data and context as `Shard(0)`: each rank holds its own tokens.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""The operators on DTensors: each brings its inputs to their declared places, runs on local tensors, and says where
-the result lies.
+"""The operators on weights that are cut over ranks: each reads this rank's part and exchanges what has to be summed.
 
-DTensor's own operators would replace the row-invariant ones; here those run unchanged on what this rank holds.
+Activations are plain tensors of what this rank holds. Where they lie on the `tensor` axis follows from where in a block
+they are (`placements`), so nothing need say it. The operators of `ops` run unchanged on a rank's part; DTensor's own
+would replace the row-invariant ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
-
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,63 +17,24 @@ from torch.distributed.tensor import DTensor, Placement
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
-from lockstep.parallel.placements import COLUMNS, OPERATORS, PLAIN_TENSORS, SUM
+from lockstep.parallel.exchange import exchanged, gather_rows, sum_rows
+from lockstep.parallel.placements import COLUMNS, COPY, SUM
 from lockstep.parallel.row_product import row_product
 from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
-class Placements(NamedTuple):
-    """A rule over all axes of a mesh: for each tensor, its place on each axis."""
+def own_part(weight: DTensor) -> Tensor:
+    """What this rank computes with: on the tensor axis its part, on the others the whole.
 
-    inputs: tuple[tuple[Placement, ...], ...]
-    gradients: tuple[tuple[Placement, ...], ...]
-    output: tuple[Placement, ...]
-    result: tuple[Placement, ...]
-
-
-@cache
-def placements(operator: str, axes: tuple[str, ...]) -> Placements:
-    """The declared placements of an operator on a mesh with these axes."""
-    rules = [OPERATORS[axis][operator] for axis in axes]
-    return Placements(
-        tuple(zip(*(rule.inputs for rule in rules))),
-        tuple(zip(*(rule.gradients for rule in rules))),
-        tuple(rule.output for rule in rules),
-        tuple(rule.result for rule in rules),
-    )
-
-
-def run(operator: str, function: Callable[..., Tensor], *arguments: Tensor) -> DTensor:
-    """`function` on this rank's parts of `arguments`, as declared for `operator`; at least one is a DTensor."""
-    mesh = next(a.device_mesh for a in arguments if isinstance(a, DTensor))
-    axes = axes_of(mesh)
-    declared = placements(operator, axes)
-    locals_ = [
-        local(argument, mesh, place, gradient)
-        for argument, place, gradient in zip(arguments, declared.inputs, declared.gradients)
-    ]
-    result = DTensor.from_local(function(*locals_), mesh, declared.output, run_check=False)
-    return result if declared.result == declared.output else result.redistribute(placements=declared.result)
-
-
-def local(argument: Tensor, mesh: DeviceMesh, place: tuple[Placement, ...], gradient: tuple[Placement, ...]) -> Tensor:
-    """This rank's part of `argument` at `place`; its gradient comes back as `gradient` says."""
-    if not isinstance(argument, DTensor):
-        given = tuple(PLAIN_TENSORS[axis] for axis in axes_of(mesh))
-        if given == place:
-            return argument
-        argument = DTensor.from_local(argument, mesh, given, run_check=False)
-    if argument.placements != place or summed_in_backward(argument, gradient):
-        argument = argument.redistribute(placements=place)
-    return argument.to_local(grad_placements=gradient)
-
-
-def summed_in_backward(argument: DTensor, gradient: tuple[Placement, ...]) -> bool:
-    """Whether `argument` is a parameter whose copies see different tokens, so that their gradients must be summed.
-
-    The backward of a redistribution does that. Where a parameter is read as it lies, it is made for its backward alone.
+    Where the weight is whole its ranks see different tokens or heads, so their gradients are summed.
     """
-    return argument.is_leaf and SUM in gradient
+    axes = axes_of(weight.device_mesh)
+    places = [place if axis == "tensor" else COPY for axis, place in zip(axes, weight.placements)]
+    gradients = [SUM if place == COPY else place for place in places]
+    # Of a parameter that lies as it is read this moves nothing, but its backward sums the copies' gradients.
+    if list(weight.placements) != places or (weight.is_leaf and SUM in gradients):
+        weight = weight.redistribute(placements=places)
+    return weight.to_local(grad_placements=gradients)
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -85,10 +44,10 @@ def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names)
 
 
-def degree_of(mesh: DeviceMesh, axis: str) -> int:
-    """The ranks along an axis; 1 where the mesh has no such axis."""
-    axes = axes_of(mesh)
-    return mesh.size(axes.index(axis)) if axis in axes else 1
+def tensor_group(weight: DTensor) -> dist.ProcessGroup | None:
+    """The ranks that share the tensor axis; None where the weight's mesh has none."""
+    mesh, axes = weight.device_mesh, axes_of(weight.device_mesh)
+    return mesh.get_group(axes.index("tensor")) if "tensor" in axes else None
 
 
 def place_on(tensor: DTensor, axis: str) -> Placement | None:
@@ -97,69 +56,43 @@ def place_on(tensor: DTensor, axis: str) -> Placement | None:
 
 
 def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
-    """Of the tokens whose rows other ranks hold, zeros are looked up here: the sum over ranks is exact.
+    """This rank's share of the tokens' rows. Each is looked up where it is, elsewhere it is zero: the sum is exact.
 
-    Raises UserError where the tensor axis does not divide the tokens, which it shares from here on.
+    Raises UserError where the tensor axis does not divide the tokens.
     """
-    first, rows = first_row(weight), weight.shape[0]
-    degree = degree_of(weight.device_mesh, "tensor")
-    if tokens.shape[0] % degree:
+    own, group = own_part(weight), tensor_group(weight)
+    if group is None:
+        return ops.embedding(tokens, own)
+    ranks = dist.get_world_size(group)
+    if tokens.shape[0] % ranks:
         raise UserError(
-            f"parallel.tensor {degree} does not divide the {tokens.shape[0]} tokens of a micro-batch, which its ranks "
+            f"parallel.tensor {ranks} does not divide the {tokens.shape[0]} tokens of a micro-batch, which its ranks "
             f"share; pad them to a multiple of {ROW_MULTIPLE}"
         )
-
-    def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
-        if weight.shape[0] == rows:
-            return ops.embedding(tokens, weight)
-        held = (tokens >= first) & (tokens < first + weight.shape[0])
-        found = F.embedding(torch.where(held, tokens - first, 0), weight)
-        return torch.where(held[:, None], found, 0.0)
-
-    return run("embedding", look_up, tokens, weight)
-
-
-def first_row(weight: DTensor) -> int:
-    """The first row of a vocabulary-sharded weight that this rank's part on the tensor axis begins with."""
-    if place_on(weight, "tensor") is None:
-        return 0
-    axis = axes_of(weight.device_mesh).index("tensor")
-    return weight.device_mesh.get_local_rank(axis) * -(-weight.shape[0] // weight.device_mesh.size(axis))
+    first = dist.get_rank(group) * -(-weight.shape[0] // ranks)
+    held = (tokens >= first) & (tokens < first + own.shape[0])
+    found = F.embedding(torch.where(held, tokens - first, 0), own)
+    return exchanged(torch.where(held[:, None], found, 0.0), group, sum_rows, gather_rows)
 
 
 def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
-    """Of the rows `[tokens, dim]`, or of each head `[tokens, heads, head_dim]`."""
-    kind = "norm of tokens" if x.ndim == 2 else "norm of heads"
-    return run(kind, lambda x, weight: ops.rms_norm(x, weight, eps), x, weight)
+    """Of this rank's rows `[tokens, dim]`, gathered then for all products that read them; or of its heads."""
+    normed = ops.rms_norm(x, own_part(weight), eps)
+    group = tensor_group(weight)
+    return normed if group is None or x.ndim > 2 else exchanged(normed, group, gather_rows, sum_rows)
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     """A row product where the weight's inputs are cut over the tensor axis, else a column product."""
-    if place_on(weight, "tensor") != COLUMNS:
-        return run("column product", lambda x, weight: ops.linear(x, weight, chunks), x, weight)
-    group = weight.device_mesh.get_group(axes_of(weight.device_mesh).index("tensor"))
-    return run("row product", lambda x, weight: row_product(x, weight, chunks, group), x, weight)
-
-
-def rotary(x: DTensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return run("rotary", ops.rotary, x, cos, sin)
-
-
-def silu_mul(gate: DTensor, up: DTensor) -> Tensor:
-    return run("silu_mul", ops.silu_mul, gate, up)
-
-
-def attend(attention: ops.Attention, layer: int, q: DTensor, k: DTensor, v: DTensor) -> Tensor:
-    """Each rank attends with its own heads."""
-    return run("attend", lambda q, k, v: attention(layer, q, k, v), q, k, v)
+    own, group = own_part(weight), tensor_group(weight)
+    if group is None or place_on(weight, "tensor") != COLUMNS:
+        return ops.linear(x, own, chunks)
+    return row_product(x, own, chunks, group)
 
 
 def token_log_probs(hidden: Tensor, head: DTensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The loss over a vocabulary-sharded head; see `sharded_token_log_probs`."""
-    mesh, axes = head.device_mesh, axes_of(head.device_mesh)
-    declared = placements("column product", axes)
-    weight = local(head, mesh, declared.inputs[1], declared.gradients[1])
-    if "tensor" not in axes:
-        return ops.token_log_probs(hidden, weight, targets, temperature)
-    group = mesh.get_group(axes.index("tensor"))
-    return sharded_token_log_probs(hidden, weight, targets, temperature, head.shape[0], group)
+    own, group = own_part(head), tensor_group(head)
+    if group is None:
+        return ops.token_log_probs(hidden, own, targets, temperature)
+    return sharded_token_log_probs(hidden, own, targets, temperature, head.shape[0], group)

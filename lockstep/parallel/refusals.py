@@ -30,7 +30,7 @@ def refuse_impossible(
     if compiled.backend != "none" and (degrees["tensor"] > 1 or parallel.full_dtensor):
         problems.append(
             f'compile.backend = "{compiled.backend}" does not go with tensor parallelism or full_dtensor, whose '
-            'operators are not traced; set compile.backend = "none"'
+            'exchanges are not traced; set compile.backend = "none"'
         )
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))

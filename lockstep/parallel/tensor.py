@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from lockstep.model import Decoder
 from lockstep.ops import FORMS
 from lockstep.parallel import operators
-from lockstep.parallel.placements import PLAIN_TENSORS, parameter_placement
+from lockstep.parallel.exchange import exchanged, gather_rows, own_rows
+from lockstep.parallel.placements import parameter_placement
 from lockstep.parallel.world import World
 
 FORMS[DTensor] = operators
@@ -30,27 +31,27 @@ def distribute_parameters(
 ) -> None:
     """Replaces the model's parameters by this rank's parts: `placements` on `mesh`, from that on the tensor axis.
 
-    What goes into `model` and comes out of it are plain tensors of this rank's tokens, equal on all ranks of the tensor
-    axis, and so are their gradients: token ids, and between a pipeline's stages hidden states.
+    What goes into `model` and comes out of it is equal on all ranks of the tensor axis: token ids, and hidden states.
+    Between a pipeline's stages so are their gradients; after the last norm each rank's is a part of their sum.
     """
     for name, parameter in list(model.named_parameters()):
         place = placements(parameter_placement(model.config.family, name))
         # Nothing is sent: the values come later, each rank's its own.
         part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
         model.get_submodule(name.rpartition(".")[0]).register_parameter("weight", nn.Parameter(part))
-    axes = operators.axes_of(mesh)
-    outside = [PLAIN_TENSORS[axis] for axis in axes]
-    inside = operators.placements("embedding", axes).result
+    if "tensor" not in operators.axes_of(mesh):
+        return
+    group = mesh.get_group("tensor")
 
     def enter(model: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *others = arguments
         if first.is_floating_point():
-            first = DTensor.from_local(first, mesh, outside, run_check=False).redistribute(placements=inside)
+            first = exchanged(first, group, own_rows, gather_rows)
         return first, *others
 
-    def leave(model: nn.Module, arguments: Any, hidden: DTensor) -> Tensor:
-        # A copy: of a view FSDP's hooks on the output would not survive an update in place.
-        return hidden.redistribute(placements=outside).to_local().clone()
+    def leave(model: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
+        # The last norm has gathered the rows already.
+        return hidden if hasattr(model, "norm") else exchanged(hidden, group, gather_rows, own_rows)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)

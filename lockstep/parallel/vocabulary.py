@@ -28,7 +28,7 @@ def sharded_token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """As `ops.token_log_probs`, where `head` is this rank's part of the `vocab` rows, cut as `Part` has it.
 
-    `hidden`, `targets` and the results are equal on all ranks, and so is the gradient of `hidden`.
+    `hidden`, `targets` and the results are equal on all ranks; the gradients of `hidden` are parts of its sum.
     """
     inverse = row_factors(temperature, hidden)
     part = Part(vocab, group)
@@ -81,8 +81,8 @@ def _join(own: Tensor, chosen: Tensor, targets: Tensor, part: Part) -> tuple[Ten
     everyone = numbers.new_empty(len(counts), *numbers.shape)
     dist.all_gather(list(everyone.unbind()), numbers, group=part.group)
     pieces = [numbers[:, 1 : 1 + 3 * count] for numbers, count in zip(everyone, counts)]
-    holders = targets // part.length
-    return join_masses(torch.cat(pieces, 1).unflatten(1, (-1, 3)), everyone[holders, torch.arange(len(holders), device=own.device), 0])
+    of_holder = everyone[targets // part.length, torch.arange(len(targets), device=targets.device), 0]
+    return join_masses(torch.cat(pieces, 1).unflatten(1, (-1, 3)), of_holder)
 
 
 class _ShardedLogProbs(torch.autograd.Function):
@@ -92,7 +92,6 @@ class _ShardedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse, part)
         ctx.save_for_backward(hidden, head, part.places(targets), inverse, normalizers)
-        ctx.group = part.group
         ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
 
@@ -106,6 +105,5 @@ class _ShardedLogProbs(torch.autograd.Function):
             grad = logits_gradient(logits, places[rows], inverse[rows], normalizers[rows], grads[0][rows])
             grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
             grad_head = part if grad_head is None else grad_head.float().add_(part)
-        dist.all_reduce(grad_hidden, group=ctx.group)
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         return grad_hidden, grad_head, None, None, None

@@ -52,8 +52,8 @@ def _chunks(config: PretrainConfig, world: World) -> int:
     chunks = chunks_for(own, config.parallel)
     if world.is_main and own not in (1, chunks):
         log.warning(
-            "%s was trained with reduction_chunks %d, and this run has %d: log-probabilities differ in their last bits. "
-            "--parallel.reduction-chunks %d would keep them",
+            "%s was trained with reduction_chunks %d, and this run has %d: log-probabilities differ in their last "
+            "bits. --parallel.reduction-chunks %d would keep them",
             folder,
             own,
             chunks,

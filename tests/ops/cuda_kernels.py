@@ -15,8 +15,8 @@ from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, sco
 from lockstep.model import ModelConfig
 from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import linear, rows, vocabulary
-from lockstep.ops.linear import tree_sum
 from lockstep.ops.cuda.attention_backward import attend_backward
+from lockstep.ops.linear import tree_sum
 from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 from tests.ops.pieces import assert_pieces_add_up
 
@@ -109,7 +109,9 @@ def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
 def test_a_tile_whose_bits_differ_is_not_used(monkeypatch):
     exact = linear.product_with
     bad = linear.FLOAT_TILES[1][1]
-    monkeypatch.setattr(linear, "product_with", lambda tile, x, w, pieces: exact(tile, x, w, pieces) + (1e-3 if tile == bad else 0))
+    monkeypatch.setattr(
+        linear, "product_with", lambda tile, x, w, pieces: exact(tile, x, w, pieces) + (1e-3 if tile == bad else 0)
+    )
     kept = linear.agreeing(linear.FLOAT_TILES, torch.float32, torch.device("cpu"), 40, 24)
     assert kept == ((None, linear.FLOAT_TILES[0][1]),)
 

@@ -6,9 +6,11 @@
 struct bf16;
 extern "C" {
 void product_f32(const float*, int64_t, int64_t, const float*, int64_t, int64_t, const uint32_t*, float*, int64_t,
-                 int64_t, int64_t);
+                 int64_t, int64_t, int64_t);
 void product_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, const uint32_t*, bf16*, int64_t,
-                  int64_t, int64_t);
+                  int64_t, int64_t, int64_t);
+void product_sums_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, const uint32_t*, float*, int64_t,
+                       int64_t, int64_t, int64_t);
 void rms_norm_f32(const float*, const float*, float*, float*, int64_t, int64_t, float);
 void silu_mul_f32(const float*, const float*, float*, int64_t, int64_t);
 void rotary_f32(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, float);
@@ -18,10 +20,11 @@ void attend_f32(const float*, float*, float*, const float*, const float*, const 
 void attend_backward_f32(const float*, const float*, const float*, const float*, const float*, const float*, float*,
                          float*, float*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t,
                          int64_t, float);
-void log_probs_f32(const float*, const int64_t*, const float*, float*, float*, float*, int64_t, int64_t);
+void log_probs_f32(const float*, const int64_t*, const float*, const int64_t*, float*, float*, float*, int64_t, int64_t,
+                   int64_t);
 void cut_f32(const float*, float*, const float*, const bool*, const int64_t*, const double*, const double*, int64_t,
              int64_t);
-void draw_f32(const float*, const float*, const double*, int64_t*, int64_t, int64_t);
+void draw_f32(const float*, const float*, const double*, const int64_t*, int64_t*, int64_t, int64_t, int64_t);
 }
 
 static uint64_t state = 1, hash = 14695981039346656037u;
@@ -38,6 +41,12 @@ static std::vector<float> values(int64_t rows, int64_t columns) {
     return out;
 }
 
+static std::vector<uint16_t> narrowed(const std::vector<float>& wide) {
+    std::vector<uint16_t> out(wide.size());
+    for (size_t i = 0; i < wide.size(); i++) out[i] = *(const uint32_t*)&wide[i] >> 16;
+    return out;
+}
+
 template <class T>
 static void digest(const char* what, const std::vector<T>& data) {
     const unsigned char* bytes = (const unsigned char*)data.data();
@@ -50,15 +59,14 @@ int main() {
         const int64_t depth = 437, outputs = 75;
         const auto x = values(rows, depth), w = values(outputs, depth);
         std::vector<float> out(rows * outputs);
-        product_f32(x.data(), depth, 1, w.data(), depth, 1, nullptr, out.data(), rows, depth, outputs);
+        product_f32(x.data(), depth, 1, w.data(), depth, 1, nullptr, out.data(), rows, depth, outputs, 1);
         digest("product", out);
-        product_f32(w.data(), 1, depth, w.data(), 1, depth, nullptr, out.data(), rows, outputs, rows);
+        product_f32(w.data(), 1, depth, w.data(), 1, depth, nullptr, out.data(), rows, outputs, rows, 1);
         digest("product across", out);
-        std::vector<uint16_t> narrow_x(x.size()), narrow_w(w.size()), narrow(rows * outputs);
-        for (size_t i = 0; i < x.size(); i++) narrow_x[i] = *(const uint32_t*)&x[i] >> 16;
-        for (size_t i = 0; i < w.size(); i++) narrow_w[i] = *(const uint32_t*)&w[i] >> 16;
+        const auto narrow_x = narrowed(x), narrow_w = narrowed(w);
+        std::vector<uint16_t> narrow(rows * outputs);
         product_bf16((const bf16*)narrow_x.data(), depth, 1, (const bf16*)narrow_w.data(), depth, 1, nullptr,
-                     (bf16*)narrow.data(), rows, depth, outputs);
+                     (bf16*)narrow.data(), rows, depth, outputs, 1);
         digest("product in bfloat16", narrow);
     }
     const int64_t tokens = 150, heads = 4, kv_heads = 2, dim = 32, pages = 10;
@@ -94,15 +102,25 @@ int main() {
     std::vector<float> inverse(rows), chosen(rows), entropies(rows), normalizers(rows);
     std::vector<double> uniforms(rows);
     for (int64_t r = 0; r < rows; r++) targets[r] = 3 * r, inverse[r] = 1.f / (1 + r), uniforms[r] = r / 9.0;
-    log_probs_f32(x.data(), targets.data(), inverse.data(), chosen.data(), entropies.data(), normalizers.data(), rows,
-                  width);
+    const int64_t pieces[] = {0, 67, 134, 201, 268, 335, 402, 469, width}, count = 8;
+    log_probs_f32(x.data(), targets.data(), inverse.data(), pieces, chosen.data(), entropies.data(), normalizers.data(),
+                  rows, width, count);
     digest("log-probabilities", chosen);
     digest("entropies", entropies);
-    draw_f32(x.data(), inverse.data(), uniforms.data(), drawn.data(), rows, width);
+    draw_f32(x.data(), inverse.data(), uniforms.data(), pieces, drawn.data(), rows, width, count);
     digest("draws", drawn);
     const bool all[rows] = {true, true, true, true, true, true, true, true, false};
     const int64_t top_ks[rows] = {0, 1, 7, 300, 0, 0, 400, 531, 5};
     const double top_ps[rows] = {0.9, 1, 0.5, 0.97, 0.3, 1, 1, 0.999, 0.5}, min_ps[rows] = {0, 0, 0, 0, 0.1, 0.2, 0.01};
     cut_f32(x.data(), out.data(), inverse.data(), all, top_ks, top_ps, min_ps, rows, width);
     digest("cuts", out);
+    const int64_t depth = 848, outputs = 75;
+    const auto left = values(rows, depth), right = values(outputs, depth);
+    std::vector<float> sums(rows * outputs);
+    product_f32(left.data(), depth, 1, right.data(), depth, 1, nullptr, sums.data(), rows, depth, outputs, 8);
+    digest("product in chunks", sums);
+    const auto narrow_left = narrowed(left), narrow_right = narrowed(right);
+    product_sums_bf16((const bf16*)narrow_left.data(), depth, 1, (const bf16*)narrow_right.data(), depth, 1, nullptr,
+                      sums.data(), rows, depth, outputs, 8);
+    digest("its sums in bfloat16", sums);
 }

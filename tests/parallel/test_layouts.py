@@ -77,7 +77,7 @@ PLANTED = {
     "swapped_shard": EVERYWHERE,
     "flipped_bit": EVERYWHERE,
     "no_sum_over_data_ranks": [FSDP, FSDP_BFLOAT16, HSDP, CONTEXT],
-    "no_sum_over_the_vocabulary": [TENSOR, TENSOR_BFLOAT16],
+    "no_sum_over_tensor_ranks": [TENSOR, TENSOR_BFLOAT16],
 }
 ORDINARY = [("half_the_learning_rate", TENSOR_BFLOAT16), ("no_sum_over_data_ranks", FSDP)]
 

@@ -87,11 +87,12 @@ def compare_overlapped(dtype):
     results = []
     for asynchronous in (False, True):
         row_product.overlap(asynchronous)
-        own_x, own_weight = (distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, weight))
+        own_x = x.chunk(2, 1)[world.rank].contiguous().requires_grad_()
+        own_weight = distribute_tensor(weight, mesh, [Shard(1)]).requires_grad_()
         product = operators.linear(own_x, own_weight, 2)
-        (product * distribute_tensor(weights, mesh, [Shard(0)])).sum().backward()
-        assert product.placements == (Shard(0),)
-        results.append([product.to_local(), own_x.grad.to_local(), own_weight.grad.to_local()])
+        (product * weights.chunk(2)[world.rank]).sum().backward()
+        assert product.shape == (72, 48)
+        results.append([product, own_x.grad, own_weight.grad.to_local()])
     # 72 tokens per rank are four chunks of 18: more than one, so there is something to overlap.
     assert len(list(row_product._row_slices(72))) == 4
     for at_once, overlapped in zip(*results):
@@ -101,7 +102,7 @@ def compare_overlapped(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
-def test_what_cuts_no_sum_has_the_bits_of_one_process(model, dtype):
+def test_every_operator_has_the_bits_of_one_process(model, dtype):
     launch(2, compare_pieces, model, dtype)
 
 
@@ -110,7 +111,7 @@ def compare_pieces(model, dtype):
     from lockstep.model import Decoder
     from lockstep.parallel.tensor import distribute_parameters
 
-    shape = preset(model, 258)
+    shape = dataclasses.replace(preset(model, 259), reduction_chunks=2)
     whole = Decoder(shape, DTYPES[dtype])
     initialize(whole, seed=3)
     cut = Decoder(shape, DTYPES[dtype], "meta")
@@ -125,23 +126,22 @@ def compare_pieces(model, dtype):
         block = decoder.layers[0]
         hidden = ops.embedding(row.tokens, decoder.embed_tokens.weight)
         q, k, v = block.before_attention(hidden, *tables)
-        attended = ops.attend(attention, 0, q, k, v)
-        normed = ops.rms_norm(hidden, block.post_attention_layernorm.weight, shape.norm_eps)
+        attended = attention(0, q, k, v)
+        after = block.after_attention(hidden, attended)
+        normed = decoder.final_norm(after)
         gate = ops.linear(normed, block.mlp.gate_proj.weight)
-        logits = decoder.logits(hidden)
-        return [hidden, q, k, v, attended, normed, gate, ops.silu_mul(gate, gate), logits]
+        rows, columns = [hidden, after], [q, k, v, attended, gate, ops.silu_mul(gate, gate), decoder.logits(normed)]
+        return rows, columns, normed
 
     with torch.no_grad():
-        for index, (part, expected) in enumerate(zip(pieces(cut), pieces(whole))):
-            assert isinstance(part, DTensor) and part.shape == expected.shape
-            assert torch.equal(part.full_tensor(), expected), index
-        # Of the logits each rank holds its part of the vocabulary.
-        assert part.to_local().shape == (len(row.tokens), shape.vocab_size // 2)
-        # A row product sums a half each, and the halves as one process does that has two chunks.
-        weights = [decoder.layers[0].self_attn.o_proj.weight for decoder in (cut, whole)]
-        x = torch.randn(16, weights[1].shape[1], generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
-        product = ops.linear(distribute_tensor(x, world.mesh["tensor"], [Shard(1)]), weights[0], 2).full_tensor()
-        assert torch.equal(product, ops.linear(x, weights[1], 2))
+        own_rows, own_columns, normed = pieces(cut)
+        rows, columns, expected = pieces(whole)
+        assert torch.equal(normed, expected)
+        # A rank has its share of the tokens between a block's halves, of the heads, features and vocabulary within.
+        for index, (part, expected) in enumerate(zip(own_rows, rows, strict=True)):
+            assert torch.equal(part, expected.chunk(2)[world.rank]), index
+        for index, (part, expected) in enumerate(zip(own_columns, columns, strict=True)):
+            assert torch.equal(part, expected.chunk(2, 1)[world.rank]), index
     close_world(world)
 
 
@@ -169,6 +169,8 @@ def compare_losses(vocab):
         x, w = hidden.clone().requires_grad_(), head[rows].clone().requires_grad_()
         log_probs, entropies = function(x, w, targets, 0.7)
         (log_probs * weights).sum().backward()
+        if rows is part:
+            dist.all_reduce(x.grad)  # each rank's is of its part of the vocabulary
         into += [log_probs.detach(), entropies, x.grad, w.grad if rows is part else w.grad[part]]
         assert function(x.detach()[:0], w, targets[:0], 0.7)[0].shape == (0,)
     # Gradients are float32 sums in another order; what the loss is made of has the same bits.
