@@ -1,11 +1,11 @@
 """The row-invariant matrix product in Triton.
 
-An element is summed along K in a fixed order: K is cut into as many pieces as its caller says, or `pieces_of(K, N)`; each
-is one chain of tensor-core steps in ascending order, and the pieces' float32 sums meet in one binary tree. With few rows a program
-computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows one program computes
-the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and width cannot
-change a bit as long as the hardware's steps along K are the same ones; that is checked on the device at the first
-use of a shape, and a tile that disagrees is not used.
+An element is summed along K in a fixed order: K is cut into as many pieces as its caller says, or `pieces_of(K, N)`;
+each is one chain of tensor-core steps in ascending order, and the pieces' float32 sums meet in one binary tree. With
+few rows a program computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows one
+program computes the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and
+width cannot change a bit as long as the hardware's steps along K are the same ones; that is checked on the device at
+the first use of a shape, and a tile that disagrees is not used.
 """
 
 from __future__ import annotations
