@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lockstep import ops
 from lockstep.config import EngineConfig
@@ -23,6 +25,9 @@ from lockstep.generate.sampling_params import Completion, SamplingParams, TokenE
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.model import Decoder, check_token_ids
+from lockstep.parallel.exchange import whole_rows
+from lockstep.parallel.sampler import ShardedSampler
+from lockstep.parallel.tensor import tensor_group_of
 
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB where they are float32."""
@@ -45,6 +50,9 @@ class Statistics:
 class Engine:
     """Samples from `model`, whose weights it reads in place: nothing is copied to it after a trainer's update.
 
+    Of a model that is cut over a tensor axis every rank has an engine, and calls it as the others do: all have the same
+    results, those of one process.
+
     Call `weights_changed` after every update: cached keys, and panels of weights, are of the old ones until then.
     """
 
@@ -57,6 +65,9 @@ class Engine:
         self.weights_version = 0
         self.statistics = Statistics()
         shape = model.config
+        self._group = tensor_group_of(model)
+        if self._group is not None and self.config.cuda_graphs != "none":
+            raise UserError("engine.cuda_graphs do not go with parallel.tensor so far; leave them out")
         num_pages = self.config.cache_tokens // ops.PAGE
         if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
             raise UserError(
@@ -66,8 +77,14 @@ class Engine:
         self.allocator = PageAllocator(num_pages)
         self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
         self.cache = ops.KVCache(
-            shape.num_layers, num_pages, shape.num_kv_heads, shape.head_dim, model.dtype, model.device
+            shape.num_layers,
+            num_pages,
+            shape.num_kv_heads // (dist.get_world_size(self._group) if self._group else 1),
+            shape.head_dim,
+            model.dtype,
+            model.device,
         )
+        self._sampler: Any = ops if self._group is None else ShardedSampler(shape.vocab_size, self._group)
         self._weights = ops.PackedWeights()
         self._arrays = BatchArrays(self.config.max_sequences)
         graphs = self.config.cuda_graphs != "none"
@@ -135,7 +152,7 @@ class Engine:
         """Queues a request; returns its id. Raises UserError for a prompt that can never be computed."""
         self._check(prompt, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
-        seed = secrets.randbits(62) if params.seed is None else params.seed
+        seed = self._fresh_seed() if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self.model.config.eos_token_ids)
@@ -155,6 +172,12 @@ class Engine:
         self._requests[request_id] = sequences
         self.scheduler.waiting.extend(sequences)
         return request_id
+
+    def _fresh_seed(self) -> int:
+        seed = torch.tensor(secrets.randbits(62))
+        if self._group is not None:
+            dist.broadcast(seed, group=self._group, group_src=0)
+        return int(seed)
 
     def abort(self, request_id: int) -> None:
         """Ends a request and frees its pages at once; an id that has ended already is ignored."""
@@ -193,7 +216,7 @@ class Engine:
         self._under_way = True
         try:
             if chunks := self.scheduler.schedule():
-                with self._weights.in_use():
+                with self._weights.in_use(), whole_rows():
                     samples = self._compute(chunks)
                 self._count(chunks)
                 for event in self._events(samples):
@@ -228,9 +251,9 @@ class Engine:
             else:
                 logits = self.model.logits(hidden[batch.last_rows[part]])
             sampling = [p[part] for p in batch.sampling]
-            drawn, scores = ops.sample(logits, *sampling)
+            drawn, scores = self._sampler.sample(logits, *sampling)
             wanted = [s.params.top_logprobs for s in batch.sequences[part]]
-            tops = ops.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
+            tops = self._sampler.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
             samples += zip(drawn.tolist(), scores.tolist(), tops)
         return samples
 

@@ -63,6 +63,26 @@ def parallel_model(
     return model
 
 
+def generator_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    world: World,
+    parallel: ParallelConfig,
+    fill: Callable[[TrainableModel], None],
+) -> Decoder:
+    """This rank's part of a model that only generates: its weights have `dtype` and are cut over the tensor axis alone.
+
+    Raises UserError for a degree that the model's shape does not allow.
+    """
+    config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
+    refuse_impossible(config, world.degrees, parallel, CompileConfig())
+    model = Decoder(config, dtype, "meta")
+    shard_tensor_parallel(model, world)
+    model.to_empty(device=world.device)
+    fill(model)
+    return model
+
+
 def chunks_for(trained_with: int, parallel: ParallelConfig) -> int:
     """`reduction_chunks` as set; by default what the tensor degree needs, or what the model was trained with."""
     return parallel.reduction_chunks or max(parallel.tensor, trained_with)

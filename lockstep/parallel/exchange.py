@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +16,26 @@ from lockstep.ops.linear import tree_sum
 # What torch 2.13 calls them; before, they had the names that it warns of.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_whole = ContextVar("whole_rows", default=False)
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """Within it the ranks of a tensor axis all hold every token's row, instead of a share: for any number of tokens.
+
+    The bits are the same. Without gradients only.
+    """
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def rows_are_whole() -> bool:
+    return _whole.get()
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
-from lockstep.parallel.exchange import exchanged, gather_rows, sum_rows
+from lockstep.parallel.exchange import exchanged, gather_rows, rows_are_whole, sum_rows
 from lockstep.parallel.placements import COLUMNS, COPY, SUM
 from lockstep.parallel.row_product import row_product
 from lockstep.parallel.vocabulary import sharded_token_log_probs
@@ -64,7 +64,7 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
     if group is None:
         return ops.embedding(tokens, own)
     ranks = dist.get_world_size(group)
-    if tokens.shape[0] % ranks:
+    if tokens.shape[0] % ranks and not rows_are_whole():
         raise UserError(
             f"parallel.tensor {ranks} does not divide the {tokens.shape[0]} tokens of a micro-batch, which its ranks "
             f"share; pad them to a multiple of {ROW_MULTIPLE}"
@@ -72,14 +72,20 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
     first = dist.get_rank(group) * -(-weight.shape[0] // ranks)
     held = (tokens >= first) & (tokens < first + own.shape[0])
     found = F.embedding(torch.where(held, tokens - first, 0), own)
-    return exchanged(torch.where(held[:, None], found, 0.0), group, sum_rows, gather_rows)
+    found = torch.where(held[:, None], found, 0.0)
+    if rows_are_whole():
+        dist.all_reduce(found, group=group)
+        return found
+    return exchanged(found, group, sum_rows, gather_rows)
 
 
 def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     """Of this rank's rows `[tokens, dim]`, gathered then for all products that read them; or of its heads."""
     normed = ops.rms_norm(x, own_part(weight), eps)
     group = tensor_group(weight)
-    return normed if group is None or x.ndim > 2 else exchanged(normed, group, gather_rows, sum_rows)
+    if group is None or x.ndim > 2 or rows_are_whole():
+        return normed
+    return exchanged(normed, group, gather_rows, sum_rows)
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:

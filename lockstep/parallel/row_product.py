@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.ops.asked import asked_for
 from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product_sums, tree_sum, weight_gradient
-from lockstep.parallel.exchange import all_gather
+from lockstep.parallel.exchange import all_gather, gather_rows, rows_are_whole
 
 OVERLAPPED = 4
 """Slices of a rank's tokens. The first product and the last sum are not hidden: a quarter of each remains."""
@@ -32,11 +32,15 @@ def overlap(asynchronous: bool) -> None:
 
 
 def row_product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's share of the rows of the whole product `[tokens / ranks, out]`.
+    """This rank's share of the rows of the whole product `[tokens / ranks, out]`; all within `whole_rows`.
 
     `x` `[tokens, in / ranks]` and `weight` `[out, in / ranks]` are this rank's parts of the factors; `chunks`, those of
     the whole product, are a multiple of the ranks. Its gradient asks for that of these rows.
     """
+    if rows_are_whole():
+        ranks = dist.get_world_size(group)
+        sums = gather_rows(product_sums(x, weight, chunks // ranks), group)
+        return tree_sum(sums.unflatten(0, (ranks, -1)).unbind()).to(x.dtype)
     out: Tensor = _RowProduct.apply(x, weight, chunks, group)
     return out
 

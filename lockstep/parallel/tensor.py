@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
@@ -12,11 +13,17 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from lockstep.model import Decoder
 from lockstep.ops import FORMS
 from lockstep.parallel import operators
-from lockstep.parallel.exchange import exchanged, gather_rows, own_rows
+from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole
 from lockstep.parallel.placements import parameter_placement
 from lockstep.parallel.world import World
 
 FORMS[DTensor] = operators
+
+
+def tensor_group_of(model: Decoder) -> dist.ProcessGroup | None:
+    """The ranks that share the model's matrices; None where it is whole."""
+    weight = model.head_weight
+    return operators.tensor_group(weight) if isinstance(weight, DTensor) else None
 
 
 def shard_tensor_parallel(model: Decoder, world: World) -> None:
@@ -45,13 +52,15 @@ def distribute_parameters(
 
     def enter(model: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *others = arguments
-        if first.is_floating_point():
+        if first.is_floating_point() and not rows_are_whole():
             first = exchanged(first, group, own_rows, gather_rows)
         return first, *others
 
     def leave(model: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
         # The last norm has gathered the rows already.
-        return hidden if hasattr(model, "norm") else exchanged(hidden, group, gather_rows, own_rows)
+        if hasattr(model, "norm") or rows_are_whole():
+            return hidden
+        return exchanged(hidden, group, gather_rows, own_rows)
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)

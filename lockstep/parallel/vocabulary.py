@@ -52,6 +52,25 @@ class Part:
         """Where the vocabulary's pieces lie in a rank's part."""
         return piece_bounds(self.vocab, device, *self.of(rank))
 
+    def bounds(self) -> Tensor:
+        """Where the pieces of the whole vocabulary begin, and the end of the last; on the CPU."""
+        return piece_bounds(self.vocab)
+
+    def gather_masses(self, own: Tensor) -> Tensor:
+        """The masses `[rows, pieces, 3]` of the whole vocabulary, from each rank's."""
+        ranks = dist.get_world_size(self.group)
+        counts = [len(self.pieces(rank, own.device)) - 1 for rank in range(ranks)]
+        padded = torch.nn.functional.pad(own, (0, 0, 0, max(counts) - own.shape[1]))
+        everyone = padded.new_empty(ranks, *padded.shape)
+        dist.all_gather(list(everyone.unbind()), padded, group=self.group)
+        return torch.cat([masses[:, :count] for masses, count in zip(everyone, counts)], 1)
+
+    def of_holders(self, own: Tensor, tokens: Tensor) -> Tensor:
+        """Of each row what the rank that holds its token has in `own`."""
+        everyone = own.new_empty(dist.get_world_size(self.group), *own.shape)
+        dist.all_gather(list(everyone.unbind()), own, group=self.group)
+        return everyone[tokens // self.length, torch.arange(len(tokens), device=tokens.device)]
+
     def places(self, tokens: Tensor) -> Tensor:
         """Tokens as rows of this rank's part; -1 where another rank holds them."""
         return torch.where((tokens >= self.first) & (tokens < self.stop), tokens - self.first, -1)
@@ -70,19 +89,7 @@ def _forward(
     if not found:
         empty = hidden.new_empty(3, 0, dtype=torch.float32)
         return empty[0], empty[1], empty[2]
-    return _join(torch.cat(found), torch.cat(chosen), targets, part)
-
-
-def _join(own: Tensor, chosen: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and log of the normaliser of the whole vocabulary, from each part's numbers."""
-    counts = [len(part.pieces(rank, own.device)) - 1 for rank in range(dist.get_world_size(part.group))]
-    numbers = torch.cat([chosen[:, None], own.flatten(1)], 1)
-    numbers = torch.nn.functional.pad(numbers, (0, 3 * max(counts) + 1 - numbers.shape[1]))
-    everyone = numbers.new_empty(len(counts), *numbers.shape)
-    dist.all_gather(list(everyone.unbind()), numbers, group=part.group)
-    pieces = [numbers[:, 1 : 1 + 3 * count] for numbers, count in zip(everyone, counts)]
-    of_holder = everyone[targets // part.length, torch.arange(len(targets), device=targets.device), 0]
-    return join_masses(torch.cat(pieces, 1).unflatten(1, (-1, 3)), of_holder)
+    return join_masses(part.gather_masses(torch.cat(found)), part.of_holders(torch.cat(chosen), targets))
 
 
 class _ShardedLogProbs(torch.autograd.Function):

@@ -133,8 +133,54 @@ static void log_probs_backward(T* logits, const int64_t* targets, const float* i
     }
 }
 
-// Inverse transform: the first token at which the running sum of weights passes uniform · total. A negative
-// uniform asks for the likeliest token. Logits of -inf are never drawn.
+// Inverse transform: the first token at which the running sum of weights passes uniform · total. A negative uniform asks
+// for the likeliest token. Logits of -inf are never drawn. In two steps: the piece that holds the token, and in it the
+// token, for ranks that hold some of the pieces each.
+struct Choice {
+    int64_t piece;     // the first one where no logit is a number
+    float highest;     // of the whole row
+    double remaining;  // weight that the tokens before the one drawn have in the piece
+};
+
+static Choice choose(const Mass (&pieces)[PIECES], int64_t count, double uniform) {
+    const float highest = join(pieces).m;
+    if (uniform < 0) {
+        for (int64_t p = 0; p < count; p++)
+            if (pieces[p].m == highest) return {p, highest, 0};
+        return {0, highest, 0};
+    }
+    double total = 0, weights[PIECES];
+    for (int64_t p = 0; p < count; p++) total += weights[p] = (double)pieces[p].s * exp_float(pieces[p].m - highest);
+    double remaining = uniform * total;
+    int64_t p = 0;
+    while (p < count - 1 && remaining >= weights[p]) remaining -= weights[p++];
+    // Rounding may leave a little over at the end: then the last token with any weight is taken.
+    if (weights[p] > 0) return {p, highest, remaining};
+    while (p > 0 && !(weights[p] > 0)) p--;
+    return {p, highest, std::numeric_limits<double>::infinity()};
+}
+
+template <class T>
+static int64_t walk(const T* x, int64_t first, int64_t stop, float inverse, bool likeliest, const Choice& choice) {
+    int64_t token = first;
+    double remaining = choice.remaining;
+    for (int64_t i = first; i < stop && remaining >= 0; i += LANES) {
+        const int64_t n = std::min(LANES, stop - i);
+        float logits[LANES], w[LANES];
+        const f32x16 scaled = load_first(x + i, n) * inverse;
+        store(logits, scaled);
+        store(w, keep_first(exp(scaled - choice.highest), n, 0.f));
+        for (int64_t lane = 0; lane < n && remaining >= 0; lane++) {
+            if (likeliest && logits[lane] == choice.highest) return i + lane;
+            if (!likeliest && w[lane] > 0) {
+                token = i + lane;
+                remaining -= w[lane];
+            }
+        }
+    }
+    return token;
+}
+
 template <class T>
 static void draw(const T* logits, const float* inverse_temperatures, const double* uniforms, const int64_t* bounds,
                  int64_t* tokens, int64_t rows, int64_t vocab, int64_t count) {
@@ -144,32 +190,30 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
         const float inverse = inverse_temperatures[row];
         Mass pieces[PIECES];
         reduce_pieces(x, bounds, count, inverse, pieces);
-        const Mass all = join(pieces);
-        int64_t token = -1;
-        if (uniforms[row] < 0) {
-            for (int64_t i = 0; i < vocab && token < 0; i++)
-                if (element(x + i) * inverse == all.m) token = i;
-        } else {
-            double total = 0, weights[PIECES];
-            for (int64_t p = 0; p < count; p++) total += weights[p] = (double)pieces[p].s * exp_float(pieces[p].m - all.m);
-            double remaining = uniforms[row] * total;
-            int64_t p = 0;
-            while (p < count - 1 && remaining >= weights[p]) remaining -= weights[p++];
-            // Rounding may leave a little over at the end: then the last token with any weight is taken.
-            for (; token < 0 && p >= 0; p--, remaining = std::numeric_limits<double>::infinity())
-                for (int64_t i = bounds[p]; i < bounds[p + 1] && remaining >= 0; i += LANES) {
-                    const int64_t n = bounds[p + 1] - i;
-                    float w[LANES];
-                    store(w, keep_first(exp(load_first(x + i, n) * inverse - all.m), n, 0.f));
-                    for (int64_t lane = 0; lane < std::min(n, LANES) && remaining >= 0; lane++)
-                        if (w[lane] > 0) {
-                            token = i + lane;
-                            remaining -= w[lane];
-                        }
-                }
-        }
-        tokens[row] = token < 0 ? 0 : token;  // only if every logit is NaN
+        const Choice choice = choose(pieces, count, uniforms[row]);
+        tokens[row] = walk(x, bounds[choice.piece], bounds[choice.piece + 1], inverse, uniforms[row] < 0, choice);
     }
+}
+
+extern "C" void choose_pieces_f32(const float* masses, const double* uniforms, int64_t* chosen, float* highest,
+                                  double* remaining, int64_t rows, int64_t count) {
+    for (int64_t row = 0; row < rows; row++) {
+        Mass pieces[PIECES];
+        std::memcpy((void*)pieces, masses + row * count * 3, count * sizeof(Mass));
+        const Choice choice = choose(pieces, count, uniforms[row]);
+        chosen[row] = choice.piece, highest[row] = choice.highest, remaining[row] = choice.remaining;
+    }
+}
+
+// Of each row from `firsts` to `stops`, where its chosen piece lies here; of an empty stretch, its beginning.
+template <class T>
+static void draw_within(const T* logits, const float* inverse_temperatures, const double* uniforms, const int64_t* firsts,
+                        const int64_t* stops, const float* highest, const double* remaining, int64_t* tokens,
+                        int64_t rows, int64_t vocab) {
+#pragma omp parallel for
+    for (int64_t row = 0; row < rows; row++)
+        tokens[row] = walk(logits + row * vocab, firsts[row], stops[row], inverse_temperatures[row], uniforms[row] < 0,
+                           Choice{0, highest[row], remaining[row]});
 }
 
 #define EXPORT(T, suffix)                                                                                             \
@@ -191,6 +235,11 @@ static void draw(const T* logits, const float* inverse_temperatures, const doubl
                                  const int64_t* bounds, int64_t* tokens, int64_t rows, int64_t vocab,                 \
                                  int64_t count) {                                                                     \
         draw<T>(logits, inverse_temperatures, uniforms, bounds, tokens, rows, vocab, count);                          \
+    }                                                                                                                 \
+    extern "C" void draw_within##suffix(const T* logits, const float* inverse_temperatures, const double* uniforms,   \
+                                        const int64_t* firsts, const int64_t* stops, const float* highest,            \
+                                        const double* remaining, int64_t* tokens, int64_t rows, int64_t vocab) {      \
+        draw_within<T>(logits, inverse_temperatures, uniforms, firsts, stops, highest, remaining, tokens, rows, vocab); \
     }
 
 EXPORT(float, _f32)

@@ -1,0 +1,119 @@
+"""An engine on several ranks: the tokens and the log-probabilities of one process, whatever is asked of it."""
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lockstep import Engine, SamplingParams, score
+from lockstep.config import EngineConfig, ParallelConfig
+from lockstep.errors import UserError
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, generator_model, open_world
+from tests.parallel.launch import launch
+
+
+def model_of(ranks, chunks, name, dtype, vocab):
+    parallel = ParallelConfig(tensor=ranks, reduction_chunks=chunks)
+    world = open_world(parallel, "cpu")
+    # Heads that four ranks can share.
+    shape = replace(preset(name, vocab), num_heads=8, num_kv_heads=4, head_dim=16)
+    return world, generator_model(shape, getattr(torch, dtype), world, parallel, partial(initialize, seed=3))
+
+
+def sample(ranks, chunks, name, dtype, vocab):
+    """What an engine samples of a mixed load: prompts in chunks, shared prefixes, preemption, cuts, several samples."""
+    world, model = model_of(ranks, chunks, name, dtype, vocab)
+    engine = Engine(model, EngineConfig(max_tokens_per_step=37, max_sequences=7, cache_tokens=128))
+    draw, found = random.Random(0), []
+    shared = [draw.randrange(vocab) for _ in range(33)]
+    for _ in range(2):
+        prompts = [[*shared[: draw.choice([1, 3, 17, 33])], draw.randrange(vocab)] for _ in range(8)]
+        params = [
+            SamplingParams(
+                max_tokens=draw.randint(1, 24),
+                temperature=draw.choice([0, 0.7, 1.0, 1.3]),
+                top_p=draw.choice([1.0, 1.0, 0.9]),
+                top_k=draw.choice([0, 0, 20]),
+                min_p=draw.choice([0, 0, 0.05]),
+                n=draw.choice([1, 3]),
+                seed=draw.randrange(2**31),
+                top_logprobs=draw.choice([0, 3]),
+                ignore_eos=True,
+            )
+            for _ in range(8)
+        ]
+        for prompt, param, group in zip(prompts, params, engine.generate(prompts, params)):
+            found += [(c.token_ids, c.logprobs) for c in group]
+            for c in group:
+                # The trainer's path shares the tokens between ranks, which the engine does not.
+                trainer = score(model, [prompt + c.token_ids], param.temperature or 1.0)[0]
+                assert torch.equal(torch.tensor(c.logprobs), trainer[len(prompt) - 1 :])
+    tops = [event.top_logprobs for event in engine.stream(shared, SamplingParams(max_tokens=4, seed=1, top_logprobs=3))]
+    assert engine.statistics.preemptions > 0 and engine.statistics.prompt_tokens_reused > 0
+    close_world(world)
+    return found, tops
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "model", "dtype", "vocab"),
+    [
+        (2, 2, "qwen3:micro", "float32", 258),
+        (2, 4, "llama3:micro", "bfloat16", 1031),
+        (4, 4, "qwen3:micro", "bfloat16", 259),
+    ],
+)
+def test_ranks_sample_what_one_process_does(ranks, chunks, model, dtype, vocab):
+    (alone,) = launch(1, sample, 1, chunks, model, dtype, vocab)
+    assert len(alone[0]) > 20
+    for rank in launch(ranks, sample, ranks, chunks, model, dtype, vocab):
+        assert rank == alone
+
+
+def unseeded(ranks):
+    world, model = model_of(ranks, ranks, "qwen3:micro", "float32", 258)
+    (group,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
+    with pytest.raises(UserError, match="cuda_graphs do not go with parallel.tensor"):
+        Engine(model, EngineConfig(cuda_graphs="full"))
+    close_world(world)
+    return [c.token_ids for c in group]
+
+
+def test_without_a_seed_ranks_agree_on_one():
+    first, second = launch(2, unseeded, 2)
+    assert first == second and first[0] != first[1]
+    assert launch(2, unseeded, 2)[0] != first
+
+
+def test_a_draw_in_two_steps_is_the_draw_in_one():
+    launch(4, compare_draws)
+
+
+def compare_draws():
+    from lockstep import ops
+    from lockstep.parallel.sampler import ShardedSampler
+
+    world = open_world(ParallelConfig(tensor=4), "cpu")
+    draw = torch.Generator().manual_seed(0)
+    for vocab in (40, 259, 1000):
+        rows = 64
+        logits = torch.randn(rows, vocab, generator=draw) * 4
+        logits[:8, : vocab // 2] = -torch.inf
+        logits[8:12, 3:] = -torch.inf
+        logits[12] = torch.nan
+        uniform = torch.rand(rows, generator=draw, dtype=torch.float64)
+        uniform[::5], uniform[1::5] = 0.0, 1 - 2**-53
+        temperature = torch.rand(rows, generator=draw) * 2
+        temperature[::7] = 0
+        off = torch.zeros(rows, dtype=torch.int64), torch.ones(rows), torch.zeros(rows)
+        sampler = ShardedSampler(vocab, world.mesh.get_group("tensor"))
+        part = logits[:, sampler.part.first : sampler.part.stop]
+        tokens, log_probs = sampler.sample(part, temperature, *off, uniform)
+        expected, their_log_probs = ops.sample(logits, temperature, *off, uniform)
+        finite = their_log_probs.isfinite()
+        assert torch.equal(finite, log_probs.isfinite()) and not finite.all()
+        assert torch.equal(tokens[finite], expected[finite])
+        assert torch.equal(log_probs[finite], their_log_probs[finite])
+    close_world(world)
