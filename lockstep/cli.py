@@ -11,11 +11,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lockstep.commands.terminal import printable
-from lockstep.config import Arithmetic, CompileConfig
+from lockstep.config import Arithmetic, CompileConfig, RanksConfig
 from lockstep.errors import RunStopped, UserError, closest
+
+if TYPE_CHECKING:
+    from lockstep.parallel import World
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -268,11 +271,11 @@ def generate(arguments: list[str]) -> int:
     """continue a prompt, streamed to the terminal, or every prompt of a file"""
     from lockstep.commands.generate import GenerateOptions
     from lockstep.commands.generate import generate as run
-    from lockstep.parallel import refuse_ranks
+    from lockstep.parallel import generating_world
 
     options = _parse(GenerateOptions, arguments, "generate")
-    refuse_ranks("generate")
-    run(options)
+    with generating_world(options.parallel, options.device) as world:
+        run(options, world)
     return 0
 
 
@@ -309,30 +312,41 @@ class ParityOptions:
     seed: int = 0
     """Of the load."""
     compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: RanksConfig = field(default_factory=RanksConfig)
 
 
 def parity(arguments: list[str]) -> int:
     """compare the log-probabilities of trainer and generator, bit by bit, under a mixed load"""
     options = _parse(ParityOptions, arguments, "parity")
-    from lockstep.checkpoint import open_model
-    from lockstep.model import arithmetic_of
-    from lockstep.observe import announce, start_line
-    from lockstep.parallel import apply_compile, refuse_ranks
-    from lockstep.rl.parity_check import check_parity
+    from lockstep.parallel import generating_world
 
     if options.dtype not in ("", "auto", "bfloat16", "float32"):
         raise UserError(f'dtype is "{options.dtype}"; give auto, bfloat16 or float32')
-    refuse_ranks("parity")
-    model = open_model(_model_folder(options.model), options.dtype, options.device, options.arithmetic)
+    with generating_world(options.parallel, options.device) as world:
+        return _parity(options, world)
+
+
+def _parity(options: ParityOptions, world: World) -> int:
+    from lockstep.checkpoint import open_model
+    from lockstep.model import arithmetic_of
+    from lockstep.observe import announce, start_line
+    from lockstep.parallel import apply_compile
+    from lockstep.rl.parity_check import check_parity
+
+    folder = Path(world.from_main(lambda: str(_model_folder(options.model))))
+    model = open_model(folder, options.dtype, options.device, options.arithmetic, world)
     work = f"at least {options.tokens} tokens to go"
-    announce("parity: " + start_line(options.model, model.config.num_parameters, model.device, model.dtype, work))
+    shape = model.config
+    announce("parity: " + start_line(options.model, shape.num_parameters, model.device, model.dtype, work, world.size))
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
     print(f"Bitwise identical : {result.tokens_different == 0}")
     print(f"Tokens checked    : {result.tokens_checked}")
     print(f"Tokens different  : {result.tokens_different}")
     print(f"Max delta         : {result.max_delta:e}")
-    print(f"Arithmetic        : {arithmetic_of(model.device)}, on both sides")
+    print(
+        f"Arithmetic        : {arithmetic_of(model.device)}, reduction_chunks {shape.reduction_chunks}, on both sides"
+    )
     print("\nload: " + ", ".join(f"{count} {name}" for name, count in load.items()))
     return 0 if result.tokens_different == 0 else 1
 

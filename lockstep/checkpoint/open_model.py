@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lockstep import model
 from lockstep.checkpoint.checkpoints import STATE, weights_folder
+from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.hub import is_model, local_folder
 from lockstep.model import Decoder, arithmetic_of, is_auto, open_device, set_arithmetic
 from lockstep.observe.logs import log
+from lockstep.parallel import World, generator_model
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
@@ -23,12 +26,15 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     return model.load_model(model_folder(path), dtype, device)
 
 
-def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: str = "auto") -> Decoder:
+def open_model(
+    folder: Path, dtype: str = "auto", device: str = "", arithmetic: str = "auto", world: World | None = None
+) -> Decoder:
     """The model in its own dtype, on the accelerator, in the arithmetic of its run, unless others are given.
 
-    Where this machine cannot compute as the run did, a warning names both. Raises UserError for what cannot be had.
+    Of a world with a tensor axis, this rank's part. Where this machine cannot compute as the run did, a warning names
+    both. Raises UserError for what cannot be had.
     """
-    place = open_device(device)
+    place = open_device(device) if world is None else world.device
     trained_in = trained_arithmetic(folder)
     try:
         set_arithmetic(arithmetic, place, trained_in)
@@ -36,7 +42,10 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: 
         if arithmetic != "auto":
             raise
         set_arithmetic("auto", place)
-    opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
+    if world is None or world.degrees["tensor"] == 1:
+        opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
+    else:
+        opened = _own_part(folder, dtype, world)
     if trained_in not in ("", arithmetic_of(place)):
         log.warning(
             "%s was trained in %s arithmetic and is computed in %s here: log-probabilities differ from those of its "
@@ -46,6 +55,15 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "", arithmetic: 
             arithmetic_of(place),
         )
     return opened
+
+
+def _own_part(folder: Path, dtype: str, world: World) -> Decoder:
+    if len(set(world.gather(arithmetic_of(world.device)))) > 1:
+        set_arithmetic("portable", world.device)
+    kind = model.folder_dtype(folder) if is_auto(dtype) else model.resolve_dtype(dtype)
+    parallel = ParallelConfig(tensor=world.degrees["tensor"])
+    fill = partial(model.load_weights, path=folder)
+    return generator_model(model.read_config(folder), kind, world, parallel, fill)
 
 
 def model_folder(name: str | Path) -> Path:

@@ -6,13 +6,17 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from lockstep.commands.terminal import printable
+from lockstep.config.engine import RanksConfig
 from lockstep.config.train import Arithmetic
 from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.parallel import World
 
 
 @dataclass
@@ -53,6 +57,7 @@ class GenerateOptions:
     """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    parallel: RanksConfig = field(default_factory=RanksConfig)
 
 
 @dataclass
@@ -63,7 +68,7 @@ class Prompt:
     text: str
 
 
-def generate(options: GenerateOptions) -> None:
+def generate(options: GenerateOptions, world: World) -> None:
     """Runs the command. Raises UserError for prompts, or a model, that cannot be used."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
@@ -73,8 +78,7 @@ def generate(options: GenerateOptions) -> None:
 
     if bool(options.prompt) == bool(options.prompts):
         raise UserError("give either a text with --prompt TEXT or a file with --prompts FILE")
-    if options.output and Path(options.output).exists() and not options.overwrite:
-        raise UserError(f"{options.output}: is there already; replace it with --overwrite, or give another --output")
+    world.on_main(lambda: _refuse_to_replace(options))
     params = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -85,22 +89,28 @@ def generate(options: GenerateOptions) -> None:
         seed=options.seed,
         stop=options.stop,
     )
-    folder = model_folder(options.model)
+    folder = Path(world.from_main(lambda: str(model_folder(options.model))))
     prompts = list(_prompts(options, folder))
-    model = open_model(folder, options.dtype, options.device, options.arithmetic)
+    model = open_model(folder, options.dtype, options.device, options.arithmetic, world)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     samples = len(prompts) * options.n
     work = f"{samples} samples of " * (samples > 1) + f"up to {options.max_tokens} tokens to go"
-    announce("generate: " + start_line(options.model, model.config.num_parameters, model.device, model.dtype, work))
+    parameters = model.config.num_parameters
+    announce("generate: " + start_line(options.model, parameters, model.device, model.dtype, work, world.size))
     # Room for one sequence of the whole context, or for many short ones.
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=64 if samples > 1 else 1), tokenizer)
     if options.prompts or options.output:
-        _write_all(prompts, params, engine, tokenizer, options.output)
+        _write_all(prompts, params, engine, tokenizer, options.output if world.is_main else "")
     elif options.n > 1:
         _print_samples(prompts[0], params, engine, tokenizer)
     else:
         _stream("" if options.chat else options.prompt, prompts[0], params, engine, tokenizer)
+
+
+def _refuse_to_replace(options: GenerateOptions) -> None:
+    if options.output and Path(options.output).exists() and not options.overwrite:
+        raise UserError(f"{options.output}: is there already; replace it with --overwrite, or give another --output")
 
 
 def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:

@@ -7,7 +7,7 @@ under a field is its help on the command line. `validate` refuses impossible com
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
-from lockstep.config.engine import CompileConfig, EngineConfig
+from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
@@ -29,6 +29,7 @@ __all__ = [
     "ParallelConfig",
     "PretrainConfig",
     "RLConfig",
+    "RanksConfig",
     "RecomputeConfig",
     "SFTConfig",
     "ServeConfig",

@@ -25,6 +25,14 @@ class EngineConfig:
 
 
 @dataclass
+class RanksConfig:
+    """The ranks that a model which generates is spread over."""
+
+    tensor: int = 1
+    """Ranks that share each layer's matrices and the vocabulary: 1, 2, 4 or 8, started with torchrun."""
+
+
+@dataclass
 class CompileConfig:
     """How the model is compiled, for trainer and generator alike."""
 

@@ -3,7 +3,7 @@
 from lockstep.parallel.apply import chunks_for, generator_model, parallel_model
 from lockstep.parallel.compile import CompiledHalves, apply_compile
 from lockstep.parallel.pipeline import Pipeline
-from lockstep.parallel.world import World, close_world, open_world, refuse_ranks
+from lockstep.parallel.world import World, close_world, generating_world, open_world, refuse_ranks
 
 __all__ = [
     "CompiledHalves",
@@ -12,6 +12,7 @@ __all__ = [
     "apply_compile",
     "chunks_for",
     "close_world",
+    "generating_world",
     "generator_model",
     "open_world",
     "parallel_model",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lockstep.config import ParallelConfig
+from lockstep.config import ParallelConfig, RanksConfig
 from lockstep.errors import UserError
 from lockstep.model.device import open_device
 from lockstep.observe.machine import memory_bytes
@@ -204,6 +206,27 @@ def imagined_world(config: ParallelConfig, size: int) -> World:
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     return World(device, degrees, _mesh(device, degrees), config.reduce_gradients, IMAGINED_MEMORY)
+
+
+@contextmanager
+def generating_world(ranks: RanksConfig, device: str = "") -> Iterator[World]:
+    """The world of a command that generates; within it ranks other than 0 print nothing.
+
+    Raises UserError where torchrun started another number of ranks.
+    """
+    if ranks.tensor not in (1, 2, 4, 8):
+        raise UserError(f"parallel.tensor is {ranks.tensor}, but sums are cut in halves; give 1, 2, 4 or 8")
+    if (size := int(os.environ.get("WORLD_SIZE", 1))) != ranks.tensor:
+        raise UserError(
+            f"parallel.tensor is {ranks.tensor}, but {size} rank{'s' * (size > 1)} run{'s' * (size == 1)}; start "
+            "torchrun --nproc-per-node N -m lockstep … --parallel.tensor N"
+        )
+    world = open_world(ParallelConfig(tensor=ranks.tensor, data_shard=1), device)
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if world.is_main else nowhere):
+            yield world
+    finally:
+        close_world(world)
 
 
 def close_world(world: World) -> None:
