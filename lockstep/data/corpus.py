@@ -38,6 +38,15 @@ class TokenizedCorpus:
         return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1])}
 
 
+Share = Callable[[Callable[[], TokenizedCorpus | None]], TokenizedCorpus | None]
+"""Calls what it is given in one process of a run, and returns the result in all of them; all of them call it."""
+
+
+def unshared(read: Callable[[], TokenizedCorpus | None]) -> TokenizedCorpus | None:
+    """`Share` of a run in one process."""
+    return read()
+
+
 def collect(
     encoded: Iterable[Encoded], tally: Callable[[], Tally], dtype: type[np.unsignedinteger], skip_bad: bool = False
 ) -> TokenizedCorpus:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import DataConfig
-from lockstep.data.corpus import NO_TEXT, TokenizedCorpus, collect
+from lockstep.data.corpus import NO_TEXT, Share, TokenizedCorpus, collect, unshared
 from lockstep.data.encode import Encoder, token_dtype
 from lockstep.data.loader import RowStream
 from lockstep.data.mixture import MixedRows
@@ -25,27 +25,34 @@ ALONE = 2**23
 """Bytes of files for which starting worker processes takes longer than they save."""
 
 
-def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig) -> Documents:
+def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, share: Share = unshared) -> Documents:
     """Tokenised documents: of a folder of tokens as they are, of a stream while it is read, of files beforehand.
 
-    Raises UserError for bad data.
+    What is tokenised in memory is by `share`. Raises UserError for bad data.
     """
     if isinstance(source, TokenizedCorpus):
         return source
     if isinstance(source, Path):
         return open_token_folder(source, encoder.tokenizer)
     if source.streamed:
-        return StreamedDocuments(source, encoder, settings.shuffle_window, settings.workers)
+        return StreamedDocuments(source, encoder, settings.shuffle_window, settings.workers, share)
     size = sum(path.stat().st_size for path in source.files)
     workers = settings.workers if size > ALONE else 0
-    if settings.cache or size > IN_MEMORY:
-        cache = Path(settings.cache) if settings.cache else cache_folder()
-        return cached(source, encoder, cache, workers)
-    encoded = encode_all(source.read(), encoder, workers)
-    corpus = collect(encoded, lambda: source.tally, token_dtype(encoder.tokenizer), source.skip_bad_lines)
-    if len(corpus.offsets) == 1:
-        raise UserError(f"{source.data}: {NO_TEXT}")
-    return corpus
+
+    def in_memory() -> TokenizedCorpus | None:
+        if settings.cache or size > IN_MEMORY:
+            return None
+        encoded = encode_all(source.read(), encoder, workers)
+        corpus = collect(encoded, lambda: source.tally, token_dtype(encoder.tokenizer), source.skip_bad_lines)
+        if len(corpus.offsets) == 1:
+            raise UserError(f"{source.data}: {NO_TEXT}")
+        return corpus
+
+    # Where hosts see files of different sizes, one of them decides for all.
+    corpus = share(in_memory)
+    if corpus is not None:
+        return corpus
+    return cached(source, encoder, Path(settings.cache) if settings.cache else cache_folder(), workers)
 
 
 def open_rows(
@@ -54,11 +61,12 @@ def open_rows(
     settings: DataConfig,
     sequence_length: int,
     seed: int,
+    share: Share = unshared,
 ) -> RowStream:
     """Rows of one source, or of several mixed by their weights; a folder of tokens is given by its path."""
     streams = [
         Rows(
-            open_documents(source, encoder, settings),
+            open_documents(source, encoder, settings, share),
             sequence_length,
             seed,
             settings.packing,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from queue import Queue
 from typing import Any
 
-from lockstep.data.corpus import TokenizedCorpus, collect
+from lockstep.data.corpus import Share, TokenizedCorpus, collect, unshared
 from lockstep.data.encode import Encoder, token_dtype
 from lockstep.data.token_folder import Source
 from lockstep.data.workers import encode_all
@@ -19,10 +19,12 @@ class StreamedDocuments:
     """Windows of `size` documents of a stream; the next one is read and tokenised while this one is used.
 
     Window k holds the documents from number k · size on, empty ones left out, so a run resumes by skipping to there.
+    The process that `share` chooses reads; all processes of a run ask for the same windows in the same order.
     """
 
-    def __init__(self, source: Source, encoder: Encoder, size: int, workers: int):
+    def __init__(self, source: Source, encoder: Encoder, size: int, workers: int, share: Share = unshared):
         self.source, self.encoder, self.size, self.workers = source, encoder, size, workers
+        self._share = share
         self._reader: _Reader | None = None
         self._number = -1
         self._current: TokenizedCorpus | None = None
@@ -30,12 +32,16 @@ class StreamedDocuments:
     def window(self, index: int) -> TokenizedCorpus | None:
         """The documents of a window; None after the last. Raises UserError for bad data."""
         if index != self._number:
-            if self._reader is None or index != self._number + 1:
-                if self._reader is not None:
-                    self._reader.stop()
-                self._reader = _Reader(self, index)
-            self._number, self._current = index, self._reader.next()
+            self._current = self._share(lambda: self._read(index))
+            self._number = index
         return self._current
+
+    def _read(self, index: int) -> TokenizedCorpus | None:
+        if self._reader is None or index != self._number + 1:
+            if self._reader is not None:
+                self._reader.stop()
+            self._reader = _Reader(self, index)
+        return self._reader.next()
 
     def fingerprint(self) -> dict[str, Any]:
         return {"data": self.source.data, "shuffle_window": self.size}

@@ -1,13 +1,22 @@
-"""Small values between ranks, as JSON: reading one runs no code, as reading a pickle may."""
+"""Values between ranks, as JSON or as the bytes of arrays: reading one runs no code, as reading a pickle may."""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+CHUNK = 2**26
+"""Bytes of an array that are sent at once."""
+SIGN_OF_LIFE = 60.0
+"""Seconds between two, while the other ranks wait for rank 0."""
 
 
 def from_rank_0(value: Any) -> Any:
@@ -18,6 +27,44 @@ def from_rank_0(value: Any) -> Any:
     message = message if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(message, src=0)
     return _value_of(message)
+
+
+def arrays_from_rank_0(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Rank 0's `arrays` (one-dimensional, of numbers or booleans) on every rank. All ranks call it."""
+    described = from_rank_0([(array.dtype.str, len(array)) for array in arrays])
+    if dist.get_rank() != 0:
+        arrays = [np.empty(length, dtype) for dtype, length in described]
+    for array in arrays:
+        # Bytes, because gloo does not know unsigned integers of two and four.
+        content = torch.from_numpy(array.view(np.uint8))
+        for start in range(0, len(content), CHUNK):
+            dist.broadcast(content[start : start + CHUNK], src=0)
+    return list(arrays)
+
+
+def wait_for_rank_0() -> Any:
+    """What rank 0 sends by `from_rank_0` after all that it does in `others_wait`: not None."""
+    while (value := from_rank_0(None)) is None:
+        pass
+    return value
+
+
+@contextmanager
+def others_wait() -> Iterator[None]:
+    """Lets rank 0 work for longer than a message may take: a thread tells the others to wait on."""
+    done = threading.Event()
+
+    def tell() -> None:
+        while not done.wait(SIGN_OF_LIFE):
+            from_rank_0(None)
+
+    thread = threading.Thread(target=tell, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def from_all(value: Any) -> list[Any]:

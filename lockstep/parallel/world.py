@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,7 +21,7 @@ from lockstep.config import ParallelConfig, RanksConfig
 from lockstep.errors import UserError
 from lockstep.model.device import open_device
 from lockstep.observe.machine import memory_bytes
-from lockstep.parallel.messages import from_all, from_rank_0
+from lockstep.parallel.messages import arrays_from_rank_0, from_all, from_rank_0, others_wait, wait_for_rank_0
 from lockstep.parallel.orphans import end_with_torchrun
 
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -114,18 +115,21 @@ class World:
         return [float(v) for v in total.tolist()]
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Rank 0 does it, and the others wait. Where it fails they raise UserError with the same message."""
-        error: Exception | None = None
-        if self.is_main:
-            try:
-                action()
-            except Exception as raised:
-                error = raised
-        problem = (str(error) or repr(error)) if error else ""
-        if self.mesh is not None:
-            problem = from_rank_0(problem)
-        if error or problem:
-            raise error or UserError(problem)
+        """Rank 0 does it, and the others wait, however long. Where it fails they raise UserError with its message."""
+        if self.mesh is None:
+            action()
+        elif self.is_main:
+            error: Exception | None = None
+            with others_wait():
+                try:
+                    action()
+                except Exception as raised:
+                    error = raised
+            from_rank_0((str(error) or repr(error)) if error else "")
+            if error:
+                raise error
+        elif problem := wait_for_rank_0():
+            raise UserError(problem)
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
         """What rank 0 chooses (JSON-able), on every rank. Where it fails they raise UserError with the same message."""
@@ -134,6 +138,10 @@ class World:
         if self.mesh is not None:
             chosen = from_rank_0(chosen)
         return chosen[0]
+
+    def arrays_from_main(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Rank 0's `arrays` (one-dimensional, of numbers or booleans), on every rank."""
+        return list(arrays) if self.mesh is None else arrays_from_rank_0(arrays)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (JSON-able), in the ranks' order, on every rank."""

@@ -69,6 +69,7 @@ from lockstep.train.context import shard_row
 from lockstep.train.dry_run import DryRun, dry_run
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
+from lockstep.train.read_once import learn_once, read_once
 from lockstep.train.settle import recorded_settings, settle
 from lockstep.train.stop_signal import StopSignal
 from lockstep.train.threads import fitting_threads
@@ -88,8 +89,8 @@ def pretrain(
 ) -> Path:
     """Trains `config.model` on `config.data`, or on `documents` where given; returns the run's folder.
 
-    Under torchrun all ranks call it and rank 0 writes; it calls `on_metrics(step, metrics)` after every step. Raises
-    UserError for bad input.
+    Under torchrun all ranks call it. Rank 0's documents are read, and it writes and calls `on_metrics(step, metrics)`
+    after every step. Raises UserError for bad input.
     """
     validate(config)
     if documents is None:
@@ -111,10 +112,12 @@ def _pretrain(
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
     sources: list[tuple[DataSource, float]] = [] if documents is not None else text_sources(config, config.data)
     texts = [source for source, _ in sources if isinstance(source, TextSource)] if documents is None else [documents]
-    tokenizer = make_tokenizer(config, texts, [source for source, _ in sources if isinstance(source, Path)])
+    tokenizer = make_tokenizer(config, world, texts, [source for source, _ in sources if isinstance(source, Path)])
     model = make_model(config, tokenizer, world)
     if documents is not None:
-        sources = [(tokenize_documents(documents, tokenizer, config.skip_bad_lines), 1.0)]
+        corpus = read_once(world, lambda: tokenize_documents(documents, tokenizer, config.skip_bad_lines))
+        assert corpus is not None
+        sources = [(corpus, 1.0)]
     encoder = TextEncoder(tokenizer)
     loader = make_loader(config, sources, encoder, world)
     held_out_sources = text_sources(config, config.validation_data) if config.validation_data else []
@@ -301,22 +304,26 @@ def text_sources(config: PretrainConfig, data: str) -> list[tuple[DataSource, fl
     ]
 
 
-def make_tokenizer(config: PretrainConfig, texts: Sequence[Iterable[str]], folders: Sequence[Path] = ()) -> Tokenizer:
-    """`byte`, `bpe:VOCABULARY` trained on the texts, or a folder's; by default that of the model's folder, or the one
-    that the data was tokenised with."""
+def make_tokenizer(
+    config: PretrainConfig, world: World, texts: Sequence[Iterable[str]], folders: Sequence[Path]
+) -> Tokenizer:
+    """`byte`, `bpe:VOCABULARY` trained on rank 0's texts, or a folder's; by default that of the model's folder, or the
+    one that the data was tokenised with."""
     folders = [Path(config.model)] if Path(config.model).is_dir() else list(folders)
     if config.tokenizer == "byte" and folders:
         return load_tokenizer(folders[0])
-    if config.tokenizer.startswith("bpe:") and not texts:
+    if not config.tokenizer.startswith("bpe:"):
+        return named_tokenizer(config.tokenizer, ())
+    if not texts:
         raise UserError(f'tokenizer "{config.tokenizer}": the data is tokenised already; leave --tokenizer out')
-    return named_tokenizer(config.tokenizer, itertools.chain.from_iterable(texts))
+    return learn_once(world, lambda: named_tokenizer(config.tokenizer, itertools.chain.from_iterable(texts)))
 
 
 def make_loader(
     config: PretrainConfig, sources: Sequence[tuple[DataSource, float]], encoder: Encoder, world: World
 ) -> RowLoader:
     """This rank's rows of the sources, mixed by their weights."""
-    rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed)
+    rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed, partial(read_once, world))
     tokens = config.train.tokens_per_microbatch
     return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lockstep.config import PretrainConfig
 from lockstep.data import DataSource, Encoder, StepRows, open_rows
 from lockstep.data.rows import Piece
 from lockstep.errors import UserError
 from lockstep.parallel import World
+from lockstep.train.read_once import read_once
 
 
 def validation_rows(
@@ -23,7 +25,8 @@ def validation_rows(
     if not sources:
         return None
     length = config.sequence_length
-    rows = open_rows(sources, encoder, replace(config.loader, repeat=False), length, seed=0)
+    share = partial(read_once, world)
+    rows = open_rows(sources, encoder, replace(config.loader, repeat=False), length, seed=0, share=share)
     plans: list[list[Piece]] = []
     while not rows.ended and len(plans) < max(1, config.validation_tokens // length):
         plans.append(rows.plan())

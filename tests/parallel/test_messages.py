@@ -1,12 +1,18 @@
-"""What ranks tell each other is JSON: values of any size arrive whole, and never a pickle."""
+"""What ranks tell each other is JSON or arrays: values of any size arrive whole, and never a pickle."""
 
 import ast
+import time
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch.distributed as dist
 
 import lockstep
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
-from lockstep.parallel import close_world, open_world
+from lockstep.parallel import close_world, messages, open_world
 from tests.parallel.launch import launch
 
 
@@ -33,6 +39,45 @@ def test_values_of_different_lengths_arrive_whole_on_every_rank():
     expected = [{"rank": rank, "text": "ä" * 1000 * rank} for rank in range(3)], [0, None, 0.5, "☃"], "no such ☃"
     assert launch(3, _exchanged) == [expected] * 3
     assert launch(1, _exchanged) == [([{"rank": 0, "text": ""}], *expected[1:])]
+
+
+def _arrays():
+    return [
+        np.arange(2**16, dtype=np.uint16),
+        np.array([], np.uint32),
+        np.array([2**32 - 1], np.uint32),
+        np.arange(-2, 5) << 40,
+        np.array([True, False, True]),
+    ]
+
+
+def _sent():
+    world = open_world(ParallelConfig(), "cpu")
+    try:
+        with patch.object(messages, "CHUNK", 1000):
+            return world.arrays_from_main(_arrays() if world.is_main else [])
+    finally:
+        close_world(world)
+
+
+def test_arrays_arrive_with_their_types_in_pieces_of_any_size():
+    for received in launch(2, _sent):
+        for array, expected in zip(received, _arrays(), strict=True):
+            assert array.dtype == expected.dtype and np.array_equal(array, expected)
+
+
+def _slow():
+    world = open_world(ParallelConfig(), "cpu")
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    try:
+        with patch.object(messages, "SIGN_OF_LIFE", 0.05):
+            return world.from_main(lambda: time.sleep(1.5) or "done")
+    finally:
+        close_world(world)
+
+
+def test_the_others_wait_for_rank_0_longer_than_a_message_may_take():
+    assert launch(2, _slow) == ["done"] * 2
 
 
 def test_no_collective_of_the_package_unpickles():

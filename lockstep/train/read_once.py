@@ -1,0 +1,46 @@
+"""What rank 0 reads or learns from the data, on every rank: a stream from afar may differ between two readers."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.data import TokenizedCorpus, Tokenizer, load_tokenizer
+from lockstep.parallel import World
+
+
+def read_once(world: World, read: Callable[[], TokenizedCorpus | None]) -> TokenizedCorpus | None:
+    """What `read` gives on rank 0. Where it fails there, the others raise UserError with the same message."""
+    if world.mesh is None:
+        return read()
+    corpus: TokenizedCorpus | None = None
+
+    def counts() -> dict[str, int] | None:
+        nonlocal corpus
+        corpus = read()
+        return None if corpus is None else corpus.counts
+
+    found = world.from_main(counts)
+    if found is None:
+        return None
+    own = () if corpus is None else (corpus.tokens, corpus.offsets, corpus.scored)
+    tokens, offsets, *scored = world.arrays_from_main([array for array in own if array is not None])
+    return TokenizedCorpus(tokens, offsets, scored[0] if scored else None, found)
+
+
+def learn_once(world: World, learn: Callable[[], Tokenizer]) -> Tokenizer:
+    """The tokenizer that `learn` gives on rank 0, by the files that it saves; errors as in `read_once`."""
+    if world.mesh is None:
+        return learn()
+
+    def saved() -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            learn().save(folder)
+            return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir()}
+
+    files = world.from_main(saved)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        return load_tokenizer(folder)
