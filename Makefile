@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 
-.PHONY: gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-security lint api format bench clean
+.PHONY: parity gpu-check gpu-test gpu-bench demo demo-picture test test-slow test-security lint api format bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,11 @@ lint: $(VENV)/.installed
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+
+# Trainer and generator in every layout against each other; the picture is docs/parity.png.
+parity: $(VENV)/.installed
+	$(VENV)/bin/lockstep parity --matrix full --output parity
+	cp parity/parity.png docs/parity.png
 
 # docs/api.md: every public name, with its docstring.
 api: $(VENV)/.installed

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lockstep.commands.terminal import printable
 from lockstep.config import Arithmetic, CompileConfig, RanksConfig
@@ -299,8 +299,13 @@ def serve(arguments: list[str]) -> int:
 class ParityOptions:
     """Compare trainer and generator."""
 
-    model: str
+    model: str = ""
     """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
+    matrix: Literal["none", "covering", "full"] = "none"
+    """Instead of a model: small ones in every layout of trainer and generator that this machine can show, up to four
+    processes. `full`: all settings with each other; `covering`: so many that every two meet."""
+    output: str = "parity"
+    """Folder for the matrix: parity.json, parity.png."""
     tokens: int = 4096
     """Sampled tokens to compare."""
     dtype: Annotated[str, "dtype"] = "auto"
@@ -322,8 +327,28 @@ def parity(arguments: list[str]) -> int:
 
     if options.dtype not in ("", "auto", "bfloat16", "float32"):
         raise UserError(f'dtype is "{options.dtype}"; give auto, bfloat16 or float32')
+    if bool(options.model) == (options.matrix != "none"):
+        raise UserError("give either a model with --model DIR or --matrix covering (or full)")
+    if options.matrix != "none":
+        return _parity_matrix(options)
     with generating_world(options.parallel, options.device) as world:
         return _parity(options, world)
+
+
+def _parity_matrix(options: ParityOptions) -> int:
+    from lockstep.parallel import refuse_ranks
+    from lockstep.rl.parity_matrix import run_matrix, table, write_results
+
+    refuse_ranks("parity --matrix")
+    cells = run_matrix(options.matrix == "covering")
+    write_results(cells, Path(options.output))
+    print(
+        "log-probabilities checked / different, by layout of the trainer (rows) and dtype and layout of the generator"
+    )
+    print(table(cells))
+    different = sum(cell.different for cell in cells)
+    print(f"\n{len(cells)} pairs, {different} different; {options.output}/parity.json, {options.output}/parity.png")
+    return 0 if different == 0 else 1
 
 
 def _parity(options: ParityOptions, world: World) -> int:

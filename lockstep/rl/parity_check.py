@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config import EngineConfig
 from lockstep.generate import Engine, SamplingParams
-from lockstep.model import Decoder
+from lockstep.model import Decoder, ModelConfig
 from lockstep.rl.parity import Parity
 from lockstep.train import score
 
@@ -26,20 +26,7 @@ def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Par
     engine = Engine(model, config)
     parity = Parity()
     while parity.tokens_checked < tokens:
-        prompts, params = [], []
-        for _ in range(12):
-            length = draw.choice([1, 3, 17, 40, longest])
-            prompts.append([draw.randrange(model.config.vocab_size) for _ in range(length)])
-            params.append(
-                SamplingParams(
-                    max_tokens=draw.randint(1, longest // 2),
-                    temperature=draw.uniform(0.05, 3.0),
-                    top_p=draw.choice([1.0, 0.9]),
-                    n=draw.choice([1, 1, 4]),
-                    seed=draw.randrange(2**31),
-                    ignore_eos=True,
-                )
-            )
+        prompts, params = mixed_load(draw, model.config, 12, longest)
         groups = engine.generate(prompts, params)
         for prompt, param, group in zip(prompts, params, groups):
             scores = score(model, [prompt + c.token_ids for c in group], param.temperature)
@@ -47,3 +34,27 @@ def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Par
                 parity.compare(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :].cpu())
     statistics = engine.statistics
     return parity, {"preemptions": statistics.preemptions, "reused prompt tokens": statistics.prompt_tokens_reused}
+
+
+def mixed_load(
+    draw: random.Random, shape: ModelConfig, requests: int, longest: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of mixed lengths, some with a common beginning, at random temperatures, cuts and numbers of samples."""
+    prompts, params = [], []
+    shared = [draw.randrange(shape.vocab_size) for _ in range(longest // 2)]
+    for _ in range(requests):
+        length = draw.choice([1, 3, 17, min(40, longest), longest])
+        prompt = [draw.randrange(shape.vocab_size) for _ in range(length)]
+        prompts.append(shared + prompt[len(shared) :] if draw.random() < 0.25 else prompt)
+        params.append(
+            SamplingParams(
+                max_tokens=draw.randint(1, longest // 2),
+                temperature=draw.uniform(0.05, 3.0),
+                top_k=draw.choice([0, 0, 20]),
+                top_p=draw.choice([1.0, 0.9]),
+                n=draw.choice([1, 1, 4]),
+                seed=draw.randrange(2**31),
+                ignore_eos=True,
+            )
+        )
+    return prompts, params

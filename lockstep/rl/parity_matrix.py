@@ -1,0 +1,289 @@
+"""`lockstep parity --matrix`: trainer and generator in every layout against each other, on this machine.
+
+A small model of each shape samples a mixed load in every layout of the generator, and every layout of the trainer
+scores what was sampled, in a real training step. Every pair must agree in every bit. Each number of ranks is one start
+of so many processes, which work through their jobs (`parity_worker`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config import ParallelConfig
+from lockstep.model import ModelConfig
+from lockstep.observe import Progress
+
+CHUNKS = 4
+"""Of sums: as many as the largest tensor degree here."""
+Recompute = Literal["none", "full", "selective"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full", "selective")
+DTYPES = ("float32", "bfloat16")
+GENERATORS = (1, 2, 4)
+"""Tensor degrees."""
+# Widths that four ranks can share, and a vocabulary that they cannot divide.
+_SMALL: dict[str, Any] = dict(
+    vocab_size=259, dim=64, num_layers=4, head_dim=16, intermediate_size=128, max_positions=256, tie_embeddings=False
+)
+SHAPES = {
+    "llama3": ModelConfig("llama3", num_heads=8, num_kv_heads=4, **_SMALL),
+    "qwen3, tied head": ModelConfig(
+        "qwen3", num_heads=8, num_kv_heads=4, qk_norm=True, **(_SMALL | {"tie_embeddings": True})
+    ),
+    "grouped heads 3:1": ModelConfig("llama3", num_heads=12, num_kv_heads=4, **_SMALL),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of the trainer."""
+
+    name: str
+    ranks: int
+    parallel: ParallelConfig = field(hash=False)
+
+
+P = ParallelConfig
+LAYOUTS = (
+    Layout("1", 1, P()),
+    Layout("FSDP 2", 2, P()),
+    Layout("HSDP 2 x 2", 4, P(data_replicate=2)),
+    Layout("TP 2", 2, P(tensor=2)),
+    Layout("TP 4", 4, P(tensor=4)),
+    Layout("CP 2", 2, P(context=2)),
+    Layout("PP 2, 1F1B", 2, P(pipeline=2)),
+    Layout("PP 2, interleaved", 2, P(pipeline=2, pipeline_schedule="interleaved")),
+    Layout("PP 2, ZBV", 2, P(pipeline=2, pipeline_schedule="zbv")),
+    Layout("FSDP 2 x TP 2", 4, P(tensor=2)),
+    Layout("CP 2 x TP 2", 4, P(context=2, tensor=2)),
+    Layout("TP 2 x PP 2", 4, P(tensor=2, pipeline=2)),
+    Layout("full DTensor: CP 2 x TP 2", 4, P(context=2, tensor=2, full_dtensor=True)),
+)
+
+
+@dataclass(frozen=True)
+class Generating:
+    """An engine that samples the load."""
+
+    shape: str
+    dtype: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        return _file_name("generator", self.shape, self.dtype, str(self.ranks))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A training step on what was sampled."""
+
+    shape: str
+    dtype: str
+    layout: Layout
+    recompute: Recompute
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @property
+    def name(self) -> str:
+        return _file_name("trainer", self.shape, self.dtype, self.layout.name, self.recompute)
+
+
+Job = Generating | Scoring
+
+
+def _file_name(*parts: str) -> str:
+    return "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
+
+
+def scoring_jobs(covering: bool) -> Iterator[Scoring]:
+    """All settings of the trainer with each other or, if `covering`, so many that every two of them meet."""
+    shapes = list(SHAPES)
+    if not covering:
+        for shape, dtype, layout, recompute in product(shapes, DTYPES, LAYOUTS, RECOMPUTE):
+            yield Scoring(shape, dtype, layout, recompute)
+        return
+    for row, layout in enumerate(LAYOUTS):
+        for column, recompute in enumerate(RECOMPUTE):
+            # A Latin square of recomputations and shapes; each layout has both dtypes.
+            dtype = DTYPES[(row + (column == 1)) % 2]
+            yield Scoring(shapes[(row + column) % 3], dtype, layout, recompute)
+
+
+def all_jobs(covering: bool) -> list[Job]:
+    engines = [Generating(*each) for each in product(SHAPES, DTYPES, GENERATORS)]
+    return [*engines, *scoring_jobs(covering)]
+
+
+def jobs_of(folder: Path) -> list[Job]:
+    """The jobs of a worker in `folder`, of so many ranks as there are of it."""
+    settings = json.loads((folder / "jobs.json").read_text())
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return [job for job in all_jobs(settings["covering"]) if job.ranks == ranks]
+
+
+@dataclass
+class Cell:
+    """A layout of the trainer against one of the generator."""
+
+    trainer: Scoring
+    generator: int
+    checked: int = 0
+    different: int = 0
+    largest: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        own = {"trainer": self.trainer.layout.name, "recompute": self.trainer.recompute, "generator": self.generator}
+        own |= {"model": self.trainer.shape, "dtype": self.trainer.dtype}
+        return own | {"checked": self.checked, "different": self.different, "max_delta": self.largest}
+
+
+def run_matrix(covering: bool) -> list[Cell]:
+    """Every cell, compared. Raises RuntimeError with a rank's last words where one fails."""
+    with tempfile.TemporaryDirectory() as name:
+        run_jobs(Path(name), covering)
+        return compare(Path(name), covering)
+
+
+def run_jobs(folder: Path, covering: bool) -> None:
+    """Leaves what every rank of every job has computed in `folder`."""
+    (folder / "jobs.json").write_text(json.dumps({"covering": covering}))
+    jobs = all_jobs(covering)
+    with Progress("parity", len(jobs), "layout") as bar:
+        # One process first: the others' trainers score what it has sampled.
+        for ranks in sorted({job.ranks for job in jobs}):
+            _work(folder, ranks, bar)
+
+
+def compare(folder: Path, covering: bool) -> list[Cell]:
+    """What `run_jobs` has left, every layout of the trainer against every one of the generator."""
+    return [_cell(folder, job, generator) for job in scoring_jobs(covering) for generator in GENERATORS]
+
+
+def _work(folder: Path, ranks: int, bar: Progress) -> None:
+    """Runs so many ranks until their jobs are done."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"OMP_NUM_THREADS": 1}
+    logs = [folder / f"ranks-{ranks}-{rank}.log" for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        own = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        command = [sys.executable, "-m", "lockstep.rl.parity_worker", str(folder)]
+        with log.open("w") as file:
+            processes.append(subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file))
+    try:
+        while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
+            time.sleep(0.2)
+            if (done := len(list(folder.glob("*.0.json")))) > bar.done:
+                bar.reach(done)
+        for process, log in zip(processes, logs):
+            if process.poll():
+                raise RuntimeError(f"a rank of {ranks} failed:\n{log.read_text()[-4000:]}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    bar.reach(len(list(folder.glob("*.0.json"))))
+
+
+def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
+    import numpy as np
+
+    cell = Cell(job, generator)
+    sampled = _bits_sampled(folder, Generating(job.shape, job.dtype, generator))
+    # The trainer has scored what one process sampled: another token differs as another number does.
+    reference = _bits_sampled(folder, Generating(job.shape, job.dtype, 1))
+    cell.checked = len(reference)
+    if sampled.shape != reference.shape or (sampled[:, 0] != reference[:, 0]).any():
+        cell.different, cell.largest = cell.checked, float("inf")
+        return cell
+    seen = np.zeros(cell.checked, dtype=bool)
+    wrong = np.zeros(cell.checked, dtype=bool)
+    for rank in range(job.ranks):
+        result = json.loads((folder / f"{job.name}.{rank}.json").read_text())
+        tokens = np.array(result["tokens"], dtype=np.int64)
+        bits = np.array(result["bits"], dtype=np.int32)
+        theirs = sampled[tokens, 1].astype(np.int32)
+        seen[tokens] = True
+        wrong[tokens] |= (bits != theirs) | ~np.isfinite(bits.view(np.float32))
+        with np.errstate(invalid="ignore"):
+            delta = np.abs(bits.view(np.float32) - theirs.view(np.float32))
+        cell.largest = max([cell.largest, *np.nan_to_num(delta[bits != theirs], nan=np.inf).tolist()])
+        cell.different += result["replays_different"]
+    cell.different += int((wrong | ~seen).sum())
+    return cell
+
+
+def _bits_sampled(folder: Path, engine: Generating) -> Any:
+    """Of all ranks' samples `[tokens, 2]`: token and the log-probability's bits; those of rank 0 where all agree."""
+    import numpy as np
+
+    found = []
+    for rank in range(engine.ranks):
+        requests = json.loads((folder / f"{engine.name}.{rank}.json").read_text())
+        samples = [c for request in requests for c in request["completions"]]
+        found.append(np.array([pair for c in samples for pair in zip(c["tokens"], c["bits"])], dtype=np.int64))
+    different = [other for other in found[1:] if not np.array_equal(other, found[0])]
+    return different[0][:0] if different else found[0]
+
+
+def table(cells: list[Cell]) -> str:
+    """The cells as text: `checked / different` by layouts and dtype, summed over shapes and recomputations."""
+    columns = [(dtype, generator) for dtype in DTYPES for generator in GENERATORS]
+    heads = [f"{dtype}, " + (f"TP {generator}" if generator > 1 else "1") for dtype, generator in columns]
+    rows = [["trainer \\ generator", *heads]]
+    for layout in LAYOUTS:
+        own = [cell for cell in cells if cell.trainer.layout is layout]
+        row = [layout.name]
+        for column in columns:
+            of = [cell for cell in own if (cell.trainer.dtype, cell.generator) == column]
+            row.append(f"{sum(c.checked for c in of)} / {sum(c.different for c in of)}" if of else "-")
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def write_results(cells: list[Cell], folder: Path) -> None:
+    """`parity.json` with every cell, and `parity.png`, the table in colours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"reduction_chunks": CHUNKS, "layouts": {each.name: asdict(each.parallel) for each in LAYOUTS}}
+    (folder / "parity.json").write_text(json.dumps(settings | {"cells": [c.as_json() for c in cells]}, indent=1))
+    _draw(cells, folder / "parity.png")
+
+
+def _draw(cells: list[Cell], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = [line.split("  ") for line in table(cells).splitlines()]
+    rows = [[text.strip() for text in line if text.strip()] for line in lines]
+    figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(rows)))
+    axes.axis("off")
+    colours = [
+        ["white", *("#cfead6" if text.endswith("/ 0") else "#eeeeee" if text == "-" else "#f3b3a7" for text in row[1:])]
+        for row in rows[1:]
+    ]
+    drawn = axes.table(rows[1:], colLabels=rows[0], cellColours=colours, loc="center", cellLoc="center")
+    drawn.auto_set_font_size(False)
+    drawn.set_fontsize(8)
+    drawn.auto_set_column_width(list(range(len(rows[0]))))
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)

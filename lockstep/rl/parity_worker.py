@@ -1,0 +1,141 @@
+"""One rank's share of `lockstep parity --matrix`: engines that sample, and training layouts that score what they did.
+
+Run as `python -m lockstep.rl.parity_worker FOLDER` under torchrun's environment; `parity_matrix` starts it. It works
+through the jobs of its number of ranks and leaves one JSON file each, with log-probabilities as their 32 bits.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import CompileConfig, EngineConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from lockstep.generate import Engine
+from lockstep.model import ScoringModel, initialize, resolve_dtype
+from lockstep.parallel import World, close_world, generator_model, open_world, parallel_model
+from lockstep.rl.parity_check import mixed_load
+from lockstep.rl.parity_matrix import CHUNKS, SHAPES, Generating, Scoring, jobs_of
+from lockstep.train import Trainer, pack, target_log_probs
+from lockstep.train.context import shard_row
+from lockstep.train.packing import PackedRow
+
+SEED = 3
+REQUESTS = 8
+"""One micro-batch each: as many as the data ranks and the schedules of all layouts can share."""
+
+
+def main(folder: Path, rank: int) -> None:
+    """Works through the jobs of so many ranks as there are of this process."""
+    for job in jobs_of(folder):
+        target = folder / f"{job.name}.{rank}.json"
+        result = sample(job) if isinstance(job, Generating) else score(job, folder)
+        partial_file = target.with_suffix(".partial")
+        partial_file.write_text(json.dumps(result))
+        partial_file.replace(target)
+
+
+def sample(job: Generating) -> Any:
+    """Requests with what was sampled for them: `[{prompt, temperature, completions: [{tokens, bits}]}]`."""
+    parallel = ParallelConfig(tensor=job.ranks, reduction_chunks=CHUNKS)
+    world = open_world(parallel, "cpu")
+    shape = SHAPES[job.shape]
+    model = generator_model(shape, resolve_dtype(job.dtype), world, parallel, partial(initialize, seed=SEED))
+    # A budget that cuts prompts into chunks, and a cache that does not hold all sequences at once.
+    engine = Engine(model, EngineConfig(max_tokens_per_step=48, max_sequences=16, cache_tokens=192))
+    prompts, params = mixed_load(random.Random(0), shape, REQUESTS, longest=48)
+    groups = engine.generate(prompts, params)
+    assert engine.statistics.preemptions and engine.statistics.prompt_tokens_reused, "the load was not mixed"
+    return [
+        {
+            "prompt": prompt,
+            "temperature": param.temperature,
+            "completions": [{"tokens": c.token_ids, "bits": bits_of(torch.tensor(c.logprobs))} for c in group],
+        }
+        for prompt, param, group in zip(prompts, params, groups)
+    ]
+
+
+def score(job: Scoring, folder: Path) -> Any:
+    """What this rank computes of the sampled tokens in a training step: their numbers, and log-probabilities' bits."""
+    parallel = replace(job.layout.parallel, reduction_chunks=CHUNKS)
+    world = open_world(parallel, "cpu")
+    fill = partial(initialize, seed=SEED)
+    shape, dtype = SHAPES[job.shape], resolve_dtype(job.dtype)
+    recompute = RecomputeConfig(job.recompute)
+    model = parallel_model(shape, dtype, world, parallel, CompileConfig(), fill, recompute)
+    replays = Replays(model)
+    trainer = Trainer(model, TrainConfig(learning_rate=0.0), 1, world)
+    requests = json.loads((folder / f"{Generating(job.shape, job.dtype, 1).name}.0.json").read_text())
+    scored = Scored(world, requests)
+    trainer.step(scored.rows, scored.loss)
+    return {"tokens": scored.numbers, "bits": scored.bits, "replays_different": replays.different(len(scored.rows))}
+
+
+class Scored:
+    """This rank's micro-batches, a request each, and the log-probabilities that a step computes of them."""
+
+    def __init__(self, world: World, requests: list[Any]):
+        self.numbers: list[int] = []
+        self.bits: list[int] = []
+        self.rows: list[PackedRow] = []
+        self._of: dict[int, tuple[float, list[int]]] = {}
+        share = len(requests) // world.data_size
+        first = 0
+        for index, request in enumerate(requests):
+            sequences = [request["prompt"] + c["tokens"] for c in request["completions"]]
+            row = pack(sequences, [len(request["prompt"])] * len(sequences))
+            if index // share == world.data_rank:
+                numbers = torch.arange(first, first + len(row.targets))
+                own = shard_row(row, world)
+                # Cut as the targets are, the tokens' numbers say which of them this rank has.
+                held = shard_row(replace(row, targets=numbers), world).targets
+                self.rows.append(own)
+                self._of[id(own.targets)] = request["temperature"], held.tolist()
+            first += len(row.targets)
+
+    def loss(self, model: ScoringModel, row: PackedRow) -> Tensor:
+        temperature, numbers = self._of[id(row.targets)]
+        log_probs, _ = target_log_probs(model, row, temperature)
+        self.numbers += numbers
+        self.bits += bits_of(log_probs.detach())
+        return log_probs.sum() / 1000
+
+
+class Replays:
+    """What the feed-forwards read, in the forward pass and where it runs again: the same bits, if it is the same."""
+
+    def __init__(self, model: nn.Module):
+        self._seen: dict[str, set[bytes]] = defaultdict(set)
+        self._calls = 0
+        for name, module in model.named_modules():
+            if name.endswith(".mlp"):
+                module.register_forward_pre_hook(partial(self._see, name))
+
+    def _see(self, name: str, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        self._calls += 1
+        self._seen[name].add(arguments[0].detach().view(torch.uint8).numpy().tobytes())
+
+    def different(self, microbatches: int) -> int:
+        """Layers that read something in a replay that they had not read before."""
+        return sum(len(seen) - microbatches for seen in self._seen.values())
+
+
+def bits_of(log_probs: Tensor) -> list[int]:
+    bits: list[int] = log_probs.float().view(torch.int32).tolist()
+    return bits
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    everyone = open_world(ParallelConfig(), "cpu")  # the layouts' meshes are made on its process group
+    main(Path(sys.argv[1]), everyone.rank)
+    close_world(everyone)

@@ -1,0 +1,111 @@
+"""Trainer and generator in every layout against each other, on real processes."""
+
+import json
+import shutil
+from itertools import combinations, product
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.rl.parity_matrix import (
+    DTYPES,
+    GENERATORS,
+    LAYOUTS,
+    RECOMPUTE,
+    SHAPES,
+    Generating,
+    compare,
+    run_jobs,
+    scoring_jobs,
+    table,
+    write_results,
+)
+
+
+def test_every_two_settings_meet_in_the_covering_jobs():
+    axes = {"shape": SHAPES, "dtype": DTYPES, "layout": LAYOUTS, "recompute": RECOMPUTE}
+    jobs = list(scoring_jobs(covering=True))
+    for first, second in combinations(axes, 2):
+        met = {(getattr(job, first), getattr(job, second)) for job in jobs}
+        assert met == set(product(axes[first], axes[second])), (first, second)
+    full = list(scoring_jobs(covering=False))
+    assert len({job.name for job in full}) == len(full) == 13 * 3 * 2 * 3 and set(jobs) <= set(full)
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("matrix")
+    run_jobs(folder, covering=True)
+    return folder
+
+
+def test_every_pair_of_layouts_agrees_in_every_bit(computed, tmp_path):
+    cells = compare(computed, covering=True)
+    assert len(cells) == 13 * 3 * len(GENERATORS)
+    assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
+    write_results(cells, tmp_path)
+    written = json.loads((tmp_path / "parity.json").read_text())
+    assert len(written["cells"]) == len(cells) and written["reduction_chunks"] == 4
+    assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
+    assert table(cells).count(" / 0") == 13 * 6
+
+
+def changed(folder, name, change):
+    results = json.loads((folder / name).read_text())
+    change(results)
+    (folder / name).write_text(json.dumps(results))
+
+
+def test_what_differs_is_counted_where_it_is(computed, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(computed, folder)
+    lost, flipped, replayed, sampled = list(scoring_jobs(covering=True))[2:14:3]
+
+    def flip(results):
+        results["bits"][5] ^= 1
+
+    def lose(results):
+        del results["bits"][7], results["tokens"][7]
+
+    def replay(results):
+        results["replays_different"] = 2
+
+    def sample(requests):
+        requests[3]["completions"][0]["bits"][0] = 0x7FC00000  # not a number
+
+    changed(folder, f"{flipped.name}.0.json", flip)
+    assert lost.ranks == 1  # of several each has some of the tokens
+    changed(folder, f"{lost.name}.0.json", lose)
+    changed(folder, f"{replayed.name}.0.json", replay)
+    for rank in range(4):
+        changed(folder, f"{Generating(sampled.shape, sampled.dtype, 4).name}.{rank}.json", sample)
+    cells = compare(folder, covering=True)
+    found = {(cell.trainer, cell.generator): cell.different for cell in cells if cell.different}
+    jobs = scoring_jobs(covering=True)
+    of_the_engine = {job for job in jobs if (job.shape, job.dtype) == (sampled.shape, sampled.dtype)}
+    for generator in GENERATORS:
+        more = generator == 4
+        assert found.pop((flipped, generator)) == 1 + (more and flipped in of_the_engine)
+        assert found.pop((lost, generator)) == 1 + (more and lost in of_the_engine)
+        assert found.pop((replayed, generator)) == 2 + (more and replayed in of_the_engine)
+    assert found.keys() == {(job, 4) for job in of_the_engine - {flipped, lost, replayed}}
+    assert set(found.values()) == {1}
+    assert {cell.largest for cell in cells if cell.trainer == sampled and cell.generator == 4} == {float("inf")}
+
+
+def test_ranks_that_sample_different_tokens_make_all_of_a_cell_different(computed, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(computed, folder)
+    job = next(scoring_jobs(covering=True))
+
+    def change(requests):
+        requests[0]["completions"][0]["tokens"][0] += 1
+
+    changed(folder, f"{Generating(job.shape, job.dtype, 2).name}.1.json", change)
+    cells = [cell for cell in compare(folder, covering=True) if cell.trainer == job]
+    assert [(cell.generator, cell.different) for cell in cells] == [(1, 0), (2, cells[0].checked), (4, 0)]
+
+
+def test_a_matrix_needs_no_model_and_a_model_no_matrix(capsys):
+    assert main(["parity"]) == main(["parity", "--matrix", "full", "--model", "qwen3:micro"]) == 2
+    assert capsys.readouterr().err.count("give either a model with --model DIR or --matrix") == 2
