@@ -79,7 +79,7 @@ class Engine:
         self.cache = ops.KVCache(
             shape.num_layers,
             num_pages,
-            shape.num_kv_heads // (dist.get_world_size(self._group) if self._group else 1),
+            max(1, shape.num_kv_heads // (dist.get_world_size(self._group) if self._group else 1)),
             shape.head_dim,
             model.dtype,
             model.device,

@@ -30,6 +30,8 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from lockstep.model import ModelConfig
+
 ROWS, COLUMNS, COPY, SUM = Shard(0), Shard(1), Replicate(), Partial()
 
 # A parameter's place on the tensor axis, by its name without the layer. A weight is [out, in]: a column product cuts
@@ -57,7 +59,13 @@ WEIGHTS_ON_TENSOR = {"llama3": LLAMA3, "qwen3": QWEN3}
 WEIGHTS_ON_DATA: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COPY: ROWS}
 
 
-def parameter_placement(family: str, name: str) -> Placement:
-    """Of the parameter `name`, such as `layers.3.mlp.up_proj.weight`, on the tensor axis. KeyError if not declared."""
+def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
+    """Of the parameter `name`, such as `layers.3.mlp.up_proj.weight`, on a tensor axis. KeyError if not declared.
+
+    Fewer key-value heads than ranks are not cut: all compute them all, and attend with one (`tensor.OneKeyValueHead`).
+    """
     parts = name.split(".")
-    return WEIGHTS_ON_TENSOR[family][".".join(parts[2:] if parts[0] == "layers" else parts)]
+    kind = ".".join(parts[2:] if parts[0] == "layers" else parts)
+    if ranks > shape.num_kv_heads and kind in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+        return COPY
+    return WEIGHTS_ON_TENSOR[shape.family][kind]

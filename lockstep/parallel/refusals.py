@@ -42,9 +42,10 @@ def _tensor_problems(shape: ModelConfig, tensor: int) -> Iterator[str]:
             f"parallel.reduction_chunks {shape.reduction_chunks} are too few for parallel.tensor {tensor}, whose ranks "
             "hold one each at least; leave it at 0"
         )
+    copied = tensor % shape.num_kv_heads == 0  # each key-value head to several ranks, or to one
     cut = {
         "attention heads": shape.num_heads,
-        "key-value heads": shape.num_kv_heads,
+        "key-value heads": tensor if copied else shape.num_kv_heads,
         "features of the feed-forward": shape.intermediate_size,
     }
     if wrong := [f"{count} {what}" for what, count in cut.items() if count % tensor]:

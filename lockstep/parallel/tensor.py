@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lockstep.model import Decoder
+from lockstep.model.decoder import Block
 from lockstep.ops import FORMS
 from lockstep.parallel import operators
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole
@@ -41,14 +42,18 @@ def distribute_parameters(
     What goes into `model` and comes out of it is equal on all ranks of the tensor axis: token ids, and hidden states.
     Between a pipeline's stages so are their gradients; after the last norm each rank's is a part of their sum.
     """
+    axes = operators.axes_of(mesh)
+    ranks = mesh.size(axes.index("tensor")) if "tensor" in axes else 1
     for name, parameter in list(model.named_parameters()):
-        place = placements(parameter_placement(model.config.family, name))
+        place = placements(parameter_placement(model.config, name, ranks))
         # Nothing is sent: the values come later, each rank's its own.
         part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
         model.get_submodule(name.rpartition(".")[0]).register_parameter("weight", nn.Parameter(part))
-    if "tensor" not in operators.axes_of(mesh):
+    if "tensor" not in axes:
         return
     group = mesh.get_group("tensor")
+    if ranks > model.config.num_kv_heads:
+        model.halves = OneKeyValueHead(model.config.num_kv_heads * dist.get_rank(group) // ranks)
 
     def enter(model: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *others = arguments
@@ -64,3 +69,17 @@ def distribute_parameters(
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)
+
+
+class OneKeyValueHead:
+    """The halves of a block whose key-value heads are fewer than the ranks: this one attends with head `index`."""
+
+    def __init__(self, index: int):
+        self.own = slice(index, index + 1)
+
+    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = block.before_attention(hidden, cos, sin)
+        return q, k[:, self.own].contiguous(), v[:, self.own].contiguous()
+
+    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
+        return block.after_attention(hidden, attended)

@@ -31,14 +31,14 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "full", "selective")
 DTYPES = ("float32", "bfloat16")
 GENERATORS = (1, 2, 4)
 """Tensor degrees."""
-# Widths that four ranks can share, and a vocabulary that they cannot divide.
+# Widths that four ranks can share, and a vocabulary that they cannot divide; in one fewer key-value heads than ranks.
 _SMALL: dict[str, Any] = dict(
     vocab_size=259, dim=64, num_layers=4, head_dim=16, intermediate_size=128, max_positions=256, tie_embeddings=False
 )
 SHAPES = {
     "llama3": ModelConfig("llama3", num_heads=8, num_kv_heads=4, **_SMALL),
     "qwen3, tied head": ModelConfig(
-        "qwen3", num_heads=8, num_kv_heads=4, qk_norm=True, **(_SMALL | {"tie_embeddings": True})
+        "qwen3", num_heads=8, num_kv_heads=2, qk_norm=True, **(_SMALL | {"tie_embeddings": True})
     ),
     "grouped heads 3:1": ModelConfig("llama3", num_heads=12, num_kv_heads=4, **_SMALL),
 }

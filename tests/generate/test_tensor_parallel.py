@@ -18,8 +18,7 @@ from tests.parallel.launch import launch
 def model_of(ranks, chunks, name, dtype, vocab):
     parallel = ParallelConfig(tensor=ranks, reduction_chunks=chunks)
     world = open_world(parallel, "cpu")
-    # Heads that four ranks can share.
-    shape = replace(preset(name, vocab), num_heads=8, num_kv_heads=4, head_dim=16)
+    shape = replace(preset(name, vocab), num_heads=8, num_kv_heads=2, head_dim=16)
     return world, generator_model(shape, getattr(torch, dtype), world, parallel, partial(initialize, seed=3))
 
 

@@ -57,6 +57,8 @@ LAYOUTS = [
     Layout(2, P(tensor=2), dtype="bfloat16", steps=5),
     Layout(4, P(tensor=2)),
     Layout(2, P(tensor=2, reduction_chunks=4), "llama3:micro", steps=5),
+    # More ranks than key-value heads.
+    Layout(4, P(tensor=4), steps=5),
     Layout(2, P(context=2)),
     Layout(4, P(context=2), "llama3:micro"),
     Layout(4, P(context=4), steps=5),

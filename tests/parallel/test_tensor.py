@@ -38,6 +38,7 @@ def build(parallel, model, dtype="float32"):
     [
         (2, "qwen3:micro", TENSOR),
         (2, "llama3:micro", TENSOR),
+        (4, "qwen3:micro", ParallelConfig(tensor=4)),
         (4, "llama3:micro", ParallelConfig(context=2, tensor=2, full_dtensor=True)),
     ],
 )
