@@ -133,12 +133,12 @@ class Rows:
         return sum(int(piece.scored().sum()) for piece in pieces) - int(bool(pieces) and pieces[0].scored()[0])
 
     def read(self, pieces: list[Piece]) -> Row:
-        """A planned row's tokens."""
+        """A planned row's tokens. Raises UserError where a file holds one that is outside of the vocabulary."""
         lengths = [piece.stop - piece.start for piece in pieces]
         total, held = self.sequence_length, sum(lengths)
         tokens, scored = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=bool)
         if pieces:
-            np.concatenate([p.corpus.tokens[p.start : p.stop] for p in pieces], out=tokens[:held], casting="unsafe")
+            np.concatenate([p.corpus.read(p.start, p.stop) for p in pieces], out=tokens[:held], casting="unsafe")
             np.concatenate([p.scored() for p in pieces], out=scored[:held])
         if held < total:
             lengths.append(total - held)
