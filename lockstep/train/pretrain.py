@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,10 +166,13 @@ def _train(
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
     start = 0
-    if config.resume and (state := checkpoints.resume()):
-        start = state["step"]
+
+    def restore(state: dict[str, Any]) -> None:
         loader.load_state(state["loader"])
         spikes.load_state(state.get("losses", ()))
+
+    if config.resume and (state := checkpoints.resume(restore)):
+        start = state["step"]
     if config.resume and world.is_main:
         run.truncate(start)
         run.record(to_toml(config))
