@@ -94,12 +94,14 @@ class Checkpoints:
         """Until no save is running. Returns why the last one failed, empty if it did not."""
         return self._running.result() if self._running is not None else ""
 
-    def resume(self) -> dict[str, Any] | None:
+    def resume(self, restore: Callable[[dict[str, Any]], None] = lambda state: None) -> dict[str, Any] | None:
         """Puts trainer and random generators back to the newest whole checkpoint; returns what `save` was given.
 
-        None if there is no checkpoint. One that cannot be read is named in a warning, and the next older is tried. Of a
-        run that has come to its end with the model only, nothing is loaded. Raises UserError for a checkpoint of
-        another model, and where there are checkpoints, but none to resume from.
+        `restore` is called with it first, and puts back what the caller has in it; where that fails on a state of
+        another shape, the checkpoint cannot be read. None if there is no checkpoint. One that cannot be read is named
+        in a warning, and the next older is tried. Of a run that has come to its end with the model only, no tensors are
+        loaded. Raises UserError for a checkpoint of another model, and where there are checkpoints, but none to resume
+        from; what `restore` raises as UserError it raises too.
         """
         self.wait()
         if self.world.is_main:
@@ -110,13 +112,14 @@ class Checkpoints:
         for name in self.world.from_main(lambda: [p.name for p in checkpoints_in(self.folder)]):
             folder = self.folder / name
             state, problem = self._verified(folder)
+            if not problem and state["model_only"] and not self._has_ended(state):
+                problem = "it holds the model only (checkpoint.last_model_only)"
+            if not problem:
+                problem = self._restore(state, restore)
             if not problem and not state["model_only"]:
                 overwritten = True
                 problem = self._load(folder)
-            elif not problem and not self._has_ended(state):
-                problem = "it holds the model only (checkpoint.last_model_only)"
             if not problem:
-                self.trainer.load_counts(state)
                 self._name_other_bits(folder, state.get("arithmetic", ""))
                 return state
             if self.world.is_main:
@@ -218,6 +221,15 @@ class Checkpoints:
             return {}, problem
         state, problem = self.world.from_main(lambda: _read_state(folder))
         return state, problem
+
+    def _restore(self, state: dict[str, Any], restore: Callable[[dict[str, Any]], None]) -> str:
+        """Puts back what a checkpoint's state holds; returns what kept a rank from it, the same on all ranks."""
+
+        def take_over() -> None:
+            self.trainer.load_counts(state)
+            restore(state)
+
+        return self._on_all(take_over)[1]
 
     def _load(self, folder: Path) -> str:
         """Fills model, optimizer and random generators; returns what kept a rank from it, the same on all ranks."""

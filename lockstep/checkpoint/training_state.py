@@ -67,7 +67,9 @@ def parts_to_load(
         target = masters.get(name, parameter).detach()
         if master not in held or held[master].size != target.shape:
             what = f"shape {list(held[master].size)}, not {list(target.shape)}" if master in held else "no such tensor"
-            raise UserError(f"{folder}: is a checkpoint of another model ({name}: {what}); give its --model")
+            raise UserError(
+                f"{folder}: is a checkpoint of another model ({name}: {what}); give its --model and --tokenizer"
+            )
         parts[master] = Part.of(target)
         if name in masters:
             state[f"master.{name}"] = target

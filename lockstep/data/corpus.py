@@ -29,6 +29,21 @@ class TokenizedCorpus:
     """Whether the loss counts a token, as a prediction from those before it; None: all of them."""
     counts: dict[str, int] = field(default_factory=dict)
     """What was met while reading: `skipped_lines`, `empty_documents`."""
+    vocab_size: int | None = None
+    """That tokens of a file are checked against as they are read; None where they come from a tokenizer itself."""
+    where: str = ""
+    """The folder that they are in."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """`tokens[start:stop]`. Raises UserError where one is outside of the vocabulary."""
+        tokens = self.tokens[start:stop]
+        if self.vocab_size is not None and (outside := np.flatnonzero(tokens >= self.vocab_size)).size:
+            first = int(outside[0])
+            raise UserError(
+                f"{self.where}: token {start + first} (from 0) in tokens.bin is {tokens[first]}, outside of the "
+                f"vocabulary of {self.vocab_size}; the file is damaged: delete the folder and tokenise the data again"
+            )
+        return tokens
 
     def window(self, index: int) -> TokenizedCorpus | None:
         return self if index == 0 else None

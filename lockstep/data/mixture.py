@@ -91,6 +91,6 @@ class MixedRows:
                 f"weights of the data: {state.get('weights')} when the run was saved, {self.weights} now; "
                 "resume with the same data, or start again with --overwrite"
             )
-        self._given = list(state["given"])
-        for stream, own in zip(self.streams, state["streams"]):
+        self._given = [int(tokens) for tokens in state["given"]]
+        for stream, own in zip(self.streams, state["streams"], strict=True):
             stream.load_state(own)

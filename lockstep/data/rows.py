@@ -133,12 +133,12 @@ class Rows:
         return sum(int(piece.scored().sum()) for piece in pieces) - int(bool(pieces) and pieces[0].scored()[0])
 
     def read(self, pieces: list[Piece]) -> Row:
-        """A planned row's tokens."""
+        """A planned row's tokens. Raises UserError where a file holds one that is outside of the vocabulary."""
         lengths = [piece.stop - piece.start for piece in pieces]
         total, held = self.sequence_length, sum(lengths)
         tokens, scored = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=bool)
         if pieces:
-            np.concatenate([p.corpus.tokens[p.start : p.stop] for p in pieces], out=tokens[:held], casting="unsafe")
+            np.concatenate([p.corpus.read(p.start, p.stop) for p in pieces], out=tokens[:held], casting="unsafe")
             np.concatenate([p.scored() for p in pieces], out=scored[:held])
         if held < total:
             lengths.append(total - held)
@@ -156,6 +156,7 @@ class Rows:
         """Goes on after the rows taken before `state`.
 
         Raises UserError if the data, the seed, the packing or `repeat` are not those of `state`: other rows would come.
+        KeyError, TypeError or ValueError for what no `state` has returned.
         """
         for key, value in self._settings().items():
             if state.get(key) != value:
@@ -167,6 +168,18 @@ class Rows:
         self._index, self._offset = int(state["index"]), int(state["offset"])
         if not self.ended:
             self._open()
+            self._check_place()
+
+    def _check_place(self) -> None:
+        if 0 <= self._index < len(self._order):
+            document = self._order[self._index]
+            first, end = self._corpus.offsets[document : document + 2]
+            if 0 <= self._offset <= end - first:
+                return
+        raise UserError(
+            f"token {self._offset} of document {self._index} of window {self._window}, where the run was saved, is not "
+            "there; resume with the same data, or start again with --overwrite"
+        )
 
     def _settings(self) -> dict[str, Any]:
         own = {"seed": self.seed, "sequence_length": self.sequence_length, "packing": self.packing}

@@ -53,9 +53,9 @@ def is_token_folder(path: str | Path) -> bool:
 
 
 def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> TokenizedCorpus:
-    """The folder's corpus, memory-mapped.
+    """The folder's corpus, memory-mapped; its tokens are checked as they are read, where `tokenizer` is given.
 
-    Raises UserError for a folder that is damaged, or whose tokens are not those of `tokenizer` where that is given.
+    Raises UserError for a folder that is damaged, or whose tokens are not those of `tokenizer`.
     """
     try:
         about = json.loads((folder / DESCRIPTION).read_text())
@@ -84,7 +84,10 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
     if not _ascending(arrays["offsets.bin"], tokens):
         raise UserError(f"{folder / 'offsets.bin'}: the offsets do not ascend from 0 to {tokens}; tokenise again")
-    return TokenizedCorpus(arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), counts)
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    return TokenizedCorpus(
+        arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), counts, vocab_size, str(folder)
+    )
 
 
 def _counts(counts: dict[str, Any]) -> dict[str, int]:
@@ -184,7 +187,7 @@ def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> Token
     with _lock(cache / f"{folder.name}.lock"):
         if not is_token_folder(folder):
             tokenize_with_progress(folder, source, encoder, workers)
-    return open_token_folder(folder)
+    return open_token_folder(folder, encoder.tokenizer)
 
 
 @contextmanager

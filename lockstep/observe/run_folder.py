@@ -55,8 +55,9 @@ class RunFolder:
         """Forgets metrics and rollouts after `step`, which a resumed run writes anew."""
         if self.metrics.is_file():
             lines = self.metrics.read_text(errors="replace").splitlines()
-            kept = [line for line in lines if _step_of(line) <= step]
-            if broken := sum(_step_of(line) == inf for line in lines[:-1]):
+            steps = [_step_of(line) for line in lines]
+            kept = [line for line, of_line in zip(lines, steps) if of_line <= step]
+            if broken := steps[:-1].count(inf):
                 log.warning("%s: %d damaged lines are left out", self.metrics, broken)
             partial = self.metrics.with_name(METRICS + ".partial")
             partial.write_text("".join(line + "\n" for line in kept))
@@ -178,5 +179,5 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return inf  # a line that was cut off when the run was

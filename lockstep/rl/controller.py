@@ -91,9 +91,8 @@ def _reinforce(
     run = opened.enter_context(claim_run(config.output, to_toml(config), config.resume, config.overwrite))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
-    if config.resume and (state := checkpoints.resume()):
+    if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
         start = state["step"]
-        prompts.restore(state["prompts"])
         engine.weights_changed(start)
     if config.resume:
         # Without a checkpoint the validation before the first step is made again, too.

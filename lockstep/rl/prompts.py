@@ -43,14 +43,20 @@ class PromptLoader:
         """Where the run stands, for `restore`."""
         return {"position": self.position, "examples": self._fingerprint()}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`. Raises UserError where the examples are others than those that it was saved with."""
+    def restore(self, state: Any) -> None:
+        """Goes on from `state`. Raises UserError where the examples are others than those that it was saved with.
+
+        ValueError for what `state` has not returned, such as the bare position of earlier versions.
+        """
+        position = state.get("position") if isinstance(state, dict) else None
+        if type(position) is not int or position < 0 or not isinstance(state.get("examples"), str):
+            raise ValueError(f"its place among the prompts is {state!r:.80}, which this version does not write")
         if (now := self._fingerprint()) != (then := state["examples"]):
             raise UserError(
                 f"the environment's training examples are others than when the run was saved (then {then}, now {now}: "
                 "number and digest); resume with the same, or start a new run"
             )
-        self.position = state["position"]
+        self.position = position
 
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()

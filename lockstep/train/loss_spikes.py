@@ -35,7 +35,7 @@ class LossSpikes:
 
     def load_state(self, losses: Iterable[float]) -> None:
         """The inverse of `state`."""
-        self._losses = deque(losses, maxlen=WINDOW)
+        self._losses = deque(map(float, losses), maxlen=WINDOW)
 
     def found(self, step: int, loss: float) -> bool:
         """Whether `loss` is so many standard deviations above the median of the last steps'. A spike is not kept."""

@@ -10,11 +10,12 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpoints, folder_if_model
+from lockstep.checkpoint import Checkpoints, folder_if_model, newest_checkpoint
 from lockstep.config import PretrainConfig, to_toml, validate
 from lockstep.data import (
     DataSource,
@@ -112,7 +113,8 @@ def _pretrain(
     divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
     sources: list[tuple[DataSource, float]] = [] if documents is not None else text_sources(config, config.data)
     texts = [source for source, _ in sources if isinstance(source, TextSource)] if documents is None else [documents]
-    tokenizer = make_tokenizer(config, world, texts, [source for source, _ in sources if isinstance(source, Path)])
+    folders = [source for source, _ in sources if isinstance(source, Path)]
+    tokenizer = learnt_before(config, world) or make_tokenizer(config, world, texts, folders)
     model = make_model(config, tokenizer, world)
     if documents is not None:
         corpus = read_once(world, lambda: tokenize_documents(documents, tokenizer, config.skip_bad_lines))
@@ -168,10 +170,13 @@ def _train(
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
     start = 0
-    if config.resume and (state := checkpoints.resume()):
-        start = state["step"]
+
+    def restore(state: dict[str, Any]) -> None:
         loader.load_state(state["loader"])
         spikes.load_state(state.get("losses", ()))
+
+    if config.resume and (state := checkpoints.resume(restore)):
+        start = state["step"]
     if config.resume and world.is_main:
         run.truncate(start)
         run.record(to_toml(config))
@@ -304,6 +309,24 @@ def text_sources(config: PretrainConfig, data: str) -> list[tuple[DataSource, fl
     ]
 
 
+def learnt_before(config: PretrainConfig, world: World) -> Tokenizer | None:
+    """The vocabulary that the run to resume has learnt: from data that have changed since, it would be another one.
+
+    None where there is none to resume. Raises UserError where `tokenizer` is another than when the run was saved.
+    """
+    if not (config.resume and config.tokenizer.startswith("bpe:")):
+        return None
+    newest = world.from_main(lambda: str(newest_checkpoint(Path(config.output)) or ""))
+    if not newest:
+        return None
+    if (before := recorded_settings(config).get("tokenizer", config.tokenizer)) != config.tokenizer:
+        raise UserError(
+            f'tokenizer "{config.tokenizer}": the run was saved with "{before}" and keeps it; leave it out, or begin '
+            "anew with --overwrite"
+        )
+    return load_tokenizer(newest)
+
+
 def make_tokenizer(
     config: PretrainConfig, world: World, texts: Sequence[Iterable[str]], folders: Sequence[Path]
 ) -> Tokenizer:
@@ -355,7 +378,8 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
         shape = read_config(Path(config.model))
         if tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}; leave "
+                "--tokenizer out for the model's own"
             )
         if config.tokenizer not in ("", "byte") and Path(config.tokenizer).resolve() != folder.resolve():
             # The folder's ids are those of other tokens.

@@ -71,7 +71,7 @@ def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
 
 
 def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
-    """Arithmetic and dtype of the run that is resumed; empty where there is none."""
+    """Arithmetic, dtype and tokenizer of the run that is resumed; empty where there is none."""
     path = Path(config.output) / CONFIG
     if not config.resume or not path.is_file():
         return {}
@@ -79,7 +79,8 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
         values = tomllib.loads(path.read_text())
     except ValueError:
         return {}  # open_run says so
-    return {name: str(values[name]) for name in ("arithmetic", "dtype") if values.get(name, "auto") != "auto"}
+    names = ("arithmetic", "dtype", "tokenizer")
+    return {name: str(values[name]) for name in names if values.get(name, "auto") != "auto"}
 
 
 def _arithmetic(config: PretrainConfig | RLConfig, world: World, recorded: str) -> str:

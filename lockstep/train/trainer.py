@@ -135,6 +135,6 @@ class Trainer:
         return {name: getattr(self, name) for name in _COUNTS}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """The inverse of `counts`."""
-        for name in _COUNTS:
-            setattr(self, name, int(counts.get(name, 0)))
+        """The inverse of `counts`. Raises for what is no number, and nothing changes."""
+        for name, count in {name: int(counts.get(name, 0)) for name in _COUNTS}.items():
+            setattr(self, name, count)

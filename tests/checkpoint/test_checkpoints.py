@@ -190,6 +190,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     assert run.is_dir()
 
 
+def test_a_run_keeps_the_vocabulary_that_it_has_learnt(tmp_path):
+    data = tmp_path / "own.txt"
+    data.write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    own = dict(data=str(data), tokenizer="bpe:290")
+    pretrain(_config(tmp_path, steps=1, **own))
+    with pytest.raises(UserError, match='tokenizer "bpe:280": the run was saved with "bpe:290" and keeps it'):
+        pretrain(_config(tmp_path, steps=2, resume=True, **own | dict(tokenizer="bpe:280")))
+    # Of fewer words a smaller vocabulary is learnt.
+    data.write_text("the the the " * 100)
+    with pytest.raises(UserError, match=r"tokens: \d+ when the run was saved, \d+ now; resume with the same data"):
+        pretrain(_config(tmp_path, steps=2, resume=True, **own))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, model_folder):
+    config = _config(tmp_path, model=str(model_folder), data=__file__, tokenizer="bpe:600")
+    with pytest.raises(UserError, match=r"the tokenizer has 600 tokens, but .*model\d* only 512; leave --tok"):
+        pretrain(config)
+
+
 def test_the_newest_whole_checkpoint_is_found(tmp_path):
     assert newest_checkpoint(tmp_path) is None
     for name in ("step_00000002", "step_00000010", "step_00000012.partial"):

@@ -14,7 +14,7 @@ from lockstep.cli import main
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.parallel import World
-from tests.checkpoint.runs import checkpoints_of, equal, trainer_of, update, whole
+from tests.checkpoint.runs import checkpoints_of, equal, rewrite_state, trainer_of, update, whole
 
 WORLD = World(torch.device("cpu"))
 KINDS = ("flip", "cut", "remove", "swap within", "swap with another checkpoint", "old manifest", "old file")
@@ -153,13 +153,18 @@ def test_a_manifest_of_another_shape_is_damage(saved, newest, deep, caplog):
 
 @pytest.mark.parametrize("text", [b"[" * 200_000, b"{}", b"null", b'{"step": 2, "model_only": false}', b"\xff"])
 def test_a_state_of_another_shape_is_damage_whatever_the_manifest_says(saved, newest, text, caplog):
-    import zlib
-
-    files = json.loads((newest / MANIFEST).read_text())["files"]
-    files["state.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
-    (newest / "state.json").write_bytes(text)
-    (newest / MANIFEST).write_bytes(_sealed(json.dumps(files).encode()))
+    rewrite_state(newest, text)
     assert saved[2].resume()["mark"] == 2 and "cannot be resumed from: state.json" in caplog.text
+
+
+@pytest.mark.parametrize("values", ['"updates": null', '"updates": Infinity', '"updates": 7, "mark": [3]'])
+def test_a_state_that_no_one_can_restore_is_damage_and_nothing_of_it_stays(saved, newest, values, caplog):
+    _, _, checkpoints = saved
+    rewrite_state(newest, b'{"step": 3, "model_only": false, "mark": 3, %s}' % values.encode())
+    restored = []
+    checkpoints.resume(lambda state: restored.append(int(state["mark"])))
+    assert restored == [2] and checkpoints.trainer.updates == 2
+    assert "step_00000003 cannot be resumed from: it cannot be read (" in caplog.text
 
 
 def test_a_file_that_the_manifest_does_not_list_is_not_loaded(saved):

@@ -176,6 +176,13 @@ def test_the_state_of_other_data_is_refused(texts, length, seed, packing, messag
         _rows(tokenize_documents(texts, ByteTokenizer()), length, seed=seed, packing=packing).load_state(state)
 
 
+@pytest.mark.parametrize("place", [{"index": 6}, {"index": -1}, {"offset": 10}, {"offset": -1}])
+def test_a_place_that_the_data_do_not_have_is_refused(place):
+    rows = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8)
+    with pytest.raises(UserError, match=r"token -?\d+ of document -?\d+ of window 0, where the run was saved, is not"):
+        rows.load_state(rows.state() | place)
+
+
 def test_data_with_nothing_to_predict_is_refused():
     with pytest.raises(UserError, match="sequence_length is 1"):
         _rows(_corpus([5]), 1)

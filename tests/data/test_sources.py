@@ -255,6 +255,20 @@ def test_offsets_that_leave_the_tokens_are_refused(tmp_path, offsets):
         open_token_folder(tmp_path / "tokens")
 
 
+def test_a_token_outside_of_the_vocabulary_is_named_by_whoever_reads_it(tmp_path):
+    folder = tmp_path / "tokens"
+    write_token_folder(folder, TextSource(str(_jsonl(tmp_path / "a.jsonl", ["abcde", "fgh"]))), ENCODER)
+    tokens = np.fromfile(folder / "tokens.bin", np.uint16)
+    tokens[7:9] = 258, 999
+    tokens.tofile(folder / "tokens.bin")
+    # The first row of 6 tokens is the first document, the second the other one: reading starts nowhere else.
+    rows = open_rows([(folder, 1.0)], ENCODER, DataConfig(packing="whole", repeat=False), 6, 0)
+    plans = sorted((rows.plan(), rows.plan()), key=lambda pieces: pieces[0].start)
+    assert rows.read(plans[0]).tokens.tolist() == [*b"abcde", 256]
+    with pytest.raises(UserError, match=r"tokens: token 7 \(from 0\) in tokens\.bin is 258, .* vocabulary of 258; .*"):
+        rows.read(plans[1])
+
+
 def test_workers_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
     for name in ("queue", "pickle", "numpy", "tokenizers", "lockstep"):
         (tmp_path / f"{name}.py").write_text(f"open('imported', 'w').write('{name}'); raise SystemExit(3)")

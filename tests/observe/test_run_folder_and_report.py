@@ -137,9 +137,10 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
 
 def test_damaged_lines_of_the_metrics_do_not_keep_a_run_from_resuming(tmp_path, caplog):
     run = open_run(str(tmp_path / "run"), "")
-    run.metrics.write_bytes(b'{"step": 1}\n{"step"\xff: 2}\n{"step": 3}\n{"step": 4}\n{"st')
+    large = b'{"step": 1%s}\n' % (b"0" * 400)
+    run.metrics.write_bytes(b'{"step": 1}\n{"step"\xff: 2}\n{"step": 3}\n' + large + b'{"step": 4}\n{"st')
     run.truncate(3)
-    assert run.metrics.read_text() == '{"step": 1}\n{"step": 3}\n' and "1 damaged lines" in caplog.text
+    assert run.metrics.read_text() == '{"step": 1}\n{"step": 3}\n' and "2 damaged lines" in caplog.text
 
 
 def test_what_runs_write_is_known_and_deleted_and_nothing_else(tmp_path):

@@ -1,6 +1,8 @@
 """Whole reinforcement runs on a small random model, real tokenizer and real data."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ from lockstep.rl.controller import reinforce
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.parity_check import check_parity
 from lockstep.train.schedule import make_schedule
+from tests.checkpoint.runs import rewrite_state
 from tests.rl.test_environments import gsm8k_folder
 
 KEYS = {
@@ -110,9 +113,33 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     assert json.loads((torn / name).read_text().splitlines()[0])["version"] == 8
 
 
+@pytest.fixture(scope="module")
+def run_of_a_step(tmp_path_factory, model_folder):
+    """The settings of a run of one step."""
+    folder = tmp_path_factory.mktemp("run_of_a_step")
+    changes = dict(environment=_task(folder), steps=1, max_new_tokens=2, dtype="float32")
+    config = _config(folder / "run", model_folder, "", **changes)
+    reinforce(config)
+    return config
+
+
 def _task(tmp_path):
     (tmp_path / "my_task.py").write_text(TASK)
     return f"{tmp_path / 'my_task.py'}:Vowels"
+
+
+@pytest.mark.parametrize(
+    "prompts", [12, None, [], {}, {"position": 4}, {"position": "4", "examples": ""}, {"position": -1, "examples": ""}]
+)
+def test_a_place_among_the_prompts_that_this_version_does_not_write_is_no_traceback(tmp_path, run_of_a_step, prompts):
+    config = replace(run_of_a_step, output=str(tmp_path / "run"), steps=2, resume=True)
+    shutil.copytree(run_of_a_step.output, config.output)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    state = json.loads((checkpoint / "state.json").read_text())
+    rewrite_state(checkpoint, json.dumps(state | {"prompts": prompts}).encode())
+    said = rf"cannot resume .* its place among the prompts is {re.escape(repr(prompts))}, which this version does not"
+    with pytest.raises(UserError, match=said):
+        reinforce(config)
 
 
 def test_advantages_are_not_divided_by_the_deviation_where_that_is_off(tmp_path, model_folder):
