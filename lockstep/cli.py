@@ -288,11 +288,10 @@ def serve(arguments: list[str]) -> int:
     config.admin_key = config.admin_key or os.environ.get("LOCKSTEP_ADMIN_KEY", "")
     validate(config)
     from lockstep.generate.server import serve as run
-    from lockstep.parallel import refuse_ranks
+    from lockstep.parallel import generating_world
 
-    refuse_ranks("serve")
-
-    return run(config, _model_folder(config.model))
+    with generating_world(config.parallel, config.device) as world:
+        return run(config, Path(world.from_main(lambda: str(_model_folder(config.model)))), world)
 
 
 @dataclass

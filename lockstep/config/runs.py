@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from lockstep.config.bounds import Above, AtLeast, AtMost, Below
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.data import DataConfig
-from lockstep.config.engine import CompileConfig, EngineConfig
+from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
@@ -206,3 +206,4 @@ class ServeConfig:
     """Time that running requests are given after SIGTERM or SIGINT before they are aborted."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: RanksConfig = field(default_factory=RanksConfig)

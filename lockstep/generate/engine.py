@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lockstep.generate.runner import Runner
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
-from lockstep.model import Decoder, check_token_ids
+from lockstep.model import Decoder, check_token_ids, load_weights
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor import tensor_group_of
@@ -192,6 +193,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._requests or self._unowned)
+
+    def load_weights(self, folder: Path) -> None:
+        """Replaces the model's weights by those of another folder of it; `weights_changed` comes after it.
+
+        Raises UserError, the old weights untouched, for a folder that does not fit.
+        """
+        load_weights(self.model, folder)
 
     def weights_changed(self, version: int) -> None:
         """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""

@@ -24,6 +24,7 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
 from lockstep.ops.cache import cache_folder, fingerprint, require_private
+from lockstep.parallel.tensor import tensor_group_of
 
 PROBE_ROWS = 96
 PROBE_COUNTS = (1, 2, 3, 7, 8, 16, 17, 33, 64)
@@ -108,6 +109,11 @@ def _doubled(x: Tensor) -> Tensor:
 
 def _refuse_unsafe(model: Decoder) -> None:
     """On the CPU a compiled loop ends in single elements where its length is no multiple of the vector's."""
+    if tensor_group_of(model) is not None:
+        raise UserError(
+            'compile.backend = "inductor" does not go with parallel.tensor, whose exchanges are not traced; set '
+            'compile.backend = "none"'
+        )
     lanes = 32
     shape = model.config
     widths = {"dim": shape.dim, "intermediate_size": shape.intermediate_size, "head_dim": shape.head_dim}

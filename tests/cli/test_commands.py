@@ -161,13 +161,43 @@ def test_generate_prints_only_its_result_on_stdout(model_folder):
     assert line.startswith(f"generate: {model_folder}, ") and line.endswith("arithmetic | up to 3 tokens to go")
 
 
-@pytest.mark.parametrize("command", ["rl", "generate", "parity", "serve", "demo"])
+@pytest.mark.parametrize("command", ["rl", "demo"])
 def test_commands_of_one_process_are_refused_under_torchrun_by_name(command, model_folder, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    options = {"generate": ["--prompt", "a"]}.get(command, [])
     model = [] if command == "demo" else ["--model", str(model_folder)]
-    assert main([command, *model, *options]) == 2
+    assert main([command, *model]) == 2
     assert f"{command} runs in one process so far, but torchrun started 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["parity"], ["serve"]])
+def test_as_many_ranks_as_the_tensor_degree_must_run(command, model_folder, monkeypatch, capsys):
+    arguments = [*command, "--model", str(model_folder)]
+    assert main([*arguments, "--parallel.tensor", "2"]) == 2
+    assert "parallel.tensor is 2, but 1 rank runs; start torchrun --nproc-per-node N" in capsys.readouterr().err
+    assert main([*arguments, "--parallel.tensor", "3"]) == 2
+    assert "parallel.tensor is 3, but sums are cut in halves; give 1, 2, 4 or 8" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(arguments) == 2
+    assert "parallel.tensor is 1, but 2 ranks run; start torchrun --nproc-per-node N" in capsys.readouterr().err
+
+
+def test_generate_on_two_ranks_writes_once_what_one_process_writes(model_folder, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\nanother one\n")
+    options = ["generate", "--model", str(model_folder), "--prompts", str(prompts), "--max-tokens", "8", "--seed", "3"]
+    both = []
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep"]
+    shape = json.loads((model_folder / "config.json").read_text()) | {"reduction_chunks": 2}
+    (tmp_path / "model").mkdir()
+    for file in model_folder.iterdir():
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    options[2] = str(tmp_path / "model")
+    for command in ([sys.executable, "-m", "lockstep", *options], [*torchrun, *options, "--parallel.tensor", "2"]):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        both.append([json.loads(line) for line in result.stdout.splitlines()])
+    assert both[0] == both[1] and [line["prompt"] for line in both[0]] == ["one", "another one"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +222,8 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
         (["pretrain", "--train.lr", "1"], "there is no --train.lr; write --train.learning-rate"),
         (["pretrain", "--training.steps", "1"], "there is no --training.steps; write --steps"),
         (["pretrain", "--parallelism.tensor_parallel_degree", "2"], "write --parallel.tensor"),
-        (["serve", "--tensor-parallel-size", "2"], ""),
+        (["serve", "--tensor-parallel-size", "2"], "write --parallel.tensor"),
+        (["generate", "--lr", "2"], ""),
     ],
 )
 def test_an_option_of_another_trainer_is_answered_with_the_name_it_has_here(arguments, said, capsys):

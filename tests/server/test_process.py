@@ -1,6 +1,7 @@
 """`lockstep serve` as a process: signals, log lines, keys from the environment, refusals at start."""
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,7 +11,9 @@ import time
 
 import httpx
 import pytest
+import torch
 
+from lockstep.model import load_model, save_model
 from tests.server.conftest import server_process
 
 LONG = dict(prompt="x", max_tokens=400, ignore_eos=True, stream=True)
@@ -99,3 +102,39 @@ def test_what_outlasts_the_shutdown_or_a_second_signal_is_aborted_and_told_so(ch
     log = [json.loads(line) for line in output.splitlines()]
     assert sorted((line["status"], line["aborted"]) for line in log) == [(200, "shutdown"), (503, "shutdown")]
     assert "Traceback" not in errors
+
+
+def test_two_ranks_answer_as_one_process_does_through_new_weights_and_a_signal(chat_folder, tmp_path):
+    config = json.loads((chat_folder / "config.json").read_text()) | {"reduction_chunks": 2}
+    folders = []
+    for name, scale in (("first", 1.0), ("second", 1.5)):
+        folder = tmp_path / name
+        shutil.copytree(chat_folder, folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        model = load_model(folder)
+        with torch.no_grad():
+            model.embed_tokens.weight.mul_(scale)
+        save_model(model, folder)
+        folders.append(folder)
+    answers = []
+    for ranks in (1, 2):
+        with server_process(folders[0], environment={"LOCKSTEP_ADMIN_KEY": "k"}, ranks=ranks) as (process, url):
+            own = [_answered(url, seed=1, n=2, top_p=0.9), _answered(url, seed=2, temperature=0.7)]
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": [10**6]}).status_code == 400
+            for folder, status in ((tmp_path / "nowhere", 400), (folders[1], 200)):
+                keys = {"Authorization": "Bearer k"}
+                loaded = httpx.post(f"{url}/admin/weights", json={"path": str(folder)}, headers=keys, timeout=30)
+                assert loaded.status_code == status, loaded.text
+            answers.append([*own, _answered(url, seed=3)])
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"{url}/health")
+    assert answers[0] == answers[1] and answers[0][0] != answers[0][2]
+
+
+def _answered(url, **asked):
+    body = {"prompt": "Hello there", "max_tokens": 16, "logprobs": 2, "ignore_eos": True, **asked}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]

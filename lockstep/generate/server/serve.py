@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -20,13 +21,14 @@ from lockstep.data import load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
+from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.server.api_error import shutting_down
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.connection import bounded_connections
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.weights import step_of
 from lockstep.observe import start_line
-from lockstep.parallel import apply_compile
+from lockstep.parallel import World, apply_compile
 
 SECONDS_TO_READ = 5
 """What clients are given to read the ends of their answers once the last has been sampled or aborted."""
@@ -34,25 +36,47 @@ SECONDS_TO_READ = 5
 logger = logging.getLogger("lockstep.server")
 
 
-def build_service(config: ServeConfig, folder: Path) -> Service:
-    """Loads model, tokenizer and chat template of `folder`. Raises UserError for a folder that lacks them."""
-    model = open_model(folder, config.dtype, config.device, config.arithmetic)
+def build_engine(config: ServeConfig, folder: Path, world: World | None = None) -> Engine:
+    """Loads model and tokenizer of `folder`, over several ranks this one's part. Raises UserError for what lacks."""
+    model = open_model(folder, config.dtype, config.device, config.arithmetic, world)
     apply_compile(model, config.compile)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
-    engine = Engine(model, config.engine, tokenizer)
+    leads = world is not None and world.size > 1 and world.is_main
+    return (LeadingEngine if leads else Engine)(model, config.engine, tokenizer)
+
+
+def build_service(config: ServeConfig, folder: Path, engine: Engine | None = None) -> Service:
+    """The chat template of `folder` and what is served with it. Raises UserError for a folder that lacks something."""
+    engine = engine or build_engine(config, folder)
+    assert engine.tokenizer is not None
     engine.weights_changed(step_of(folder) or 0)
     name = config.model_name or Path(config.model).resolve().name
-    return Service(config, folder, name, engine, tokenizer, load_chat_template(folder))
+    return Service(config, folder, name, engine, engine.tokenizer, load_chat_template(folder))
 
 
-def serve(config: ServeConfig, folder: Path) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code."""
+def serve(config: ServeConfig, folder: Path, world: World) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code. Ranks other than 0 compute with it until it ends."""
+    world.on_main(lambda: _require_address(config.host, config.port))
+    engine = build_engine(config, folder, world)
+    if not world.is_main:
+        # torchrun sends signals to all ranks: rank 0 says when its last request has been answered.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        follow(engine)
+        return 0
+    try:
+        return _serve(config, folder, engine, world.size)
+    finally:
+        if isinstance(engine, LeadingEngine):
+            engine.end()
+
+
+def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    _require_address(config.host, config.port)
-    service = build_service(config, folder)
+    service = build_service(config, folder, engine)
     model = service.engine.model
     work = f"up to {config.engine.max_sequences} sequences at a time"
-    logger.info("%s", start_line(str(folder), model.config.num_parameters, model.device, model.dtype, work))
+    logger.info("%s", start_line(str(folder), model.config.num_parameters, model.device, model.dtype, work, ranks))
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)

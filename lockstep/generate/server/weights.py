@@ -12,7 +12,6 @@ from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.protocol import WeightsRequest
 from lockstep.generate.server.service import Service
-from lockstep.model import load_weights
 
 
 async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
@@ -21,7 +20,7 @@ async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, 
 
     def load(engine: Engine) -> dict[str, Any]:
         started = time.perf_counter()
-        load_weights(engine.model, folder)
+        engine.load_weights(folder)
         version = wanted.version
         if version is None:
             version = step_of(folder)

@@ -1,0 +1,84 @@
+"""An engine on several ranks, called on one of them: rank 0 tells the others each call, and they make the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import EngineConfig
+from lockstep.data import Tokenizer
+from lockstep.errors import UserError
+from lockstep.generate.engine import Engine
+from lockstep.generate.sampling_params import SamplingParams, TokenEvent
+from lockstep.model import Decoder
+from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
+
+
+class LeadingEngine(Engine):
+    """Rank 0's. The other ranks run `follow` until `end`; meanwhile nothing else may be sent on the default group.
+
+    While nothing is asked of it a thread tells them now and then to wait on, for a message must not take long.
+    """
+
+    def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
+        super().__init__(model, config, tokenizer)
+        self._sending = threading.Lock()
+        self._ended = threading.Event()
+        self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
+        self._signs.start()
+
+    def add(self, prompt: list[int], params: SamplingParams) -> int:
+        self._check(prompt, params)  # what is refused here is not told
+        self._tell("add", prompt, dataclasses.asdict(params))
+        return super().add(prompt, params)
+
+    def abort(self, request_id: int) -> None:
+        self._tell("abort", request_id)
+        super().abort(request_id)
+
+    def step(self) -> list[TokenEvent]:
+        self._tell("step")
+        return super().step()
+
+    def load_weights(self, folder: Path) -> None:
+        self._tell("load_weights", str(folder))
+        super().load_weights(folder)
+
+    def weights_changed(self, version: int) -> None:
+        self._tell("weights_changed", version)
+        super().weights_changed(version)
+
+    def end(self) -> None:
+        """Lets the other ranks go; nothing may be asked any more."""
+        self._ended.set()
+        self._tell("end")
+        self._signs.join()
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        with self._sending:
+            from_rank_0([name, *arguments])
+
+    def _tell_signs_of_life(self) -> None:
+        while not self._ended.wait(SIGN_OF_LIFE):
+            self._tell("wait")
+
+
+def follow(engine: Engine) -> None:
+    """On a rank other than 0: makes the calls that rank 0's engine gets, until it ends."""
+    while True:
+        name, *arguments = from_rank_0(None)
+        if name == "end":
+            return
+        if name == "add":
+            prompt, params = arguments
+            values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+            engine.add(prompt, SamplingParams(**values))
+        elif name == "load_weights":
+            # Rank 0 answers whoever asked; the old weights are untouched.
+            with contextlib.suppress(UserError):
+                engine.load_weights(Path(arguments[0]))
+        elif name in ("abort", "step", "weights_changed"):
+            getattr(engine, name)(*arguments)
