@@ -155,7 +155,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path}: is not UTF-8 at byte {error.start}; convert it first") from error
         yield from ({"prompt": line} for line in lines if line.strip())
         return
-    for where, line in read_records(path, False, Tally()):
+    for where, line in read_records(path, False, Tally(), ("messages", "prompt")):
         if isinstance(line.get("messages"), list):
             yield {"messages": line["messages"]}
         elif isinstance(line.get("prompt"), str):

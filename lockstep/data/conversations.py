@@ -17,6 +17,9 @@ from lockstep.data.text import find_files
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 
+KEYS = ("messages", "prompt", "completion", "tools")
+"""That a line or row may have for us."""
+
 
 class Conversation(NamedTuple):
     """A line's or row's values, and its place."""
@@ -46,7 +49,7 @@ class ConversationSource:
         if self.streamed:
             yield from (Conversation(*row) for row in read_hub(self.data, skip))
         for path in self.files:
-            for where, values in read_records(path, self.skip_bad_lines, self.tally):
+            for where, values in read_records(path, self.skip_bad_lines, self.tally, KEYS):
                 yield Conversation(where, values)
 
     def describe(self) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from lockstep.data.parquet_size import Chunk, chunks_of, sizes
 from lockstep.errors import UserError
 
 LONGEST_LINE = 2**28
@@ -21,6 +25,8 @@ small values take 20 times the memory of their line. A book has a comma in some 
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
 """A gzip or Parquet file may expand so many times, and to so many bytes in any case; text compresses 3 to 20 times."""
+FEW_ROWS, MANY_ROWS = 64, 2**16
+"""Of a Parquet file, read at once."""
 
 
 @dataclass
@@ -42,13 +48,16 @@ def holds_records(path: Path) -> bool:
     return path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))
 
 
-def read_records(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_records(
+    path: Path, skip_bad_lines: bool, tally: Tally, keys: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) of each line of a `.jsonl` or `.jsonl.gz`, or of each row of a `.parquet` file.
 
-    Raises UserError for a file that cannot be read and, unless those are skipped, for a line that is no JSON object.
+    Of a `.parquet` file only the columns `keys` are read; others are None. Raises UserError for a file that cannot be
+    read and, unless those are skipped, for a line that is no JSON object or longer than `LONGEST_LINE`.
     """
     if path.suffix == ".parquet":
-        yield from _parquet(path, tally)
+        yield from _parquet(path, skip_bad_lines, tally, keys)
     else:
         for number, values in read_jsonl(path, skip_bad_lines, tally):
             yield f"{path}:{number}", values
@@ -115,31 +124,59 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     return values, ""
 
 
-def _parquet(path: Path, tally: Tally) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(
+    path: Path, skip_bad_lines: bool, tally: Tally, keys: Collection[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(f"{path}: pyarrow is not installed; pip install pyarrow, or give .jsonl files") from error
     try:
-        kinds = pyarrow.types.is_string, pyarrow.types.is_large_string
-        texts = [field.name for field in parquet.read_schema(path) if any(kind(field.type) for kind in kinds)]
-        limit, unpacked = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size), 0
-        # A text that the file holds once for many rows is held once: else some kilobytes could be gigabytes.
-        with parquet.ParquetFile(path, read_dictionary=texts) as file:
-            number = 0
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(batch_size=512, row_groups=[group]):
-                    for row in range(batch.num_rows):
-                        values = {name: column[row].as_py() for name, column in zip(batch.schema.names, batch.columns)}
-                        unpacked += sum(len(values[name] or "") for name in texts)
+        limit, unpacked, number = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size), 0, 0
+        groups = chunks_of(path)
+        names = list(dict.fromkeys(chunk.leaf.column for group in groups for chunk in group))
+        # One in any case: of no columns there are as many rows as the file says.
+        wanted = [name for name in names if name in keys] or names[:1]
+        if sum(chunk.size for group in groups for chunk in group if chunk.leaf.column in wanted) > limit:
+            raise _bomb(path)
+        options: dict[str, Any] = {"metadata": parquet.read_metadata(path)}
+        if "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters:
+            options["arrow_extensions_enabled"] = False  # what is marked as JSON is a text, too
+        for index, group in enumerate(groups if wanted else ()):
+            rows, shared = _how_to_read(group, wanted)
+            with parquet.ParquetFile(path, read_dictionary=shared, **options) as file:
+                for batch in file.iter_batches(batch_size=rows, row_groups=[index], columns=wanted):
+                    of_rows = np.sum([sizes(column) for column in batch.columns], axis=0)
+                    for row, size in enumerate(of_rows.tolist()):
+                        number += 1
+                        unpacked += size
                         if unpacked > limit:
                             raise _bomb(path)
-                        number += 1
-                        yield f"{path}: row {number}", values
-                tally.bytes_read += path.stat().st_size // file.num_row_groups
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+                        if size <= LONGEST_LINE:
+                            own = {name: column[row].as_py() for name, column in zip(batch.schema.names, batch.columns)}
+                            yield f"{path}: row {number}", dict.fromkeys(names) | own
+                        elif skip_bad_lines:
+                            tally.skipped_lines += 1
+                        else:
+                            problem = f"{path}: row {number}: longer than {LONGEST_LINE} bytes"
+                            raise UserError(f"{problem}; mend it or use --skip-bad-lines")
+            tally.bytes_read += path.stat().st_size // len(groups)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error}); mend it or leave it out") from error
+
+
+def _how_to_read(group: list[Chunk], columns: list[str]) -> tuple[int, list[int]]:
+    """Rows of a group to read at once, and the leaves whose texts stay shared, lest a few bytes become gigabytes."""
+    read = [chunk for chunk in group if chunk.leaf.column in columns]
+    large = FEW_ROWS * sum(chunk.largest_page for chunk in read) > LONGEST_LINE
+    shared = [
+        index
+        for index, chunk in enumerate(group)
+        if chunk in read and chunk.leaf.is_text and chunk.shares and (large or chunk.leaf.in_lists)
+    ]
+    # With shared texts a batch has those of all batches before it, too, so there must be few.
+    return (MANY_ROWS if shared else FEW_ROWS), shared
 
 
 def _bomb(path: Path) -> UserError:

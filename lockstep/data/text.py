@@ -69,7 +69,7 @@ class TextSource:
                 yield TextPart(self._text(where, values), True)
         for path in self.files:
             if holds_records(path):
-                for where, values in read_records(path, self.skip_bad_lines, self.tally):
+                for where, values in read_records(path, self.skip_bad_lines, self.tally, self.keys):
                     if self.skip_bad_lines and self._bad_keys(values):
                         self.tally.skipped_lines += 1
                     else:

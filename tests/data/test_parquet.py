@@ -1,0 +1,184 @@
+"""Parquet files: the same values as pyarrow reads, of the columns asked for, and no few bytes become gigabytes."""
+
+import random
+import tracemalloc
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from lockstep.data import records
+from lockstep.data.parquet_size import PER_OBJECT, sizes
+from lockstep.data.records import Tally, read_records
+from lockstep.errors import UserError
+
+TEXT = "x" * 4_000_000
+COLUMNS = ["messages", "prompt", "meta", "notes"]
+SCHEMA = pa.schema(
+    [
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.large_string())]))),
+        ("prompt", pa.string()),
+        ("meta", pa.map_(pa.string(), pa.list_(pa.string()))),
+        ("notes", pa.list_(pa.string(), 2)),
+    ]
+)
+
+
+def _rows(count):
+    draw = random.Random(0)
+
+    def text():
+        return None if draw.random() < 0.2 else draw.choice("aé🙂") * draw.randrange(4)
+
+    def some(make):
+        return None if draw.random() < 0.2 else [make() for _ in range(draw.randrange(3))]
+
+    return [
+        {
+            "messages": some(lambda: {"role": draw.choice(["user", "assistant"]), "content": text()}),
+            "prompt": text(),
+            "meta": some(lambda: (str(draw.random()), some(text))),
+            "notes": [text(), text()],
+        }
+        for _ in range(count)
+    ]
+
+
+def _write(path, rows, **options):
+    parquet.write_table(pa.Table.from_pylist(rows, SCHEMA), path, **options)
+    return path
+
+
+def _read(path, keys=COLUMNS, skip_bad_lines=False, tally=None):
+    return [values for _, values in read_records(path, skip_bad_lines, tally or Tally(), keys)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"row_group_size": 70},
+        {"data_page_version": "2.0", "compression": "zstd", "data_page_size": 100},
+        {"use_dictionary": False, "store_schema": False},
+        {"use_dictionary": False, "column_encoding": {"prompt": "DELTA_BYTE_ARRAY"}},
+        {"dictionary_pagesize_limit": 30},
+    ],
+)
+def test_rows_are_those_that_were_written_however_that_was(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(records, "FEW_ROWS", 16)
+    monkeypatch.setattr(records, "MANY_ROWS", 50)
+    rows = _rows(200)
+    path = _write(tmp_path / "a.parquet", rows, **options)
+    assert _read(path) == rows
+
+
+def test_the_size_of_a_value_is_known_before_it_is_made(tmp_path):
+    path = _write(tmp_path / "a.parquet", _rows(60))
+    with parquet.ParquetFile(path, read_dictionary=range(6)) as file:
+        for batch in file.iter_batches(batch_size=20, row_groups=[0]):
+            for column in (part for whole in batch.columns for part in (whole, whole.slice(3, 5))):
+                held = np.array([_size(value) for value in column.to_pylist()], dtype=np.int64)
+                # Structs and lists that are null count as if their fields were there.
+                assert ((held <= sizes(column)) & (sizes(column) <= held + 8 * PER_OBJECT)).all()
+
+
+def _size(value):
+    if isinstance(value, dict | list | tuple):
+        return PER_OBJECT + sum(map(_size, value.values() if isinstance(value, dict) else value))
+    return PER_OBJECT + len((value or "").encode())
+
+
+def test_only_the_columns_asked_for_are_read(tmp_path):
+    bomb = pa.array([[0] * 2**20], pa.list_(pa.int8()))
+    table = pa.table({"mask": bomb, "text": ["a text"], "text.more": ["another"], "also": [{"text": "no"}]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert _read(tmp_path / "a.parquet", ["text"]) == [
+        {"mask": None, "text": "a text", "text.more": None, "also": None}
+    ]
+
+
+def _shared(values, *lists):
+    """A column whose values are one text that the file has once, in lists that begin at `lists`."""
+    once = pa.DictionaryArray.from_arrays(pa.array([0] * values, pa.int8()), pa.array([TEXT]))
+    if not lists:
+        return once
+    message = pa.StructArray.from_arrays([once], names=["content"])
+    return pa.ListArray.from_arrays(pa.array(lists, pa.int32()), message)
+
+
+@pytest.mark.parametrize("lists", [(), range(0, 513, 8)])
+def test_a_file_that_repeats_one_text_for_gigabytes_is_refused(tmp_path, lists):
+    path = tmp_path / "bomb.parquet"
+    table = pa.table({"messages" if lists else "text": _shared(512, *lists)})
+    parquet.write_table(table, path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 10_000
+    read = read_records(path, False, Tally(), ["text", "messages"])
+    tracemalloc.start()
+    assert str(next(read)[1]).count("x") >= len(TEXT)
+    with pytest.raises(UserError, match=r"bomb\.parquet: expands more than 200 times"):
+        for _ in read:
+            pass
+    assert tracemalloc.get_traced_memory()[1] < 40 * len(TEXT), "of Python's own strings, one row at a time"
+    tracemalloc.stop()
+    assert pa.default_memory_pool().max_memory() < 2**29, "and not the 2 GB of all of them"
+
+
+def test_a_row_that_repeats_one_text_for_gigabytes_is_a_bad_line(tmp_path):
+    path = tmp_path / "row.parquet"
+    table = pa.table({"messages": _shared(100, 0, 1, 99, 100)})
+    parquet.write_table(table, path, compression="zstd", store_schema=False)
+    with pytest.raises(UserError, match=r"row\.parquet: row 2: longer than 268435456 bytes; .* --skip-bad-lines"):
+        _read(path, ["messages"])
+    tally = Tally()
+    assert len(_read(path, ["messages"], skip_bad_lines=True, tally=tally)) == 2 and tally.skipped_lines == 1
+
+
+def _claim_one_value(path, count):
+    """Lets the end of the file say that the column has one value; its page still says how many it has."""
+    content = path.read_bytes()
+    number, varint = 2 * count, b""
+    while number:
+        varint += bytes([number & 127 | (128 if number > 127 else 0)])
+        number >>= 7
+    place = content.index(varint, len(content) - 8 - int.from_bytes(content[-8:-4], "little"))
+    one = b"\x82" + b"\x80" * (len(varint) - 2) + b"\0"
+    path.write_bytes(content[:place] + one + content[place + len(varint) :])
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_file_that_repeats_a_value_is_refused_by_its_pages_whatever_its_end_says(tmp_path, monkeypatch, honest):
+    monkeypatch.setattr(records, "UNPACKED_FREELY", 2**20)
+    path, count = tmp_path / "zeros.parquet", 9_973
+    zeros = pa.array([[b"\0" * 200] * count], pa.list_(pa.binary(200)))
+    parquet.write_table(pa.table({"x": zeros}), path, write_statistics=False, data_page_size=2**22)
+    if not honest:
+        _claim_one_value(path, count)
+        with parquet.ParquetFile(path) as file:
+            assert file.metadata.row_group(0).column(0).num_values == 1 and len(file.read()["x"][0]) == count
+    with pytest.raises(UserError, match=r"zeros\.parquet: expands more than 200 times"):
+        _read(path, ["x"])
+
+
+def test_damaged_files_are_named_or_read_and_nothing_else_happens(tmp_path):
+    draw = random.Random(1)
+    table = pa.table({"messages": [row["messages"] for row in _rows(20)]})
+    parquet.write_table(table, tmp_path / "whole.parquet", row_group_size=12, store_schema=False)
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    end = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    refused = 0
+    for _ in range(25):
+        damaged = bytearray(whole)
+        place = draw.choice([draw.randrange(4, end), draw.randrange(end, len(whole)), draw.randrange(len(whole) - 8)])
+        damaged[place] = draw.choice([0, 255, damaged[place] ^ 1 << draw.randrange(8)])
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        try:
+            _read(tmp_path / "a.parquet", skip_bad_lines=True)
+        except UserError as error:
+            assert "a.parquet: cannot be read as Parquet" in str(error) or "expands" in str(error)
+            refused += 1
+    assert 5 < refused < 25
+
+
+def test_a_file_without_rows_holds_nothing(tmp_path):
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert _read(tmp_path / "a.parquet") == []
