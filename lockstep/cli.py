@@ -315,6 +315,8 @@ class ParityOptions:
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     seed: int = 0
     """Of the load."""
+    explain: bool = False
+    """Where something differs, name the first layer and operator that does."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: RanksConfig = field(default_factory=RanksConfig)
 
@@ -372,6 +374,10 @@ def _parity(options: ParityOptions, world: World) -> int:
         f"Arithmetic        : {arithmetic_of(model.device)}, reduction_chunks {shape.reduction_chunks}, on both sides"
     )
     print("\nload: " + ", ".join(f"{count} {name}" for name, count in load.items()))
+    if options.explain and result.tokens_different:
+        from lockstep.rl.explain import in_words
+
+        print(f"first difference: {result.first}. {in_words(model, result.sequence)}")
     return 0 if result.tokens_different == 0 else 1
 
 

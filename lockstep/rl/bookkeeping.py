@@ -10,8 +10,10 @@ from itertools import groupby
 from typing import Any
 
 from lockstep.config import RLConfig
+from lockstep.model import Decoder
 from lockstep.observe import Timeline
 from lockstep.rl.environment import Environment
+from lockstep.rl.explain import in_words
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.rollouts import Rollout
 
@@ -39,15 +41,16 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def accepted(parity: Parity, config: RLConfig, step: int) -> Parity:
+def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder) -> Parity:
     """Stops the run, or warns, where a step's log-probabilities differ. Raises ParityError."""
     if parity.tokens_different:
         message = (
             f"step {step}: {parity.tokens_different} of {parity.tokens_checked} log-probabilities differ between "
-            f"generator and trainer (by up to {parity.max_delta:.3e}); the first is {parity.first}"
+            f"generator and trainer (by up to {parity.max_delta:.3e}); the first is {parity.first}. "
+            + in_words(model, parity.sequence)
         )
         if config.on_parity_error == "stop":
-            raise ParityError(message + ". Set on_parity_error = warn to go on regardless")
+            raise ParityError(message + "; set on_parity_error = warn to go on regardless")
         warnings.warn(message, stacklevel=2)
     return parity
 

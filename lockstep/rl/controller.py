@@ -137,7 +137,7 @@ def _reinforce(
                     metrics |= trainer.step(batches, loss) | loss.metrics()
                     bad_steps.check(step, trainer)
                     if inner == 0:
-                        metrics |= accepted(loss.parity, config, step).metrics()
+                        metrics |= accepted(loss.parity, config, step, model).metrics()
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 stopwatch.lap("time/train")
                 engine.weights_changed(step)

@@ -25,6 +25,8 @@ class Parity:
     max_delta: float = 0.0
     first: str = field(default="", compare=False)
     """The first difference in words: token, position, both values."""
+    sequence: tuple[list[int], int] | None = field(default=None, compare=False)
+    """The tokens of a sequence with a difference, and how many of them are its prompt."""
 
     def compare(
         self,
@@ -49,7 +51,8 @@ class Parity:
         if not self.first:
             index = int(different.nonzero()[0, 0])
             values = f"generator {float(generator[index])!r}, trainer {float(trainer[index])!r}"
-            self.first = f"{_locate(rollouts, index)}: {values}"
+            place, self.sequence = _locate(rollouts, index)
+            self.first = f"{place}: {values}"
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -59,10 +62,11 @@ class Parity:
         }
 
 
-def _locate(rollouts: Sequence[Rollout], index: int) -> str:
+def _locate(rollouts: Sequence[Rollout], index: int) -> tuple[str, tuple[list[int], int] | None]:
     for rollout in rollouts:
         if index < len(rollout.token_ids):
             position = len(rollout.prompt_ids) + index
-            return f"token {rollout.token_ids[index]} at position {position} after {rollout.example.prompt[:60]!r}"
+            place = f"token {rollout.token_ids[index]} at position {position} after {rollout.example.prompt[:60]!r}"
+            return place, ([*rollout.prompt_ids, *rollout.token_ids], len(rollout.prompt_ids))
         index -= len(rollout.token_ids)
-    return f"token {index}"
+    return f"token {index}", None

@@ -32,6 +32,8 @@ def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Par
             scores = score(model, [prompt + c.token_ids for c in group], param.temperature)
             for completion, trainer in zip(group, scores):
                 parity.compare(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :].cpu())
+                if parity.tokens_different and parity.sequence is None:
+                    parity.sequence = [*prompt, *completion.token_ids], len(prompt)
     statistics = engine.statistics
     return parity, {"preemptions": statistics.preemptions, "reused prompt tokens": statistics.prompt_tokens_reused}
 
