@@ -1,5 +1,6 @@
 """Every layout against one process: the same training, and the same bits forward."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -56,7 +57,19 @@ def assert_training_follows(layout, traces, expected):
     assert moved == expected.moved.keys()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.dtype}")
+SHORT = 5
+"""Steps of each layout in `make test`; `make test-slow` makes them all."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, id=f"{each.name}-{each.dtype}-{each.steps}", marks=marks)
+        for layout in LAYOUTS
+        for each, marks in ((replace(layout, steps=SHORT), ()), (layout, pytest.mark.slow))
+        if not marks or layout.steps > SHORT
+    ],
+)
 def test_training_follows_one_process(alone, layout):
     assert_training_follows(layout, trained(layout), alone(layout))
 

@@ -71,7 +71,7 @@ def _as_on_devices(traffic):
     """With the exchange that sums gradients on CPUs (`ExchangedSum`) counted as the reduce-scatter it stands for."""
     calls, sizes = Counter(), Counter()
     for (axis, kind), (count, size) in traffic.items():
-        key = axis, kind.replace("alltoall", "reduce_scatter")
+        key = axis, kind if axis == "tensor" else kind.replace("alltoall", "reduce_scatter")
         calls[key] += count
         sizes[key] += size
     return {key: (calls[key], sizes[key]) for key in calls}
