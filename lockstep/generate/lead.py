@@ -12,7 +12,7 @@ from lockstep.config import EngineConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
-from lockstep.generate.sampling_params import SamplingParams, TokenEvent
+from lockstep.generate.sampling_params import SamplingParams
 from lockstep.model import Decoder
 from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
 
@@ -39,9 +39,9 @@ class LeadingEngine(Engine):
         self._tell("abort", request_id)
         super().abort(request_id)
 
-    def step(self) -> list[TokenEvent]:
+    def _step(self) -> None:
         self._tell("step")
-        return super().step()
+        super()._step()
 
     def load_weights(self, folder: Path) -> None:
         self._tell("load_weights", str(folder))

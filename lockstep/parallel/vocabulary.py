@@ -38,7 +38,7 @@ def sharded_token_log_probs(
 
 
 class Part:
-    """A rank's part of a vocabulary: equally many tokens on every rank of `group`, but fewer or none on the last."""
+    """A rank's part of a vocabulary: equally many tokens on every rank of `group`, but for fewer on the last."""
 
     def __init__(self, vocab: int, group: dist.ProcessGroup):
         self.group, self.vocab, self.length = group, vocab, -(-vocab // dist.get_world_size(group))

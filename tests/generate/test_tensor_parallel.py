@@ -10,6 +10,7 @@ import torch
 from lockstep import Engine, SamplingParams, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
+from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
 from tests.parallel.launch import launch
@@ -116,3 +117,30 @@ def compare_draws():
         assert torch.equal(tokens[finite], expected[finite])
         assert torch.equal(log_probs[finite], their_log_probs[finite])
     close_world(world)
+
+
+def led(ranks):
+    """Rank 0's calls, each made on all ranks: completions at once, a stream that is left early, and new weights."""
+    world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
+    found = None
+    if world.is_main:
+        engine = (LeadingEngine if ranks > 1 else Engine)(model)
+        with pytest.raises(UserError, match="the prompt"):
+            engine.add([999], SamplingParams())
+        params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True, top_k=5)
+        found = [engine.generate([[1, 2], [3]], params)]
+        stream = engine.stream([4, 5], params)
+        found.append([next(stream).token_id for _ in range(3)])
+        stream.close()
+        engine.weights_changed(1)
+        found.append(engine.generate([[6]], SamplingParams(max_tokens=4, seed=2, ignore_eos=True)))
+        if ranks > 1:
+            engine.end()
+    else:
+        follow(Engine(model))
+    close_world(world)
+    return found
+
+
+def test_ranks_that_follow_make_what_rank_0_is_asked_for():
+    assert launch(2, led, 2) == [launch(1, led, 1)[0], None]
