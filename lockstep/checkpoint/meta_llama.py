@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -154,8 +154,11 @@ def _is_number(value: Any) -> bool:
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
+        with zipfile.ZipFile(path) as held:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in held.infolist()):
+                raise ValueError("its parts are compressed, as torch never writes them")
         tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # torch raises whatever its reader stumbles over
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: cannot be read as plain tensors ({reason}); download it again") from error
     named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)

@@ -63,6 +63,8 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
                 yield f'{name} is "{value}"; give {", ".join(others)} or {last}'
         elif not _is(value, kind):
             yield f"{name} is {value!r}; it must be {_NAMES[kind]}"
+        elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            yield f"{name} is {value!r:.60}, which is no text in UTF-8; write it as one"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{name} is {value}; it must be finite"
         else:

@@ -14,6 +14,8 @@ from lockstep.errors import UserError, closest
 Config = TypeVar("Config", PretrainConfig, RLConfig)
 OF_A_START = ("output", "resume", "overwrite", "dry_run")
 """Settings that a resumed run does not take from its file."""
+MOST_BYTES, MOST_ALIASES = 2**16, 10
+"""Of a file of settings. Aliases of aliases, merged, would multiply what they stand for."""
 
 
 def to_toml(config: PretrainConfig | RLConfig) -> str:
@@ -44,7 +46,11 @@ def from_toml(path: str | Path, base: Config) -> Config:
     Raises UserError for a missing or malformed file and for keys that `base` does not have.
     """
     try:
-        text = Path(path).read_text()
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"larger than {MOST_BYTES} bytes")
+        text = content.decode()
         values = _yaml(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the name of a TOML or YAML file") from error
@@ -59,9 +65,12 @@ def _yaml(text: str) -> dict[Any, Any]:
     import yaml
 
     try:
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MOST_ALIASES:
+            raise ValueError(f"more than {MOST_ALIASES} aliases")
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, TypeError) as error:  # TypeError: a key that cannot be one
-        raise ValueError(" ".join(str(error).split())) from error
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # Beside its own errors those of keys that cannot be one, and of values that their tags do not fit.
+        raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())) from error
     if not isinstance(values, dict | None):
         raise ValueError(f"a {type(values).__name__}, not settings with names")
     return values or {}
@@ -89,6 +98,8 @@ def _merge(config: Any, values: dict[Any, Any], where: str) -> Any:
         if table != isinstance(values[key], dict):
             wanted = "a table of settings" if table else "a value, not a table of settings"
             raise UserError(f'{where}: "{key}" must be {wanted}; see --help for what it may hold')
+        if any(isinstance(number, int) and abs(number) >= 2**63 for number in _plain(values[key])):
+            raise UserError(f'{where}: "{key}" holds a number of more than 64 bits')
         if isinstance(values[key], list) and any(isinstance(value, list | dict) for value in values[key]):
             raise UserError(f'{where}: "{key}" must be a list of plain values, without lists or tables in it')
     changes = {
@@ -98,6 +109,10 @@ def _merge(config: Any, values: dict[Any, Any], where: str) -> Any:
         for key, value in values.items()
     }
     return dataclasses.replace(config, **changes)
+
+
+def _plain(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _own(value: Any, before: Any) -> Any:

@@ -104,7 +104,7 @@ class ConversationEncoder:
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise ChatTemplateError(
                 'needs "messages", a list of objects with "role" and "content", or the texts "prompt" and "completion" '
-                f"(here: {', '.join(values)})"
+                f"(here: {', '.join(values):.200})"
             )
         if self.template is None:
             raise UserError("the data hold messages, but the model's folder has no chat template; give --template FILE")

@@ -22,6 +22,8 @@ LONGEST_LINE = 2**28
 MOST_VALUES = 2**22
 """Of the characters , : [ and { each in a JSONL line, those in its texts included: each may stand for a value, and many
 small values take 20 times the memory of their line. A book has a comma in some 80 characters."""
+LEAST_LINE = 256
+"""Bytes that a line counts as, at least, of what a gzip file may expand to: a billion empty ones take minutes, too."""
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
 """A gzip or Parquet file may expand so many times, and to so many bytes in any case; text compresses 3 to 20 times."""
@@ -79,7 +81,7 @@ def read_jsonl(
         with gzip.open(path, "rb") if compressed else path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
                 tally.bytes_read += 0 if compressed else len(line)
-                unpacked += len(line)
+                unpacked += max(len(line), LEAST_LINE)
                 if unpacked > limit:
                     raise _bomb(path)
                 if not line.strip():

@@ -94,7 +94,7 @@ class TextSource:
         chats = "; these are conversations: lockstep sft reads them, and data tokenize --chat"
         raise UserError(
             f"{where}: key {bad[0]!r} is not a string; name the line's keys in --template "
-            f"(here: {', '.join(values)}), or use --skip-bad-lines{chats * ('messages' in values)}"
+            f"(here: {', '.join(values):.200}), or use --skip-bad-lines{chats * ('messages' in values)}"
         )
 
 

@@ -162,7 +162,7 @@ def _empty(path: Path) -> None:
 def _changed_settings(config: Path, config_toml: str) -> list[str]:
     try:
         before, now = (_flat(tomllib.loads(text)) for text in (config.read_text(), config_toml))
-    except ValueError:
+    except (ValueError, RecursionError):
         return [f"those in {config} cannot be read"]
     names = [n for n in now if n not in ("output", "resume", "overwrite") and now[n] != before.get(n, now[n])]
     return [f"{name} {now[name]!r}, was {before[name]!r}" for name in names]

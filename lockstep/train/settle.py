@@ -77,7 +77,7 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
         return {}
     try:
         values = tomllib.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # open_run says so
     names = ("arithmetic", "dtype", "tokenizer")
     return {name: str(values[name]) for name in names if values.get(name, "auto") != "auto"}

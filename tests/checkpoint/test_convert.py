@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -192,3 +193,15 @@ print(peak[0] - before)
     used = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
     # The largest tensor in both dtypes is 37 MB; mapped files are the kernel's to drop.
     assert size > 3.5e8 and used < 0.3 * size, used / size
+
+
+@pytest.mark.parametrize("pickled", [b"\x80\x02" + b"0" * 2**20, b"\x80\x02(."], ids=["repeats", "small"])
+def test_parts_that_are_compressed_or_no_pickles_are_refused(tmp_path, pickled):
+    (tmp_path / "params.json").write_text('{"dim": 8, "n_layers": 1, "n_heads": 1}')
+    kind = zipfile.ZIP_DEFLATED if len(pickled) > 100 else zipfile.ZIP_STORED
+    with zipfile.ZipFile(tmp_path / "consolidated.00.pth", "w", kind) as file:
+        for name, content in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little"}.items():
+            file.writestr(f"archive/{name}", content)
+    said = "its parts are compressed" if kind else "pop from empty list"
+    with pytest.raises(UserError, match=rf"consolidated\.00\.pth: cannot be read as plain tensors .{said}"):
+        convert(tmp_path, tmp_path / "converted")

@@ -20,6 +20,8 @@ from lockstep.cli import main
 from lockstep.config import DataConfig, PretrainConfig
 from lockstep.data import (
     ByteTokenizer,
+    ConversationEncoder,
+    ConversationSource,
     Rows,
     TextEncoder,
     TextSource,
@@ -114,6 +116,23 @@ def test_a_file_that_expands_as_no_text_does_is_refused(tmp_path, monkeypatch, c
     message = "longer than 16384 bytes" if content == b"x" and not skip else "expands more than 50 times"
     with pytest.raises(UserError, match=rf"bomb\.jsonl\.gz.*{message}"):
         list(TextSource(str(tmp_path / "bomb.jsonl.gz"), skip_bad_lines=skip))
+
+
+def test_a_billion_lines_of_nothing_are_a_bomb_before_they_are_all_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "UNPACKED_FREELY", 2**16)
+    monkeypatch.setattr(records, "LARGEST_RATIO", 1)
+    (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b"\n" * 2**15))
+    with pytest.raises(UserError, match=r"bomb\.jsonl\.gz: expands"):
+        list(TextSource(str(tmp_path / "bomb.jsonl.gz")))
+
+
+def test_a_line_of_a_thousand_keys_is_answered_briefly(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({str(key): 1 for key in range(1000)}))
+    for source in (TextSource(str(tmp_path / "a.jsonl")), ConversationSource(str(tmp_path / "a.jsonl"))):
+        encoder = ENCODER if isinstance(source, TextSource) else ConversationEncoder(ByteTokenizer(), None)
+        with pytest.raises(UserError, match=r"\(here: 0, 1, 2, ") as refused:
+            _read(source, encoder)
+        assert len(str(refused.value)) < 700
 
 
 def test_a_long_text_file_is_one_document_read_in_parts(tmp_path, monkeypatch):

@@ -113,6 +113,9 @@ def test_bad_yaml_is_named(tmp_path, text):
         from_toml(tmp_path / "bad.yaml", PretrainConfig())
 
 
+MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -124,6 +127,15 @@ def test_bad_yaml_is_named(tmp_path, text):
         ("c.yaml", "x: " + "[" * 100_000, "cannot be read as YAML"),
         ("c.toml", "x = " + "[" * 100_000, "cannot be read as TOML"),
         ("c.yaml", "model: &a [*a]\n", '"model" must be a list of plain values'),
+        ("c.yaml", MERGED, "cannot be read as YAML .more than 10 aliases"),
+        ("c.yaml", 'steps: !!int ""', "cannot be read as YAML .IndexError"),
+        ("c.yaml", "steps: !!bool x", "cannot be read as YAML .KeyError"),
+        ("c.yaml", "steps: !!timestamp x", "cannot be read as YAML .AttributeError"),
+        ("c.yaml", "steps: " + "1:" * 400 + "1.5", "cannot be read as YAML .OverflowError"),
+        ("c.yaml", "steps: 0x" + "f" * 5000, '"steps" holds a number of more than 64 bits'),
+        ("c.yaml", "train:\n  rules: [0xffffffffffffffff]", '"rules" holds a number of more than 64 bits'),
+        ("c.toml", "steps = 0x" + "f" * 5000, '"steps" holds a number of more than 64 bits'),
+        ("c.toml", "# a comment\n" * 10_000, "cannot be read as TOML .larger than 65536 bytes"),
     ],
 )
 def test_a_config_file_of_a_wrong_shape_is_refused_by_its_key(tmp_path, name, content, message):
