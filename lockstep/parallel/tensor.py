@@ -23,7 +23,7 @@ FORMS[DTensor] = operators
 
 def tensor_group_of(model: Decoder) -> dist.ProcessGroup | None:
     """The ranks that share the model's matrices; None where it is whole."""
-    weight = model.head_weight
+    weight = next(model.parameters())  # all of them, or of a stage's, lie on one mesh
     return operators.tensor_group(weight) if isinstance(weight, DTensor) else None
 
 

@@ -10,9 +10,9 @@ from lockstep.ops.native.instruction_sets import supported
 from tests.rl.digest import digests_of_a_process
 
 EXPECTED = {
-    "pretrain": "9a53a00103950c8bcfc5bceeab938afef2bf116c69fb8f7d1b5126a935ca6b66",
-    "rl": "c6bcf30c46cec047d2f4544527b2e84ea1557918a23006388a0cfaa49e0ab356",
-    "rollouts": "383cd96757fbcb110fbc5ce368aa29894a6b652d65b34df55c8bea3f4e8d704d",
+    "pretrain": "3284212469f627b0a518f33b56675332f2659f771c2b9c2153f5041080ccd564",
+    "rl": "95ee80772595d03ab637f6c44c8723daa7b5fabfeb60117bf52cbd365e720f52",
+    "rollouts": "e68ee3239614ec709e5a187f93781d29a4e58a011f4f466167a802ea5e486bf0",
 }
 """Of every processor, compiler and number of threads. What changes a bit of a float32 run changes it."""
 
