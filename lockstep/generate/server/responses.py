@@ -51,58 +51,60 @@ class Reply:
 
     def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
         """The whole answer to a request that is not streamed, as JSON."""
-        # Choice by choice: json.dumps holds every other thread up until it is done.
-        choices = ", ".join(json.dumps(self._choice(piece, "message")) for piece in pieces)
-        rest = json.dumps(self._object([], chunk=False) | {"usage": usage})
-        return rest.replace('"choices": []', f'"choices": [{choices}]', 1)
+        return self._object([self._choice(piece, "message") for piece in pieces], chunk=False, usage=usage)
 
     def chunk(self, piece: Piece, with_usage: bool) -> str:
         """A choice's new piece as a server-sent event."""
-        chunk = self._object([self._choice(piece, "delta")], chunk=True, first=piece.first)
-        return server_sent_event(chunk | {"usage": None} if with_usage else chunk)
+        more = {"usage": None} if with_usage else {}
+        return server_sent_event(self._object([self._choice(piece, "delta")], True, piece.first, **more))
 
     def usage_chunk(self, usage: dict[str, int]) -> str:
         """The last event of a stream that is to end with its usage."""
-        return server_sent_event(self._object([], chunk=True, first=False) | {"usage": usage})
+        return server_sent_event(self._object([], chunk=True, first=False, usage=usage))
 
     def shows(self, piece: Piece) -> bool:
         """Whether a chunk of it would tell the client anything."""
         exact = self.token_ids or self.top_logprobs is not None
         return bool(piece.text or piece.finish_reason or (exact and piece.events))
 
-    def _object(self, choices: list[dict[str, Any]], chunk: bool, first: bool = True) -> dict[str, Any]:
+    # JSON is written token by token: json.dumps holds every other thread up until it is done, and a tree of hundreds of
+    # thousands of objects does so again when it is counted as garbage.
+
+    def _object(self, choices: list[str], chunk: bool, first: bool = True, **more: Any) -> str:
         kind = "text_completion"
         if self.chat:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
-        result = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        rest = {"id": self.id, "object": kind, "created": self.created, "model": self.model, **more}
         if self.chat and self.token_ids and first:
-            result["prompt_token_ids"] = self.prompts[0]
-        return result
+            rest["prompt_token_ids"] = self.prompts[0]
+        return _with(rest, "choices", f"[{', '.join(choices)}]")
 
-    def _choice(self, piece: Piece, holder: str) -> dict[str, Any]:
+    def _choice(self, piece: Piece, holder: str) -> str:
         choice: dict[str, Any] = {"index": piece.index}
         if self.chat:
             role = {"role": "assistant"} if piece.first else {}
             choice[holder] = role | {"content": piece.text} | ({"refusal": None} if holder == "message" else {})
-            choice["logprobs"] = None if self.top_logprobs is None else self._chat_logprobs(piece)
         else:
             choice["text"] = piece.text
-            choice["logprobs"] = None if self.top_logprobs is None else self._completion_logprobs(piece)
         choice["finish_reason"] = piece.finish_reason
         if self.token_ids:
             choice["token_ids"] = [event.token_id for event in piece.events]
             choice["weights_versions"] = [event.weights_version for event in piece.events]
             if not self.chat and piece.first:
                 choice["prompt_token_ids"] = self.prompts[piece.prompt]
-        return choice
+        logprobs = "null"
+        if self.top_logprobs is not None:
+            logprobs = self._chat_logprobs(piece) if self.chat else self._completion_logprobs(piece)
+        return _with(choice, "logprobs", logprobs)
 
-    def _completion_logprobs(self, piece: Piece) -> dict[str, Any]:
-        return {
+    def _completion_logprobs(self, piece: Piece) -> str:
+        lists = {
             "tokens": [token_name(self.tokenizer, event.token_id) for event in piece.events],
             "token_logprobs": [_number(event.logprob) for event in piece.events],
-            "top_logprobs": [self._by_name(event) for event in piece.events] if self.top_logprobs else None,
             "text_offset": piece.offsets,
         }
+        top = f"[{', '.join(json.dumps(self._by_name(event)) for event in piece.events)}]"
+        return _with(lists, "top_logprobs", top if self.top_logprobs else "null")
 
     def _by_name(self, event: TokenEvent) -> dict[str, float | None]:
         """The likeliest tokens and the sampled one. Of tokens with equal text, the less likely go by their ids."""
@@ -115,13 +117,13 @@ class Reply:
             names[f"token_id:{token}" if name in names else name] = _number(logprob)
         return names
 
-    def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
-        content = [
+    def _chat_logprobs(self, piece: Piece) -> str:
+        entries = (
             self._entry(event.token_id, event.logprob)
             | {"top_logprobs": [self._entry(token, logprob) for token, logprob in event.top_logprobs]}
             for event in piece.events
-        ]
-        return {"content": content, "refusal": None}
+        )
+        return f'{{"content": [{", ".join(map(json.dumps, entries))}], "refusal": null}}'
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -131,8 +133,14 @@ class Reply:
         }
 
 
-def server_sent_event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content)}\n\n"
+def server_sent_event(content: str) -> str:
+    """Of an object in JSON."""
+    return f"data: {content}\n\n"
+
+
+def _with(values: dict[str, Any], name: str, value: str) -> str:
+    """An object in JSON, of which one value is JSON already."""
+    return f'{json.dumps(values)[:-1]}, "{name}": {value}}}'
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -97,7 +98,7 @@ class EventStream(Response):
                 # First of all the sequences end: the client may not even read this.
                 await self._events.aclose()
                 await self._source.aclose()
-                await _send_part(send, server_sent_event(error.body()), more=True)
+                await _send_part(send, server_sent_event(json.dumps(error.body())), more=True)
             await _send_part(send, "", more=False)
 
     async def _send_events(self, send: Send) -> None:
