@@ -57,13 +57,29 @@ def open_model(
     return opened
 
 
+def name_other_chunks(folder: Path, chunks: int) -> None:
+    """Warns where a model that was trained here is computed with sums in another number of chunks than in its run."""
+    own = model.read_config(folder).reduction_chunks
+    if own != chunks and (own > 1 or trained_arithmetic(folder)):
+        log.warning(
+            "%s was trained with reduction_chunks %d, and %d are used here: log-probabilities differ from those of its "
+            "run in their last bits",
+            folder,
+            own,
+            chunks,
+        )
+
+
 def _own_part(folder: Path, dtype: str, world: World) -> Decoder:
     if len(set(world.gather(arithmetic_of(world.device)))) > 1:
         set_arithmetic("portable", world.device)
     kind = model.folder_dtype(folder) if is_auto(dtype) else model.resolve_dtype(dtype)
     parallel = ParallelConfig(tensor=world.degrees["tensor"])
     fill = partial(model.load_weights, path=folder)
-    return generator_model(model.read_config(folder), kind, world, parallel, fill)
+    part = generator_model(model.read_config(folder), kind, world, parallel, fill)
+    if world.is_main:
+        name_other_chunks(folder, part.config.reduction_chunks)
+    return part
 
 
 def model_folder(name: str | Path) -> Path:

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.checkpoint import folder_if_model
+from lockstep.checkpoint import folder_if_model, name_other_chunks
 from lockstep.config import PretrainConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.model import choose_dtype, is_auto, read_config, set_arithmetic
-from lockstep.observe.logs import log
 from lockstep.observe.run_folder import CONFIG
 from lockstep.observe.start import announce
 from lockstep.parallel import World, chunks_for
@@ -50,15 +49,8 @@ def _chunks(config: PretrainConfig, world: World) -> int:
     folder = Path(config.model)
     own = read_config(folder).reduction_chunks if folder.is_dir() else 1
     chunks = chunks_for(own, config.parallel)
-    if world.is_main and own not in (1, chunks):
-        log.warning(
-            "%s was trained with reduction_chunks %d, and this run has %d: log-probabilities differ in their last "
-            "bits. --parallel.reduction-chunks %d would keep them",
-            folder,
-            own,
-            chunks,
-            own,
-        )
+    if world.is_main and folder.is_dir():
+        name_other_chunks(folder, chunks)
     return chunks
 
 
