@@ -28,7 +28,7 @@ from lockstep.generate.sequence import Sequence
 from lockstep.model import Decoder, check_token_ids, load_weights
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.sampler import ShardedSampler
-from lockstep.parallel.tensor import tensor_group_of
+from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
 
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB where they are float32."""
@@ -60,6 +60,11 @@ class Engine:
     def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
         if not isinstance(model, Decoder):
             raise UserError(f"an Engine samples from a Decoder, not from {model!r:.60}; load it with load_model")
+        if sharded_over_data(model):
+            raise UserError(
+                "an Engine reads weights where they lie, but these are sharded over data ranks, which gather them for "
+                "a forward only; make a model to sample from with lockstep.parallel.generator_model"
+            )
         self.model = model
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer

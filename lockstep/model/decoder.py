@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -44,6 +44,7 @@ class Block(nn.Module):
         return hidden + self.mlp(ops.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps))
 
 
+@runtime_checkable
 class Halves(Protocol):
     """How a block's two halves are called: directly, which is `Block` itself, or compiled."""
 

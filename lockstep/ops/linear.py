@@ -65,7 +65,7 @@ def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tens
             f"a product needs factors of one width, dtype and device, but has {list(x.shape)} {x.dtype} on {x.device} "
             f"and {list(weight.shape)} {weight.dtype} on {weight.device}"
         )
-    if chunks > 1:
+    if chunks != 1:
         _check_chunks(x, chunks)
     if native.usable(x):
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
@@ -83,7 +83,7 @@ def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tens
 def _check_chunks(x: Tensor, chunks: int) -> None:
     """Chunks begin at whole words of 4 bytes, which a bfloat16 product reads at once."""
     width = chunks * 4 // x.element_size()
-    if chunks & (chunks - 1) or x.shape[1] % width:
+    if chunks < 1 or chunks & (chunks - 1) or x.shape[1] % width:
         raise ValueError(
             f"{chunks} chunks of a {x.dtype} product need to be a power of two, and its {x.shape[1]} features a "
             f"multiple of {width}"

@@ -36,7 +36,7 @@ def parallel_model(
     that the model's shape does not allow.
     """
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
-    refuse_impossible(config, world.degrees, parallel, compiled)
+    refuse_impossible(config, world.degrees, parallel)
     overlap(parallel.asynchronous_tensor)
     model: Decoder | Pipeline
     if world.mesh is None:
@@ -75,7 +75,7 @@ def generator_model(
     Raises UserError for a degree that the model's shape does not allow.
     """
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
-    refuse_impossible(config, world.degrees, parallel, CompileConfig())
+    refuse_impossible(config, world.degrees, parallel)
     model = Decoder(config, dtype, "meta")
     shard_tensor_parallel(model, world)
     model.to_empty(device=world.device)

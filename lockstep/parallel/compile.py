@@ -9,21 +9,23 @@ belong to the model.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._inductor
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
-from lockstep.model.decoder import Block
+from lockstep.model.decoder import Block, Halves
 from lockstep.ops.cache import cache_folder, fingerprint, require_private
+from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole, whole_rows
 from lockstep.parallel.tensor import tensor_group_of
 
 PROBE_ROWS = 96
@@ -45,7 +47,7 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     keep_artifacts()
     # Of one function for all models of a process: dtypes, devices, and each with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    halves = CompiledHalves(config)
+    halves = CompiledHalves(model.halves, config)
     block = next(iter(model.layers))  # not number 0, which a later stage of a pipeline does not have
     assert isinstance(block, Block)
     # Of a sharded layer the forward sees whole weights in the compute dtype.
@@ -64,23 +66,22 @@ class CompiledHalves:
     Once `frozen`, a call that would compile again raises torch._dynamo.exc.RecompileError, which names the guard.
     """
 
-    def __init__(self, config: CompileConfig):
+    def __init__(self, halves: Halves, config: CompileConfig):
         self.frozen = False
-        self._before = torch.compile(Block.before_attention, backend=config.backend, fullgraph=True, options=OPTIONS)
-        self._after = torch.compile(Block.after_attention, backend=config.backend, fullgraph=True, options=OPTIONS)
+        self._before = torch.compile(halves.before_attention, backend=config.backend, fullgraph=True, options=OPTIONS)
+        self._after = torch.compile(halves.after_attention, backend=config.backend, fullgraph=True, options=OPTIONS)
 
     def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = hidden.shape[0]
         q, k, v = self._call(self._before, block, hidden, cos, sin)
-        return (q, k, v) if rows > 1 else (q[:1], k[:1], v[:1])
+        return (q, k, v) if hidden.shape[0] > 1 else (_every_other(q), _every_other(k), _every_other(v))
 
     def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
         out: Tensor = self._call(self._after, block, hidden, attended)
-        return out if hidden.shape[0] > 1 else out[:1]
+        return out if hidden.shape[0] > 1 else _every_other(out)
 
     def _call(self, function: Any, block: Block, *rows: Tensor) -> Any:
-        # A single row would be compiled for itself, so it gets company; what it computes does not depend on that.
-        rows = rows if rows[0].shape[0] > 1 else tuple(_doubled(x) for x in rows)
+        # A single row would be compiled for itself, so each gets company; what it computes does not depend on that.
+        rows = rows if rows[0].shape[0] > 1 else tuple(x.repeat_interleave(2, 0) for x in rows)
         for x in rows:
             torch._dynamo.mark_dynamic(x, 0)
         before = torch._dynamo.config.error_on_recompile
@@ -89,6 +90,10 @@ class CompiledHalves:
             return function(block, *rows)
         finally:
             torch._dynamo.config.error_on_recompile = before
+
+
+def _every_other(x: Tensor) -> Tensor:
+    return x[::2].clone()  # no view, which FSDP would not let go of
 
 
 def keep_artifacts() -> Path:
@@ -103,20 +108,12 @@ def keep_artifacts() -> Path:
     return folder
 
 
-def _doubled(x: Tensor) -> Tensor:
-    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
-
-
 def _refuse_unsafe(model: Decoder) -> None:
     """On the CPU a compiled loop ends in single elements where its length is no multiple of the vector's."""
-    if tensor_group_of(model) is not None:
-        raise UserError(
-            'compile.backend = "inductor" does not go with parallel.tensor, whose exchanges are not traced; set '
-            'compile.backend = "none"'
-        )
     lanes = 32
-    shape = model.config
-    widths = {"dim": shape.dim, "intermediate_size": shape.intermediate_size, "head_dim": shape.head_dim}
+    shape, group = model.config, tensor_group_of(model)
+    features = shape.intermediate_size // (group.size() if group else 1)
+    widths = {"dim": shape.dim, "a rank's part of intermediate_size": features, "head_dim": shape.head_dim}
     for name, width in widths.items():
         if model.device.type == "cpu" and width % lanes:
             raise UserError(
@@ -127,36 +124,67 @@ def _refuse_unsafe(model: Decoder) -> None:
 
 
 def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
-    generator = torch.Generator().manual_seed(0)
-    config = model.config
-    dtype = block.input_layernorm.weight.dtype
-    hidden = torch.randn(PROBE_ROWS, config.dim, generator=generator).to(model.device, dtype)
-    attended = torch.randn(PROBE_ROWS, config.num_heads, config.head_dim, generator=generator)
-    attended = attended.to(model.device, dtype)
-    tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))
-
-    def outputs(rows: slice) -> list[Tensor]:
-        cos, sin = (t[rows] for t in tables)
-        # Fresh tensors: what is marked dynamic stays marked.
-        first = halves.before_attention(block, hidden[rows].clone(), cos.clone(), sin.clone())
-        return [*first, halves.after_attention(block, hidden[rows].clone(), attended[rows].clone())]
-
+    """Compiles what trainer and generator will call, and compares the bits of rows with those of a forward of all."""
+    group = tensor_group_of(model)
+    ranks = group.size() if group else 1
+    probe = _Probe(model, block, halves, group)
     with torch.enable_grad():
-        hidden.requires_grad_()
-        attended.requires_grad_()
-        expected = [t.detach() for t in outputs(slice(0, PROBE_ROWS))]
-        total = torch.stack([t.float().sum() for t in outputs(slice(0, 2))]).sum()
-        torch.autograd.grad(total, [hidden, attended, *block.parameters()])  # compiles the gradient too
-        hidden.requires_grad_(False)
-        attended.requires_grad_(False)
+        probe.require_gradients(True)
+        expected = [t.detach() for t in probe.outputs(slice(0, PROBE_ROWS))]
+        total = torch.stack([t.float().sum() for t in probe.outputs(slice(0, 2 * ranks))]).sum()
+        torch.autograd.grad(total, [probe.hidden, probe.attended, *block.parameters()])  # compiles the gradient too
+        probe.require_gradients(False)
+    problems: list[str] = []
     with torch.no_grad():
         for count in (PROBE_ROWS, *PROBE_COUNTS):
             for rows in (slice(0, count), slice(PROBE_ROWS - count, PROBE_ROWS)):
-                names = ("queries", "keys", "values", "the block's output")
-                for name, got, want in zip(names, outputs(rows), expected):
-                    if not torch.equal(got, want[rows]):
-                        raise UserError(
-                            f'compile.backend = "inductor" would break the equality of trainer and generator here: '
-                            f"{name} of {count} rows without a gradient differ from those of {PROBE_ROWS} rows with "
-                            f'one; set compile.backend = "none"'
-                        )
+                if count % ranks == 0:
+                    problems += probe.differences(rows, expected)
+                if group is not None:
+                    with whole_rows():
+                        problems += probe.differences(rows, expected)
+    # All ranks find the same, or some would wait for those that have stopped.
+    if group is not None:
+        everyone: list[Any] = [None] * ranks
+        dist.all_gather_object(everyone, problems, group=group)
+        problems = [problem for those in everyone for problem in those]
+    if problems:
+        raise UserError(
+            'compile.backend = "inductor" would break the equality of trainer and generator here: '
+            f'{problems[0]}; set compile.backend = "none"'
+        )
+
+
+class _Probe:
+    """Rows that a block's halves are called with, as the ranks of a tensor axis hold them."""
+
+    def __init__(self, model: Decoder, block: Block, halves: CompiledHalves, group: dist.ProcessGroup | None):
+        self.block, self.halves, self.group = block, halves, group
+        generator = torch.Generator().manual_seed(0)
+        config, dtype = model.config, block.input_layernorm.weight.dtype
+        heads = config.num_heads // (group.size() if group else 1)
+        self.hidden = torch.randn(PROBE_ROWS, config.dim, generator=generator).to(model.device, dtype)
+        self.attended = torch.randn(PROBE_ROWS, heads, config.head_dim, generator=generator).to(model.device, dtype)
+        self.tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))
+
+    def require_gradients(self, required: bool) -> None:
+        self.hidden.requires_grad_(required)
+        self.attended.requires_grad_(required)
+
+    def outputs(self, rows: slice) -> list[Tensor]:
+        """Queries, keys, values and the block's output of these tokens."""
+        # Fresh tensors: what is marked dynamic stays marked.
+        cos, sin = (table[rows].clone() for table in self.tables)
+        hidden, attended = self.hidden[rows].clone(), self.attended[rows].clone()
+        shared = self.group if self.group and not rows_are_whole() else None
+        if shared:
+            hidden = exchanged(hidden, shared, own_rows, gather_rows)
+        first = self.halves.before_attention(self.block, hidden, cos, sin)
+        out = self.halves.after_attention(self.block, hidden, attended)
+        return [*first, exchanged(out, shared, gather_rows, own_rows) if shared else out]
+
+    def differences(self, rows: slice, expected: list[Tensor]) -> Iterator[str]:
+        for name, got, want in zip(("queries", "keys", "values", "the block's output"), self.outputs(rows), expected):
+            if not torch.equal(got, want[rows]):
+                count = rows.stop - rows.start
+                yield f"{name} of {count} rows without a gradient differ from those of {PROBE_ROWS} rows with one"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,13 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.ops.linear import tree_sum
+from lockstep.ops.opaque import library
 
 # What torch 2.13 calls them; before, they had the names that it warns of.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_whole = ContextVar("whole_rows", default=False)
+# Of the process, not of a context: a compiled half is guarded on it, and the ranks' exchanges are in one thread anyway.
+_whole = False
 
 
 @contextmanager
@@ -27,15 +28,16 @@ def whole_rows() -> Iterator[None]:
 
     The bits are the same. Without gradients only.
     """
-    token = _whole.set(True)
+    global _whole
+    before, _whole = _whole, True
     try:
         yield
     finally:
-        _whole.reset(token)
+        _whole = before
 
 
 def rows_are_whole() -> bool:
-    return _whole.get()
+    return _whole
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -72,8 +74,39 @@ class _Exchange(torch.autograd.Function):
 
 def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:
     """`forward(x, group)`, whose gradient is `backward` of the result's."""
+    if torch.compiler.is_compiling():
+        return (_opaque_gather if forward is gather_rows else _opaque_sum)(x, group.group_name)
     out: Tensor = _Exchange.apply(x, group, forward, backward)
     return out
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that an operator of a compiled graph, which takes no objects, was given by its name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+@library.operator(
+    "gather_rows(Tensor own, str group) -> Tensor",
+    fake=lambda own, group: own.new_empty(own.shape[0] * group_named(group).size(), *own.shape[1:]),
+)
+def _opaque_gather(own: Tensor, group: str) -> Tensor:
+    return gather_rows(own, group_named(group))
+
+
+@library.operator(
+    "sum_rows(Tensor x, str group) -> Tensor",
+    fake=lambda x, group: x.new_empty(x.shape[0] // group_named(group).size(), *x.shape[1:]),
+)
+def _opaque_sum(x: Tensor, group: str) -> Tensor:
+    return sum_rows(x, group_named(group))
+
+
+def _save_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+library.differentiable("gather_rows", _save_group, lambda ctx, grad: (_opaque_sum(grad, ctx.group), None))
+library.differentiable("sum_rows", _save_group, lambda ctx, grad: (_opaque_gather(grad, ctx.group), None))
 
 
 class ExchangedSum:

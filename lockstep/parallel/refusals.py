@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import ParallelConfig
 from lockstep.config.parallel import MOST_TENSOR
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 
 
-def refuse_impossible(
-    shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig, compiled: CompileConfig
-) -> None:
+def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> None:
     """Raises UserError where a degree does not divide what it cuts, with the numbers and the degrees that do."""
     problems = list(_tensor_problems(shape, degrees["tensor"]))
     if parallel.full_dtensor and degrees["pipeline"] > 1:
@@ -26,11 +24,6 @@ def refuse_impossible(
         problems.append(
             'parallel.reduce_gradients "microbatch" does not go with parallel.pipeline, whose schedules sum gradients '
             'once a step; leave it at "auto"'
-        )
-    if compiled.backend != "none" and (degrees["tensor"] > 1 or parallel.full_dtensor):
-        problems.append(
-            f'compile.backend = "{compiled.backend}" does not go with tensor parallelism or full_dtensor, whose '
-            'exchanges are not traced; set compile.backend = "none"'
         )
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))

@@ -18,7 +18,8 @@ from torch import Tensor
 from lockstep.ops.asked import asked_for
 from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product_sums, tree_sum, weight_gradient
-from lockstep.parallel.exchange import all_gather, gather_rows, rows_are_whole
+from lockstep.ops.opaque import library
+from lockstep.parallel.exchange import all_gather, gather_rows, group_named, rows_are_whole
 
 OVERLAPPED = 4
 """Slices of a rank's tokens. The first product and the last sum are not hidden: a quarter of each remains."""
@@ -37,12 +38,19 @@ def row_product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup
     `x` `[tokens, in / ranks]` and `weight` `[out, in / ranks]` are this rank's parts of the factors; `chunks`, those of
     the whole product, are a multiple of the ranks. Its gradient asks for that of these rows.
     """
+    if torch.compiler.is_compiling():
+        operator = _opaque_whole if rows_are_whole() else _opaque_product
+        return operator(x, weight, chunks, group.group_name)
     if rows_are_whole():
-        ranks = dist.get_world_size(group)
-        sums = gather_rows(product_sums(x, weight, chunks // ranks), group)
-        return tree_sum(sums.unflatten(0, (ranks, -1)).unbind()).to(x.dtype)
+        return _whole_product(x, weight, chunks, group)
     out: Tensor = _RowProduct.apply(x, weight, chunks, group)
     return out
+
+
+def _whole_product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    sums = gather_rows(product_sums(x, weight, chunks // ranks), group)
+    return tree_sum(sums.unflatten(0, (ranks, -1)).unbind()).to(x.dtype)
 
 
 class _RowProduct(torch.autograd.Function):
@@ -54,22 +62,8 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        own, ranks = grads[0].contiguous(), dist.get_world_size(ctx.group)
-        under_way = []
-        for rows in _row_slices(own.shape[0]):
-            gathered = own.new_empty(ranks, rows.stop - rows.start, own.shape[1])
-            work = all_gather(gathered.flatten(0, 1), own[rows], group=ctx.group, async_op=True)
-            under_way.append((rows, gathered, work))
-        whole = own.new_empty(ranks, *own.shape)
-        grad_x = torch.empty_like(x) if asked_for(ctx, 0) else None
-        for rows, gathered, work in under_way:
-            work.wait()
-            whole[:, rows] = gathered
-            if grad_x is not None:
-                part = input_gradient(gathered.flatten(0, 1), weight)
-                grad_x.unflatten(0, (ranks, -1))[:, rows] = part.unflatten(0, (ranks, -1))
-        return grad_x, weight_gradient(whole.flatten(0, 1), x) if asked_for(ctx, 1) else None, None, None
+        grad_x, grad_weight = _gradients(grads[0], *ctx.saved_tensors, ctx.group, asked_for(ctx, 0), asked_for(ctx, 1))
+        return grad_x, grad_weight, None, None
 
 
 def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
@@ -88,6 +82,60 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -
     return out
 
 
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, of_x: bool = True, of_weight: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    own, ranks = grad.contiguous(), dist.get_world_size(group)
+    under_way = []
+    for rows in _row_slices(own.shape[0]):
+        gathered = own.new_empty(ranks, rows.stop - rows.start, own.shape[1])
+        work = all_gather(gathered.flatten(0, 1), own[rows], group=group, async_op=True)
+        under_way.append((rows, gathered, work))
+    whole = own.new_empty(ranks, *own.shape)
+    grad_x = torch.empty_like(x) if of_x else None
+    for rows, gathered, work in under_way:
+        work.wait()
+        whole[:, rows] = gathered
+        if grad_x is not None:
+            part = input_gradient(gathered.flatten(0, 1), weight)
+            grad_x.unflatten(0, (ranks, -1))[:, rows] = part.unflatten(0, (ranks, -1))
+    return grad_x, weight_gradient(whole.flatten(0, 1), x) if of_weight else None
+
+
 def _row_slices(rows: int) -> Iterator[slice]:
     size = max(1, -(-rows // _slices))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+@library.operator(
+    "row_product(Tensor x, Tensor weight, int chunks, str group) -> Tensor",
+    fake=lambda x, weight, chunks, group: x.new_empty(x.shape[0] // group_named(group).size(), weight.shape[0]),
+)
+def _opaque_product(x: Tensor, weight: Tensor, chunks: int, group: str) -> Tensor:
+    return _product(x, weight, chunks, group_named(group))
+
+
+@library.operator(
+    "row_product_gradients(Tensor grad, Tensor x, Tensor weight, str group) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight, group: (torch.empty_like(x), torch.empty_like(weight)),
+)
+def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor, group: str) -> tuple[Tensor | None, Tensor | None]:
+    return _gradients(grad, x, weight, group_named(group))
+
+
+@library.operator(
+    "whole_row_product(Tensor x, Tensor weight, int chunks, str group) -> Tensor",
+    fake=lambda x, weight, chunks, group: x.new_empty(x.shape[0], weight.shape[0]),
+)
+def _opaque_whole(x: Tensor, weight: Tensor, chunks: int, group: str) -> Tensor:
+    return _whole_product(x, weight, chunks, group_named(group))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int, str], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.group = inputs[3]
+
+
+library.differentiable(
+    "row_product", _save, lambda ctx, grad: (*_opaque_gradients(grad, *ctx.saved_tensors, ctx.group), None, None)
+)

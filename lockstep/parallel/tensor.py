@@ -27,6 +27,12 @@ def tensor_group_of(model: Decoder) -> dist.ProcessGroup | None:
     return operators.tensor_group(weight) if isinstance(weight, DTensor) else None
 
 
+def sharded_over_data(model: Decoder) -> bool:
+    """Whether weights lie on more than the tensor axis, on ranks that see different tokens."""
+    weight = next(model.parameters())
+    return isinstance(weight, DTensor) and operators.axes_of(weight.device_mesh) != ("tensor",)
+
+
 def shard_tensor_parallel(model: Decoder, world: World) -> None:
     """Makes every parameter a DTensor on the tensor axis; on the meta device, before data parallelism shards it."""
     if world.mesh is None or world.degrees["tensor"] == 1:

@@ -29,11 +29,15 @@ CHUNKS = 4
 Recompute = Literal["none", "full", "selective"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full", "selective")
 DTYPES = ("float32", "bfloat16")
+Backend = Literal["none", "inductor"]
+BACKENDS: tuple[Backend, ...] = ("none", "inductor")
+"""Of compilation: both sides eager, or both compiled."""
 GENERATORS = (1, 2, 4)
 """Tensor degrees."""
-# Widths that four ranks can share, and a vocabulary that they cannot divide; in one fewer key-value heads than ranks.
+# Widths that four ranks can share and compiled loops treat evenly; a vocabulary that they cannot divide; in one shape
+# fewer key-value heads than ranks.
 _SMALL: dict[str, Any] = dict(
-    vocab_size=259, dim=64, num_layers=4, head_dim=16, intermediate_size=128, max_positions=256, tie_embeddings=False
+    vocab_size=259, dim=64, num_layers=4, head_dim=32, intermediate_size=128, max_positions=256, tie_embeddings=False
 )
 SHAPES = {
     "llama3": ModelConfig("llama3", num_heads=8, num_kv_heads=4, **_SMALL),
@@ -77,11 +81,12 @@ class Generating:
 
     shape: str
     dtype: str
+    backend: Backend
     ranks: int
 
     @property
     def name(self) -> str:
-        return _file_name("generator", self.shape, self.dtype, str(self.ranks))
+        return _file_name("generator", self.shape, self.dtype, self.backend, str(self.ranks))
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ class Scoring:
 
     shape: str
     dtype: str
+    backend: Backend
     layout: Layout
     recompute: Recompute
 
@@ -99,7 +105,11 @@ class Scoring:
 
     @property
     def name(self) -> str:
-        return _file_name("trainer", self.shape, self.dtype, self.layout.name, self.recompute)
+        return _file_name("trainer", self.shape, self.dtype, self.backend, self.layout.name, self.recompute)
+
+    def sampled_by(self, ranks: int) -> Generating:
+        """The engine of so many ranks whose samples these are."""
+        return Generating(self.shape, self.dtype, self.backend, ranks)
 
 
 Job = Generating | Scoring
@@ -111,21 +121,33 @@ def _file_name(*parts: str) -> str:
 
 def scoring_jobs(covering: bool) -> Iterator[Scoring]:
     """All settings of the trainer with each other or, if `covering`, so many that every two of them meet."""
+    for job in _covering() if covering else _full():
+        # Its split backward is refused for compiled layers.
+        if not (job.backend == "inductor" and job.layout.parallel.pipeline_schedule == "zbv"):
+            yield job
+
+
+def _full() -> Iterator[Scoring]:
+    for shape, dtype, backend, layout, recompute in product(SHAPES, DTYPES, BACKENDS, LAYOUTS, RECOMPUTE):
+        yield Scoring(shape, dtype, backend, layout, recompute)
+
+
+def _covering() -> Iterator[Scoring]:
     shapes = list(SHAPES)
-    if not covering:
-        for shape, dtype, layout, recompute in product(shapes, DTYPES, LAYOUTS, RECOMPUTE):
-            yield Scoring(shape, dtype, layout, recompute)
-        return
     for row, layout in enumerate(LAYOUTS):
         for column, recompute in enumerate(RECOMPUTE):
             # A Latin square of recomputations and shapes; each layout has both dtypes.
             dtype = DTYPES[(row + (column == 1)) % 2]
-            yield Scoring(shapes[(row + column) % 3], dtype, layout, recompute)
+            yield Scoring(shapes[(row + column) % 3], dtype, "none", layout, recompute)
+        # Compiled, a dtype for each shape: what costs time is to compile another.
+        shape = row // 3 % 3
+        yield Scoring(shapes[shape], DTYPES[shape % 2], "inductor", layout, RECOMPUTE[row % 3])
 
 
 def all_jobs(covering: bool) -> list[Job]:
-    engines = [Generating(*each) for each in product(SHAPES, DTYPES, GENERATORS)]
-    return [*engines, *scoring_jobs(covering)]
+    scoring = list(scoring_jobs(covering))
+    engines = {job.sampled_by(ranks): None for job in scoring for ranks in GENERATORS}
+    return [*engines, *scoring]
 
 
 def jobs_of(folder: Path) -> list[Job]:
@@ -147,7 +169,7 @@ class Cell:
 
     def as_json(self) -> dict[str, Any]:
         own = {"trainer": self.trainer.layout.name, "recompute": self.trainer.recompute, "generator": self.generator}
-        own |= {"model": self.trainer.shape, "dtype": self.trainer.dtype}
+        own |= {"model": self.trainer.shape, "dtype": self.trainer.dtype, "compiled": self.trainer.backend}
         return own | {"checked": self.checked, "different": self.different, "max_delta": self.largest}
 
 
@@ -206,9 +228,9 @@ def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
     import numpy as np
 
     cell = Cell(job, generator)
-    sampled = _bits_sampled(folder, Generating(job.shape, job.dtype, generator))
+    sampled = _bits_sampled(folder, job.sampled_by(generator))
     # The trainer has scored what one process sampled: another token differs as another number does.
-    reference = _bits_sampled(folder, Generating(job.shape, job.dtype, 1))
+    reference = _bits_sampled(folder, job.sampled_by(1))
     cell.checked = len(reference)
     if sampled.shape != reference.shape or (sampled[:, 0] != reference[:, 0]).any():
         cell.different, cell.largest = cell.checked, float("inf")
@@ -248,9 +270,9 @@ def table(cells: list[Cell]) -> str:
     columns = [(dtype, generator) for dtype in DTYPES for generator in GENERATORS]
     heads = [f"{dtype}, " + (f"TP {generator}" if generator > 1 else "1") for dtype, generator in columns]
     rows = [["trainer \\ generator", *heads]]
-    for layout in LAYOUTS:
-        own = [cell for cell in cells if cell.trainer.layout is layout]
-        row = [layout.name]
+    for backend, layout in product(BACKENDS, LAYOUTS):
+        own = [cell for cell in cells if cell.trainer.layout is layout and cell.trainer.backend == backend]
+        row = [layout.name + (", compiled" if backend == "inductor" else "")]
         for column in columns:
             of = [cell for cell in own if (cell.trainer.dtype, cell.generator) == column]
             row.append(f"{sum(c.checked for c in of)} / {sum(c.different for c in of)}" if of else "-")

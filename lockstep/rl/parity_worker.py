@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.config import CompileConfig, EngineConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.generate import Engine
 from lockstep.model import ScoringModel, initialize, resolve_dtype
-from lockstep.parallel import World, close_world, generator_model, open_world, parallel_model
+from lockstep.parallel import World, apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.rl.parity_check import mixed_load
 from lockstep.rl.parity_matrix import CHUNKS, SHAPES, Generating, Scoring, jobs_of
 from lockstep.train import Trainer, pack, target_log_probs
@@ -49,6 +49,7 @@ def sample(job: Generating) -> Any:
     world = open_world(parallel, "cpu")
     shape = SHAPES[job.shape]
     model = generator_model(shape, resolve_dtype(job.dtype), world, parallel, partial(initialize, seed=SEED))
+    apply_compile(model, CompileConfig(job.backend))
     # A budget that cuts prompts into chunks, and a cache that does not hold all sequences at once.
     engine = Engine(model, EngineConfig(max_tokens_per_step=48, max_sequences=16, cache_tokens=192))
     prompts, params = mixed_load(random.Random(0), shape, REQUESTS, longest=48)
@@ -71,10 +72,10 @@ def score(job: Scoring, folder: Path) -> Any:
     fill = partial(initialize, seed=SEED)
     shape, dtype = SHAPES[job.shape], resolve_dtype(job.dtype)
     recompute = RecomputeConfig(job.recompute)
-    model = parallel_model(shape, dtype, world, parallel, CompileConfig(), fill, recompute)
+    model = parallel_model(shape, dtype, world, parallel, CompileConfig(job.backend), fill, recompute)
     replays = Replays(model)
     trainer = Trainer(model, TrainConfig(learning_rate=0.0), 1, world)
-    requests = json.loads((folder / f"{Generating(job.shape, job.dtype, 1).name}.0.json").read_text())
+    requests = json.loads((folder / f"{job.sampled_by(1).name}.0.json").read_text())
     scored = Scored(world, requests)
     trainer.step(scored.rows, scored.loss)
     return {"tokens": scored.numbers, "bits": scored.bits, "replays_different": replays.different(len(scored.rows))}

@@ -3,19 +3,23 @@
 The engine's own property tests also run compiled (`tests/generate/test_engine.py`).
 """
 
+from functools import partial
+
 import pytest
 import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops
-from lockstep.config import CompileConfig, TrainConfig
+from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
 from lockstep.errors import UserError
-from lockstep.model import ModelConfig, preset
+from lockstep.model import ModelConfig, initialize, preset
 from lockstep.ops.cache import UnsafeCache
-from lockstep.parallel import apply_compile
+from lockstep.parallel import apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.compile import keep_artifacts
 from lockstep.rl.parity_check import check_parity
 from lockstep.train import Trainer, pack
 from lockstep.train.packing import target_log_probs
+from tests.parallel.launch import launch
+from tests.parallel.training import whole
 
 INDUCTOR = CompileConfig(backend="inductor")
 
@@ -101,3 +105,40 @@ def test_a_folder_for_compiled_code_that_others_may_write_to_is_refused(tmp_path
     folder.chmod(0o777)
     with pytest.raises(UnsafeCache, match="others may write to it .*TORCHINDUCTOR_CACHE_DIR"):
         keep_artifacts()
+
+
+def compiled_on(ranks, dtype):
+    """Hidden states and gradients of a compiled model, of lone tokens too, and what its engine samples."""
+    parallel = ParallelConfig(tensor=ranks, reduction_chunks=2)
+    world = open_world(parallel, "cpu")
+    shape = preset("qwen3:micro", 259)
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    model = parallel_model(shape, kind, world, parallel, INDUCTOR, partial(initialize, seed=3))
+    found = []
+    for length in (2, 8, 62):  # of 2 tokens each rank has one
+        tokens = torch.arange(length)
+        hidden = model(tokens, tokens, ops.PackedAttention([length]))
+        found.append(hidden.detach())
+    # After the last norm a gradient is each rank's part of a sum.
+    ((hidden * torch.linspace(-1, 1, hidden.shape[1])).sum() / ranks).backward()
+    gradients = {name: whole(p.grad).float() for name, p in model.named_parameters()}
+    if ranks > 1:
+        with pytest.raises(UserError, match="sharded over data ranks.*generator_model"):
+            Engine(model)
+    model = generator_model(shape, kind, world, parallel, partial(initialize, seed=3))
+    apply_compile(model, INDUCTOR)
+    engine = Engine(model, EngineConfig(max_tokens_per_step=37, cache_tokens=512))
+    sampled = engine.generate([[1], list(range(40)), [5, 6, 7]], SamplingParams(max_tokens=9, seed=1, n=2))
+    close_world(world)
+    return found, gradients, [(c.token_ids, c.logprobs) for group in sampled for c in group]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype):
+    (alone,) = launch(1, compiled_on, 1, dtype)
+    for rank in launch(2, compiled_on, 2, dtype):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(rank[0], alone[0]))
+        assert rank[2] == alone[2]
+        for name, expected in alone[1].items():
+            tolerance = 1e-5 if dtype == "float32" else 2e-2
+            assert (rank[1][name] - expected).norm() / expected.norm() < tolerance, name

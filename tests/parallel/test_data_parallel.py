@@ -53,7 +53,6 @@ def test_a_whole_gradient_is_kept_where_it_fits_a_quarter_of_a_ranks_memory():
             preset("qwen3:micro"),
             dict.fromkeys(AXES, 1) | {"pipeline": 2},
             ParallelConfig(pipeline=2, reduce_gradients="microbatch"),
-            CompileConfig(),
         )
 
 

@@ -185,17 +185,14 @@ def compare_losses(vocab):
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():
     shape = preset("qwen3:micro", 258)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 4 attention heads, 2 key-value .*set it to 1 or 2"):
-        refuse_impossible(shape, {"tensor": 3}, TENSOR, CompileConfig())
+        refuse_impossible(shape, {"tensor": 3}, TENSOR)
     with pytest.raises(UserError, match=r"tensor 8 leaves a rank none of the 9 tokens"):
         shape = dataclasses.replace(preset("qwen3:micro", 9), num_heads=8, num_kv_heads=8, reduction_chunks=8)
-        refuse_impossible(shape, {"tensor": 8}, ParallelConfig(tensor=8), CompileConfig())
+        refuse_impossible(shape, {"tensor": 8}, ParallelConfig(tensor=8))
     shape = preset("qwen3:micro", 258)
     with pytest.raises(UserError, match=r"reduction_chunks 1 are too few for parallel.tensor 2"):
-        refuse_impossible(shape, {"tensor": 2}, TENSOR, CompileConfig())
-    shape = dataclasses.replace(shape, reduction_chunks=2)
-    with pytest.raises(UserError, match=r'"inductor" does not go with tensor parallelism.*compile.backend = "none"'):
-        refuse_impossible(shape, {"tensor": 2}, TENSOR, CompileConfig(backend="inductor"))
-    refuse_impossible(shape, {"tensor": 2}, TENSOR, CompileConfig())
+        refuse_impossible(shape, {"tensor": 2}, TENSOR)
+    refuse_impossible(dataclasses.replace(shape, reduction_chunks=2), {"tensor": 2}, TENSOR)
 
 
 def test_degrees_and_chunks_that_are_no_powers_of_two_are_refused():
