@@ -9,13 +9,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from lockstep.commands.terminal import printable
 from lockstep.config import Arithmetic, CompileConfig, RanksConfig
-from lockstep.errors import RunStopped, UserError, closest
+from lockstep.errors import RunStopped, SaidByRank0, UserError, closest
 
 if TYPE_CHECKING:
     from lockstep.parallel import World
@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         return COMMANDS[name](arguments[1:])
     except UserError as error:
         rank = os.environ.get("RANK", "0")
-        print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{printable(str(error))}", file=sys.stderr)
+        if not isinstance(error, SaidByRank0):
+            print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{printable(str(error))}", file=sys.stderr)
         return 2
     except RunStopped as error:
         # All ranks end alike; one of them says so.
@@ -341,6 +342,9 @@ def _parity_matrix(options: ParityOptions) -> int:
     from lockstep.rl.parity_matrix import run_matrix, table, write_results
 
     refuse_ranks("parity --matrix")
+    own = ParityOptions(matrix=options.matrix, output=options.output)
+    if unused := [field.name for field in fields(own) if getattr(own, field.name) != getattr(options, field.name)]:
+        raise UserError(f"--matrix has models and settings of its own; leave out --{', --'.join(unused)}")
     cells = run_matrix(options.matrix == "covering")
     write_results(cells, Path(options.output))
     print(
@@ -360,7 +364,8 @@ def _parity(options: ParityOptions, world: World) -> int:
     from lockstep.rl.parity_check import check_parity
 
     folder = Path(world.from_main(lambda: str(_model_folder(options.model))))
-    model = open_model(folder, options.dtype, options.device, options.arithmetic, world)
+    chunks = options.parallel.reduction_chunks
+    model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks)
     work = f"at least {options.tokens} tokens to go"
     shape = model.config
     announce("parity: " + start_line(options.model, shape.num_parameters, model.device, model.dtype, work, world.size))

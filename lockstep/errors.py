@@ -13,6 +13,10 @@ class UserError(Exception):
     """
 
 
+class SaidByRank0(UserError):
+    """The UserError of rank 0 on another rank, which need not say it again."""
+
+
 class RunStopped(Exception):
     """A run that ended before its last step, all ranks alike: says at which, why, and how to go on.
 

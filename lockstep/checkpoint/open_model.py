@@ -27,12 +27,17 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
 
 
 def open_model(
-    folder: Path, dtype: str = "auto", device: str = "", arithmetic: str = "auto", world: World | None = None
+    folder: Path,
+    dtype: str = "auto",
+    device: str = "",
+    arithmetic: str = "auto",
+    world: World | None = None,
+    chunks: int = 0,
 ) -> Decoder:
     """The model in its own dtype, on the accelerator, in the arithmetic of its run, unless others are given.
 
-    Of a world with a tensor axis, this rank's part. Where this machine cannot compute as the run did, a warning names
-    both. Raises UserError for what cannot be had.
+    Of a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. Where this machine
+    cannot compute as the run did, a warning names both. Raises UserError for what cannot be had.
     """
     place = open_device(device) if world is None else world.device
     trained_in = trained_arithmetic(folder)
@@ -42,10 +47,11 @@ def open_model(
         if arithmetic != "auto":
             raise
         set_arithmetic("auto", place)
-    if world is None or world.degrees["tensor"] == 1:
-        opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
+    world = world or World(place)
+    if chunks or world.degrees["tensor"] > 1:
+        opened = _own_part(folder, dtype, world, chunks)
     else:
-        opened = _own_part(folder, dtype, world)
+        opened = model.load_model(folder, None if is_auto(dtype) else dtype, place)
     if trained_in not in ("", arithmetic_of(place)):
         log.warning(
             "%s was trained in %s arithmetic and is computed in %s here: log-probabilities differ from those of its "
@@ -63,18 +69,19 @@ def name_other_chunks(folder: Path, chunks: int) -> None:
     if own != chunks and (own > 1 or trained_arithmetic(folder)):
         log.warning(
             "%s was trained with reduction_chunks %d, and %d are used here: log-probabilities differ from those of its "
-            "run in their last bits",
+            "run in their last bits; one process has the bits of these with --parallel.reduction-chunks %d",
             folder,
             own,
+            chunks,
             chunks,
         )
 
 
-def _own_part(folder: Path, dtype: str, world: World) -> Decoder:
+def _own_part(folder: Path, dtype: str, world: World, chunks: int) -> Decoder:
     if len(set(world.gather(arithmetic_of(world.device)))) > 1:
         set_arithmetic("portable", world.device)
     kind = model.folder_dtype(folder) if is_auto(dtype) else model.resolve_dtype(dtype)
-    parallel = ParallelConfig(tensor=world.degrees["tensor"])
+    parallel = ParallelConfig(tensor=world.degrees["tensor"], reduction_chunks=chunks)
     fill = partial(model.load_weights, path=folder)
     part = generator_model(model.read_config(folder), kind, world, parallel, fill)
     if world.is_main:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -91,7 +91,8 @@ def generate(options: GenerateOptions, world: World) -> None:
     )
     folder = Path(world.from_main(lambda: str(model_folder(options.model))))
     prompts = list(_prompts(options, folder))
-    model = open_model(folder, options.dtype, options.device, options.arithmetic, world)
+    chunks = options.parallel.reduction_chunks
+    model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     samples = len(prompts) * options.n
     work = f"{samples} samples of " * (samples > 1) + f"up to {options.max_tokens} tokens to go"
@@ -180,10 +181,8 @@ def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, 
         bar = opened.enter_context(Progress("generate", len(prompts))) if output else None
         for start in range(0, len(prompts), batch):
             part = slice(start, start + batch)
-            for prompt, completions in zip(prompts[part], engine.generate(tokens[part], each[part])):
-                for index, completion in enumerate(completions):
-                    file.write(json.dumps(_line(prompt, index, completion, tokenizer), ensure_ascii=False) + "\n")
-            file.flush()
+            completed = zip(prompts[part], engine.generate(tokens[part], each[part]))
+            _write(file, (_line(p, i, c, tokenizer) for p, samples in completed for i, c in enumerate(samples)))
             if bar:
                 bar.advance(len(prompts[part]))
 
@@ -194,6 +193,19 @@ def _open_output(output: str) -> IO[str]:
         return Path(output).open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
+
+
+def _write(file: IO[str], lines: Iterable[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    try:
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.close()  # which tries to write once more
+        raise UserError(f"{file.name}: cannot be written ({error.strerror}); give another --output") from error
 
 
 def _line(prompt: Prompt, index: int, completion: Any, tokenizer: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
-from lockstep.config.parallel import MOST_TENSOR, SCHEDULES, ParallelConfig
+from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.train import TrainConfig
@@ -70,13 +70,7 @@ def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
 
 
 def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
-    if parallel.tensor > MOST_TENSOR or parallel.tensor & (parallel.tensor - 1):
-        yield f"parallel.tensor is {parallel.tensor}, but sums are cut in halves; give 1, 2, 4 or 8"
-    if (chunks := parallel.reduction_chunks) & (chunks - 1) or 0 < chunks < parallel.tensor:
-        yield (
-            f"parallel.reduction_chunks is {chunks}; it must be a power of two, and no less than parallel.tensor "
-            f"({parallel.tensor}): leave it at 0"
-        )
+    yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
     if parallel.asynchronous_tensor and parallel.tensor == 1:
         yield "parallel.asynchronous_tensor is for parallel.tensor above 1, where there are sums to send; leave it out"
     schedule = parallel.pipeline_schedule

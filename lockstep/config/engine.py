@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from lockstep.config.bounds import Above
+from lockstep.config.bounds import Above, AtLeast
 
 
 @dataclass
@@ -30,6 +30,9 @@ class RanksConfig:
 
     tensor: int = 1
     """Ranks that share each layer's matrices and the vocabulary: 1, 2, 4 or 8, started with torchrun."""
+    reduction_chunks: Annotated[int, AtLeast(0)] = 0
+    """Parts that their sums are made of, a power of two: another tensor degree has the same bits with as many. 0:
+    `tensor`, or what the model was trained with if that is more."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,6 +13,17 @@ MOST_TENSOR = 8
 ROW_MULTIPLE = MOST_TENSOR
 """The tokens of a micro-batch are padded to a multiple of this, so that any tensor degree shares them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+
+
+def tensor_problems(tensor: int, chunks: int) -> Iterator[str]:
+    """What is wrong with a tensor degree and the number of `reduction_chunks`."""
+    if tensor not in (1, 2, 4, MOST_TENSOR):
+        yield f"parallel.tensor is {tensor}; give 1, 2, 4 or {MOST_TENSOR}"
+    if chunks & (chunks - 1) or 0 < chunks < tensor:
+        yield (
+            f"parallel.reduction_chunks is {chunks}; it must be a power of two, and no less than parallel.tensor "
+            f"({tensor}): leave it at 0"
+        )
 
 
 @dataclass

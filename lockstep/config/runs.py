@@ -202,8 +202,9 @@ class ServeConfig:
     closed. 0: as long as it likes."""
     request_seconds: Annotated[float, AtLeast(0)] = 0.0
     """Time that a request may take, reading it included; 0: as long as it needs."""
-    shutdown_seconds: Annotated[float, AtLeast(0)] = 30.0
-    """Time that running requests are given after SIGTERM or SIGINT before they are aborted."""
+    shutdown_seconds: Annotated[float, AtLeast(0)] = 20.0
+    """Time that running requests are given after SIGTERM or SIGINT before they are aborted; torchrun kills its ranks
+    after 30 seconds unless it is given another `--shutdown-timeout`."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: RanksConfig = field(default_factory=RanksConfig)

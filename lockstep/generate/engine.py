@@ -25,8 +25,10 @@ from lockstep.generate.runner import Runner
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
-from lockstep.model import Decoder, check_token_ids, load_weights
+from lockstep.model import Decoder, check_token_ids
+from lockstep.model.checkpoint import copy_weights, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
+from lockstep.parallel.messages import from_all
 from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
 
@@ -202,9 +204,19 @@ class Engine:
     def load_weights(self, folder: Path) -> None:
         """Replaces the model's weights by those of another folder of it; `weights_changed` comes after it.
 
-        Raises UserError, the old weights untouched, for a folder that does not fit.
+        Raises UserError, the old weights untouched, for a folder that does not fit: on all ranks if on one of them.
         """
-        load_weights(self.model, folder)
+        sources, problem = None, ""
+        try:
+            sources = sources_of_weights(self.model, folder)
+        except UserError as error:
+            problem = str(error)
+        problems = [problem] if self._group is None else from_all(problem, self._group)
+        for rank, each in enumerate(problems):
+            if each:
+                raise UserError(f"rank {rank}: {each}" if rank else each)
+        assert sources is not None
+        copy_weights(sources)
 
     def weights_changed(self, version: int) -> None:
         """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""

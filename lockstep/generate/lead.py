@@ -54,7 +54,8 @@ class LeadingEngine(Engine):
     def end(self) -> None:
         """Lets the other ranks go; nothing may be asked any more."""
         self._ended.set()
-        self._tell("end")
+        with contextlib.suppress(RuntimeError):  # of a rank that has died: then torchrun ends them all
+            self._tell("end")
         self._signs.join()
 
     def _tell(self, name: str, *arguments: Any) -> None:
@@ -62,8 +63,9 @@ class LeadingEngine(Engine):
             from_rank_0([name, *arguments])
 
     def _tell_signs_of_life(self) -> None:
-        while not self._ended.wait(SIGN_OF_LIFE):
-            self._tell("wait")
+        with contextlib.suppress(RuntimeError):  # whoever calls the engine next hears of it
+            while not self._ended.wait(SIGN_OF_LIFE):
+                self._tell("wait")
 
 
 def follow(engine: Engine) -> None:
@@ -77,7 +79,7 @@ def follow(engine: Engine) -> None:
             values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
             engine.add(prompt, SamplingParams(**values))
         elif name == "load_weights":
-            # Rank 0 answers whoever asked; the old weights are untouched.
+            # Rank 0 answers whoever asked; the old weights are untouched on every rank.
             with contextlib.suppress(UserError):
                 engine.load_weights(Path(arguments[0]))
         elif name in ("abort", "step", "weights_changed"):

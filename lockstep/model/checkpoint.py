@@ -43,7 +43,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
             "download it again"
         )
     model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
-    _copy_weights(_checked(model, folder, files))
+    copy_weights(_checked(model, folder, files))
     return model
 
 
@@ -53,6 +53,15 @@ def load_weights(model: TrainableModel, path: str | Path) -> None:
     All names, shapes, dtypes and files are checked before the first tensor changes. Raises UserError, with the weights
     as they were, for a folder that is incomplete, damaged or of another model.
     """
+    copy_weights(sources_of_weights(model, path))
+
+
+Source = tuple[Tensor, Any]
+"""A parameter, and the slice of a file that its values come from."""
+
+
+def sources_of_weights(model: TrainableModel, path: str | Path) -> list[Source]:
+    """What `load_weights` checks, and then copies. Raises UserError as it does."""
     folder = Path(path)
     try:
         config = read_config(folder)
@@ -63,19 +72,14 @@ def load_weights(model: TrainableModel, path: str | Path) -> None:
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
                 )
-        sources = _checked(model, folder, tensor_files(folder))
+        return _checked(model, folder, tensor_files(folder))
     except UserError:
         raise
     except Exception as error:  # nothing has changed yet: whatever it is, the folder is at fault
         raise UserError(f"{folder}: cannot be read as a model folder ({type(error).__name__}: {error})") from error
-    _copy_weights(sources)
 
 
-Source = tuple[Tensor, Any]
-"""A parameter, and the slice of a file that its values come from."""
-
-
-def _copy_weights(sources: list[Source]) -> None:
+def copy_weights(sources: list[Source]) -> None:
     """In place; of a sharded parameter only this rank's shard is read."""
     with torch.no_grad():
         for parameter, source in sources:

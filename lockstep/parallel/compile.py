@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch._dynamo
 import torch._inductor
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lockstep.config import CompileConfig
 from lockstep.errors import UserError
@@ -26,6 +29,7 @@ from lockstep.model import Decoder
 from lockstep.model.decoder import Block, Halves
 from lockstep.ops.cache import cache_folder, fingerprint, require_private
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole, whole_rows
+from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor import tensor_group_of
 
 PROBE_ROWS = 96
@@ -53,7 +57,10 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     # Of a sharded layer the forward sees whole weights in the compute dtype.
     if isinstance(block, FSDPModule):
         block.unshard()
-    _compare(model, block, halves)
+    # PyTorch's cache of traced graphs does not tell process groups apart that DTensor names in them.
+    sharded = any(isinstance(parameter, DTensor) for parameter in block.parameters())
+    with functorch.patch(enable_autograd_cache=False) if sharded else nullcontext():
+        _compare(model, block, halves)
     if isinstance(block, FSDPModule):
         block.reshard()
     halves.frozen = True
@@ -145,9 +152,7 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
                         problems += probe.differences(rows, expected)
     # All ranks find the same, or some would wait for those that have stopped.
     if group is not None:
-        everyone: list[Any] = [None] * ranks
-        dist.all_gather_object(everyone, problems, group=group)
-        problems = [problem for those in everyone for problem in those]
+        problems = [problem for those in from_all(problems, group) for problem in those]
     if problems:
         raise UserError(
             'compile.backend = "inductor" would break the equality of trainer and generator here: '

@@ -82,7 +82,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The group that an operator of a compiled graph, which takes no objects, was given by its name."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # its NewType of str
 
 
 @library.operator(

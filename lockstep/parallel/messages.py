@@ -67,14 +67,14 @@ def others_wait() -> Iterator[None]:
         thread.join()
 
 
-def from_all(value: Any) -> list[Any]:
-    """Every rank's `value` (JSON-able), in the ranks' order, on every rank. All ranks call it."""
+def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value` (JSON-able), in the ranks' order, on every rank of `group`, or of all. They all call it."""
     message = _bytes_of(value)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([message.numel()]))
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([message.numel()]), group=group)
     longest = max(int(length) for length in lengths)
     padded = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(padded, torch.cat([message, message.new_zeros(longest - message.numel())]))
+    dist.all_gather(padded, torch.cat([message, message.new_zeros(longest - message.numel())]), group=group)
     return [_value_of(received[: int(length)]) for received, length in zip(padded, lengths)]
 
 

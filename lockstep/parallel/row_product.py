@@ -62,8 +62,8 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad_x, grad_weight = _gradients(grads[0], *ctx.saved_tensors, ctx.group, asked_for(ctx, 0), asked_for(ctx, 1))
-        return grad_x, grad_weight, None, None
+        x, weight = ctx.saved_tensors
+        return *_gradients(grads[0], x, weight, ctx.group, asked_for(ctx, 0), asked_for(ctx, 1)), None, None
 
 
 def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:

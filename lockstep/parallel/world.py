@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.config import ParallelConfig, RanksConfig
-from lockstep.errors import UserError
+from lockstep.config.parallel import tensor_problems
+from lockstep.errors import SaidByRank0, UserError
 from lockstep.model.device import open_device
 from lockstep.observe.machine import memory_bytes
 from lockstep.parallel.messages import arrays_from_rank_0, from_all, from_rank_0, others_wait, wait_for_rank_0
@@ -115,7 +116,7 @@ class World:
         return [float(v) for v in total.tolist()]
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Rank 0 does it, and the others wait, however long. Where it fails they raise UserError with its message."""
+        """Rank 0 does it, and the others wait, however long. Where it fails they raise SaidByRank0."""
         if self.mesh is None:
             action()
         elif self.is_main:
@@ -129,10 +130,10 @@ class World:
             if error:
                 raise error
         elif problem := wait_for_rank_0():
-            raise UserError(problem)
+            raise SaidByRank0(problem)
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses (JSON-able), on every rank. Where it fails they raise UserError with the same message."""
+        """What rank 0 chooses (JSON-able), on every rank. Where it fails they raise SaidByRank0."""
         chosen: list[Any] = []
         self.on_main(lambda: chosen.append(choose()))
         if self.mesh is not None:
@@ -222,13 +223,13 @@ def generating_world(ranks: RanksConfig, device: str = "") -> Iterator[World]:
 
     Raises UserError where torchrun started another number of ranks.
     """
-    if ranks.tensor not in (1, 2, 4, 8):
-        raise UserError(f"parallel.tensor is {ranks.tensor}, but sums are cut in halves; give 1, 2, 4 or 8")
+    if problems := list(tensor_problems(ranks.tensor, ranks.reduction_chunks)):
+        raise UserError("; ".join(problems))
     if (size := int(os.environ.get("WORLD_SIZE", 1))) != ranks.tensor:
-        raise UserError(
-            f"parallel.tensor is {ranks.tensor}, but {size} rank{'s' * (size > 1)} run{'s' * (size == 1)}; start "
-            "torchrun --nproc-per-node N -m lockstep … --parallel.tensor N"
-        )
+        remedy = f"give --parallel.tensor {size}, or start lockstep without torchrun"
+        if size == 1:
+            remedy = f"start torchrun --nproc-per-node {ranks.tensor} -m lockstep … --parallel.tensor {ranks.tensor}"
+        raise UserError(f"parallel.tensor is {ranks.tensor}, and the number of ranks {size}; {remedy}")
     world = open_world(ParallelConfig(tensor=ranks.tensor, data_shard=1), device)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if world.is_main else nowhere):

@@ -162,5 +162,5 @@ def _rows_apart(own: Tensor, other: Tensor) -> Tensor:
 
 def _difference(operator: str, position: int, own: Tensor, other: Tensor) -> Difference:
     apart = (own.float() - other.float()).abs().nan_to_num(nan=torch.inf)
-    different = int((own != other).sum())
+    different = len(_rows_apart(own.flatten()[:, None], other.flatten()[:, None]))
     return Difference(operator, position, different, own.numel(), float(apart.max()))

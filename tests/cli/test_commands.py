@@ -173,12 +173,14 @@ def test_commands_of_one_process_are_refused_under_torchrun_by_name(command, mod
 def test_as_many_ranks_as_the_tensor_degree_must_run(command, model_folder, monkeypatch, capsys):
     arguments = [*command, "--model", str(model_folder)]
     assert main([*arguments, "--parallel.tensor", "2"]) == 2
-    assert "parallel.tensor is 2, but 1 rank runs; start torchrun --nproc-per-node N" in capsys.readouterr().err
+    assert (
+        "parallel.tensor is 2, and the number of ranks 1; start torchrun --nproc-per-node 2" in capsys.readouterr().err
+    )
     assert main([*arguments, "--parallel.tensor", "3"]) == 2
-    assert "parallel.tensor is 3, but sums are cut in halves; give 1, 2, 4 or 8" in capsys.readouterr().err
+    assert "parallel.tensor is 3; give 1, 2, 4 or 8" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(arguments) == 2
-    assert "parallel.tensor is 1, but 2 ranks run; start torchrun --nproc-per-node N" in capsys.readouterr().err
+    assert "parallel.tensor is 1, and the number of ranks 2; give --parallel.tensor 2, or" in capsys.readouterr().err
 
 
 def test_generate_on_two_ranks_writes_once_what_one_process_writes(model_folder, tmp_path):

@@ -197,7 +197,7 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do()
 
 def test_degrees_and_chunks_that_are_no_powers_of_two_are_refused():
     for degree in (3, 6, 16):
-        with pytest.raises(UserError, match=f"parallel.tensor is {degree}, but sums are cut in halves; give 1, 2, 4 "):
+        with pytest.raises(UserError, match=f"parallel.tensor is {degree}; give 1, 2, 4 "):
             validate(PretrainConfig(parallel=ParallelConfig(tensor=degree)))
     for chunks in (3, 2):
         with pytest.raises(UserError, match=rf"reduction_chunks is {chunks}; .* no less than parallel.tensor \(4\)"):

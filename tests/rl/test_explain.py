@@ -6,7 +6,7 @@ import torch
 from lockstep import build_model, ops
 from lockstep.errors import UserError
 from lockstep.model import preset
-from lockstep.rl.explain import first_difference, in_words
+from lockstep.rl.explain import CHUNK, first_difference, in_words
 
 TOKENS, PROMPT = [*range(5, 45)], 21
 
@@ -92,6 +92,36 @@ def test_attention_the_last_norm_and_the_head_are_named_too(monkeypatch, model):
         norms = (4 if model.config.qk_norm else 2) * layers + 1
         plant(patch, model, "rms_norm", norms)
         assert first_difference(model, TOKENS, PROMPT).operator == "norm"
+
+
+def test_the_first_token_that_differs_decides_and_not_the_first_operator(monkeypatch, model):
+    exact = ops.linear
+
+    def linear(x, weight, chunks=1):
+        out = exact(x, weight, chunks)
+        if x.shape[0] == CHUNK:  # the generator's first chunk of the prompt
+            late = weight is model.layers[1].mlp.down_proj.weight
+            if late or weight is model.layers[0].self_attn.v_proj.weight:
+                out = in_the_last_place(out, (2 if late else CHUNK - 1) * out.shape[1])
+        return out
+
+    monkeypatch.setattr(ops, "linear", linear)
+    found = first_difference(model, TOKENS, PROMPT)
+    assert (found.operator, found.position) == ("layer 1, down_proj", 2) and found.different == 1
+
+
+def test_not_a_number_and_a_zeros_sign_are_differences(monkeypatch, model):
+    exact = ops.silu_mul
+    for planted, largest in ((float("nan"), float("inf")), (-0.0, 0.0)):
+
+        def silu_mul(gate, up, planted=planted):
+            out = exact(gate, up).clone()
+            out[..., 0] = planted if out.shape[0] == 1 else 0.0
+            return out
+
+        monkeypatch.setattr(ops, "silu_mul", silu_mul)
+        found = first_difference(model, TOKENS, PROMPT)
+        assert (found.operator, found.different, found.largest) == ("layer 0, silu_mul", 1, largest)
 
 
 def test_another_number_of_chunks_is_named_at_its_first_product(monkeypatch):

@@ -7,6 +7,7 @@ back to the event loop in one call. Without work the thread sleeps on the queue.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
@@ -160,7 +161,8 @@ class EngineLoop:
 
     def _abort(self, generation: Generation) -> None:
         for request_id in generation.request_ids:
-            self.engine.abort(request_id)
+            if self.failure is None:
+                self.engine.abort(request_id)
             self._owners.pop(request_id, None)
         generation.request_ids = []
 
@@ -196,13 +198,15 @@ class EngineLoop:
     def _give_up(self, error: BaseException) -> None:
         logger.error("the engine has failed; requests are refused until a restart", exc_info=error)
         self.failure = error
-        for request_id in list(self._owners):
-            self.engine.abort(request_id)
+        request_ids = list(self._owners)
         generations = {owner.generation for owner in self._owners.values()}
         self._owners.clear()
         for generation in generations:
             generation.request_ids = []
             self._post(generation.fail, ApiError(500, "the engine has failed on this request", code="engine_failed"))
+        with contextlib.suppress(Exception):  # it may be in any state, and other ranks gone
+            for request_id in request_ids:
+                self.engine.abort(request_id)
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None, "start() was not called"

@@ -38,7 +38,7 @@ logger = logging.getLogger("lockstep.server")
 
 def build_engine(config: ServeConfig, folder: Path, world: World | None = None) -> Engine:
     """Loads model and tokenizer of `folder`, over several ranks this one's part. Raises UserError for what lacks."""
-    model = open_model(folder, config.dtype, config.device, config.arithmetic, world)
+    model = open_model(folder, config.dtype, config.device, config.arithmetic, world, config.parallel.reduction_chunks)
     apply_compile(model, config.compile)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     leads = world is not None and world.size > 1 and world.is_main
@@ -108,7 +108,8 @@ def _require_address(host: str, port: int) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        raise UserError(f"{host}, port {port}: {error.strerror or error}; give another --port or --host") from error
+        problem = (error.strerror or str(error)).partition(" (while")[0]  # which names the address again
+        raise UserError(f"{host}, port {port}: {problem}; give another --port or --host") from error
 
 
 class Server(uvicorn.Server):
