@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,47 +26,51 @@ class LeadingEngine(Engine):
 
     def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
         super().__init__(model, config, tokenizer)
-        self._sending = threading.Lock()
+        self._calling = threading.RLock()
         self._ended = threading.Event()
         self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
         self._signs.start()
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         self._check(prompt, params)  # what is refused here is not told
-        self._tell("add", prompt, dataclasses.asdict(params))
-        return super().add(prompt, params)
+        with self._on_all_ranks("add", prompt, dataclasses.asdict(params)):
+            return super().add(prompt, params)
 
     def abort(self, request_id: int) -> None:
-        self._tell("abort", request_id)
-        super().abort(request_id)
+        with self._on_all_ranks("abort", request_id):
+            super().abort(request_id)
 
     def _step(self) -> None:
-        self._tell("step")
-        super()._step()
+        with self._on_all_ranks("step"):
+            super()._step()
 
     def load_weights(self, folder: Path) -> None:
-        self._tell("load_weights", str(folder))
-        super().load_weights(folder)
+        with self._on_all_ranks("load_weights", str(folder)):
+            super().load_weights(folder)
 
     def weights_changed(self, version: int) -> None:
-        self._tell("weights_changed", version)
-        super().weights_changed(version)
+        with self._on_all_ranks("weights_changed", version):
+            super().weights_changed(version)
 
     def end(self) -> None:
         """Lets the other ranks go; nothing may be asked any more."""
         self._ended.set()
-        with contextlib.suppress(RuntimeError):  # of a rank that has died: then torchrun ends them all
-            self._tell("end")
+        with contextlib.suppress(RuntimeError), self._on_all_ranks("end"):  # of one that died; torchrun ends them all
+            pass
         self._signs.join()
 
-    def _tell(self, name: str, *arguments: Any) -> None:
-        with self._sending:
+    @contextlib.contextmanager
+    def _on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Tells the other ranks a call, and makes it: no sign of life may come between what they exchange in it."""
+        with self._calling:
             from_rank_0([name, *arguments])
+            yield
 
     def _tell_signs_of_life(self) -> None:
         with contextlib.suppress(RuntimeError):  # whoever calls the engine next hears of it
             while not self._ended.wait(SIGN_OF_LIFE):
-                self._tell("wait")
+                with self._on_all_ranks("wait"):
+                    pass
 
 
 def follow(engine: Engine) -> None:

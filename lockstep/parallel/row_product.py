@@ -38,6 +38,8 @@ def row_product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup
     `x` `[tokens, in / ranks]` and `weight` `[out, in / ranks]` are this rank's parts of the factors; `chunks`, those of
     the whole product, are a multiple of the ranks. Its gradient asks for that of these rows.
     """
+    if chunks % group.size():
+        raise ValueError(f"{chunks} chunks of a product are fewer than its {group.size()} ranks")
     if torch.compiler.is_compiling():
         operator = _opaque_whole if rows_are_whole() else _opaque_product
         return operator(x, weight, chunks, group.group_name)

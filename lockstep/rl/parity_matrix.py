@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -24,6 +24,7 @@ from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
 from lockstep.observe import Progress
 
+JOBS = "jobs.json"
 CHUNKS = 4
 """Of sums: as many as the largest tensor degree here."""
 Recompute = Literal["none", "full", "selective"]
@@ -98,6 +99,8 @@ class Scoring:
     backend: Backend
     layout: Layout
     recompute: Recompute
+    generators: tuple[int, ...] = GENERATORS
+    """Degrees of the engines that it is compared with."""
 
     @property
     def ranks(self) -> int:
@@ -111,6 +114,9 @@ class Scoring:
         """The engine of so many ranks whose samples these are."""
         return Generating(self.shape, self.dtype, self.backend, ranks)
 
+    def engines(self) -> list[Generating]:
+        return [self.sampled_by(ranks) for ranks in self.generators]
+
 
 Job = Generating | Scoring
 
@@ -119,12 +125,11 @@ def _file_name(*parts: str) -> str:
     return "-".join("".join(c if c.isalnum() else "_" for c in part) for part in parts)
 
 
-def scoring_jobs(covering: bool) -> Iterator[Scoring]:
+def scoring_jobs(covering: bool) -> list[Scoring]:
     """All settings of the trainer with each other or, if `covering`, so many that every two of them meet."""
-    for job in _covering() if covering else _full():
-        # Its split backward is refused for compiled layers.
-        if not (job.backend == "inductor" and job.layout.parallel.pipeline_schedule == "zbv"):
-            yield job
+    jobs = _covering() if covering else _full()
+    # Its split backward is refused for compiled layers.
+    return [j for j in jobs if not (j.backend == "inductor" and j.layout.parallel.pipeline_schedule == "zbv")]
 
 
 def _full() -> Iterator[Scoring]:
@@ -139,22 +144,18 @@ def _covering() -> Iterator[Scoring]:
             # A Latin square of recomputations and shapes; each layout has both dtypes.
             dtype = DTYPES[(row + (column == 1)) % 2]
             yield Scoring(shapes[(row + column) % 3], dtype, "none", layout, recompute)
-        # Compiled, a dtype for each shape: what costs time is to compile another.
-        shape = row // 3 % 3
-        yield Scoring(shapes[shape], DTYPES[shape % 2], "inductor", layout, RECOMPUTE[row % 3])
+        # Every rank compiles every shape and dtype anew, which takes time: over ranks one of them.
+        yield Scoring("qwen3, tied head", "float32", "inductor", layout, RECOMPUTE[row % 3])
+    yield Scoring("llama3", "bfloat16", "inductor", LAYOUTS[0], "full", (1,))
+    yield Scoring("grouped heads 3:1", "float32", "inductor", LAYOUTS[0], "selective", (1,))
 
 
-def all_jobs(covering: bool) -> list[Job]:
-    scoring = list(scoring_jobs(covering))
-    engines = {job.sampled_by(ranks): None for job in scoring for ranks in GENERATORS}
-    return [*engines, *scoring]
-
-
-def jobs_of(folder: Path) -> list[Job]:
-    """The jobs of a worker in `folder`, of so many ranks as there are of it."""
-    settings = json.loads((folder / "jobs.json").read_text())
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    return [job for job in all_jobs(settings["covering"]) if job.ranks == ranks]
+def jobs_of(folder: Path, ranks: int) -> list[Job]:
+    """The jobs of so many ranks that `run_jobs` has left in `folder`, engines first."""
+    names = set(json.loads((folder / JOBS).read_text()))
+    jobs: list[Job] = [Generating(*each) for each in product(SHAPES, DTYPES, BACKENDS, GENERATORS)]
+    jobs += _full()
+    return [job for job in jobs if job.ranks == ranks and job.name in names]
 
 
 @dataclass
@@ -175,24 +176,25 @@ class Cell:
 
 def run_matrix(covering: bool) -> list[Cell]:
     """Every cell, compared. Raises RuntimeError with a rank's last words where one fails."""
+    jobs = scoring_jobs(covering)
     with tempfile.TemporaryDirectory() as name:
-        run_jobs(Path(name), covering)
-        return compare(Path(name), covering)
+        run_jobs(Path(name), jobs)
+        return compare(Path(name), jobs)
 
 
-def run_jobs(folder: Path, covering: bool) -> None:
-    """Leaves what every rank of every job has computed in `folder`."""
-    (folder / "jobs.json").write_text(json.dumps({"covering": covering}))
-    jobs = all_jobs(covering)
+def run_jobs(folder: Path, scoring: Sequence[Scoring]) -> None:
+    """Leaves what every rank of every job, and of the engines that it needs, has computed in `folder`."""
+    jobs = {job.name: job for job in scoring} | {e.name: e for job in scoring for e in job.engines()}
+    (folder / JOBS).write_text(json.dumps(list(jobs)))
     with Progress("parity", len(jobs), "layout") as bar:
         # One process first: the others' trainers score what it has sampled.
-        for ranks in sorted({job.ranks for job in jobs}):
+        for ranks in sorted({job.ranks for job in jobs.values()}):
             _work(folder, ranks, bar)
 
 
-def compare(folder: Path, covering: bool) -> list[Cell]:
+def compare(folder: Path, scoring: Sequence[Scoring]) -> list[Cell]:
     """What `run_jobs` has left, every layout of the trainer against every one of the generator."""
-    return [_cell(folder, job, generator) for job in scoring_jobs(covering) for generator in GENERATORS]
+    return [_cell(folder, job, generator) for job in scoring for generator in job.generators]
 
 
 def _work(folder: Path, ranks: int, bar: Progress) -> None:

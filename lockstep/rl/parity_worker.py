@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config import CompileConfig, EngineConfig, ParallelConfig, RecomputeConfig, TrainConfig
@@ -35,7 +36,7 @@ REQUESTS = 8
 
 def main(folder: Path, rank: int) -> None:
     """Works through the jobs of so many ranks as there are of this process."""
-    for job in jobs_of(folder):
+    for job in jobs_of(folder, dist.get_world_size() if dist.is_initialized() else 1):
         target = folder / f"{job.name}.{rank}.json"
         result = sample(job) if isinstance(job, Generating) else score(job, folder)
         partial_file = target.with_suffix(".partial")

@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, their output and exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -189,17 +190,31 @@ def test_generate_on_two_ranks_writes_once_what_one_process_writes(model_folder,
     options = ["generate", "--model", str(model_folder), "--prompts", str(prompts), "--max-tokens", "8", "--seed", "3"]
     both = []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep"]
-    shape = json.loads((model_folder / "config.json").read_text()) | {"reduction_chunks": 2}
-    (tmp_path / "model").mkdir()
-    for file in model_folder.iterdir():
-        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "state.json").write_text('{"arithmetic": ""}')  # a checkpoint's: of a run of its own bits
     options[2] = str(tmp_path / "model")
-    for command in ([sys.executable, "-m", "lockstep", *options], [*torchrun, *options, "--parallel.tensor", "2"]):
+    alone = [sys.executable, "-m", "lockstep", *options, "--parallel.reduction-chunks", "2"]
+    for command in (alone, [*torchrun, *options, "--parallel.tensor", "2"]):
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stderr
+        assert result.stderr.count("was trained with reduction_chunks 1, and 2 are used here") == 1
         both.append([json.loads(line) for line in result.stdout.splitlines()])
     assert both[0] == both[1] and [line["prompt"] for line in both[0]] == ["one", "another one"]
+
+
+def test_what_rank_0_refuses_is_said_once(model_folder, tmp_path):
+    taken = tmp_path / "there.jsonl"
+    taken.touch()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "generate"]
+    options = ["--model", str(model_folder), "--prompt", "a", "--output", str(taken), "--parallel.tensor", "2"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0 and result.stderr.count("is there already; replace it with --overwrite") == 1
+
+
+def test_a_full_disk_under_the_output_is_named(model_folder, capsys):
+    options = ["--model", str(model_folder), "--prompt", "a", "--output", "/dev/full", "--overwrite"]
+    assert main(["generate", *options, "--max-tokens", "3"]) == 2
+    assert "/dev/full: cannot be written (No space left on device)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

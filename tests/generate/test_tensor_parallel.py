@@ -1,18 +1,22 @@
 """An engine on several ranks: the tokens and the log-probabilities of one process, whatever is asked of it."""
 
 import random
+import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 
-from lockstep import Engine, SamplingParams, score
+from lockstep import Engine, SamplingParams, build_model, save_model, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
+from lockstep.generate import lead
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
+from lockstep.parallel import world as world_module
 from tests.parallel.launch import launch
 
 
@@ -121,13 +125,16 @@ def compare_draws():
 
 def led(ranks):
     """Rank 0's calls, each made on all ranks: completions at once, a stream that is left early, and new weights."""
+    if ranks > 1:
+        lead.SIGN_OF_LIFE, world_module.PATIENCE = 0.1, timedelta(seconds=3)  # to wait for
     world, model = model_of(ranks, 2, "qwen3:micro", "float32", 258)
     found = None
     if world.is_main:
         engine = (LeadingEngine if ranks > 1 else Engine)(model)
+        time.sleep(5)  # nothing is asked of it, for longer than a message may take
         with pytest.raises(UserError, match="the prompt"):
             engine.add([999], SamplingParams())
-        params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True, top_k=5)
+        params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True, top_k=5, stop_token_ids=(7, 8))
         found = [engine.generate([[1, 2], [3]], params)]
         stream = engine.stream([4, 5], params)
         found.append([next(stream).token_id for _ in range(3)])
@@ -144,3 +151,27 @@ def led(ranks):
 
 def test_ranks_that_follow_make_what_rank_0_is_asked_for():
     assert launch(2, led, 2) == [launch(1, led, 1)[0], None]
+
+
+def weights_that_one_rank_lacks(folders):
+    world, model = model_of(2, 2, "qwen3:micro", "float32", 258)
+    engine = Engine(model)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    said = []
+    for missing in (0, 1):
+        with pytest.raises(UserError) as error:
+            engine.load_weights(folders[0] if world.rank == missing else folders[1])
+        said.append(str(error.value))
+        assert all(torch.equal(own, p.to_local()) for own, p in zip(before, model.parameters()))
+    engine.load_weights(folders[1])
+    assert not any(torch.equal(own, p.to_local()) for own, p in zip(before, model.parameters()) if own.ndim > 1)
+    close_world(world)
+    return said
+
+
+def test_new_weights_come_to_all_ranks_or_to_none(tmp_path):
+    shape = replace(preset("qwen3:micro", 258), num_heads=8, num_kv_heads=2, head_dim=16)
+    save_model(build_model(shape, dtype="float32", seed=9), tmp_path / "whole")
+    first, second = launch(2, weights_that_one_rank_lacks, [tmp_path / "nowhere", tmp_path / "whole"])
+    assert first == second
+    assert f"{tmp_path}/nowhere" in first[0] and first[1].startswith(f"rank 1: {tmp_path}/nowhere")

@@ -75,7 +75,7 @@ LAYOUTS = [
     Layout(4, P(pipeline=2, tensor=2, pipeline_schedule="zbv"), steps=5),
     Layout(4, P(pipeline=2, context=2, pipeline_schedule="dualpipev"), steps=5),
     Layout(4, P(context=2, tensor=2, full_dtensor=True), "llama3:micro"),
-    Layout(4, P(data_replicate=2, data_shard=2, full_dtensor=True), "llama3:micro", steps=5),
+    Layout(4, P(data_replicate=2, data_shard=2, full_dtensor=True, reduction_chunks=4), "llama3:micro", steps=5),
 ]
 
 

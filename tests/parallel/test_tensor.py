@@ -152,8 +152,10 @@ def test_the_loss_of_a_sharded_vocabulary_has_the_bits_of_a_whole_one(ranks, voc
 
 
 def compare_losses(vocab):
+    from lockstep.ops import logprobs
     from lockstep.parallel.vocabulary import sharded_token_log_probs
 
+    logprobs.SLICE_BYTES = 10 * vocab * 4  # of this process: a few slices of rows on both sides, as a long step has
     world = open_world(ParallelConfig(tensor=int(os.environ["WORLD_SIZE"])), "cpu")
     draw = torch.Generator().manual_seed(5)
     hidden, head = torch.randn(37, 32, generator=draw), torch.randn(vocab, 32, generator=draw)
@@ -180,6 +182,36 @@ def compare_losses(vocab):
     for ours, theirs in zip(found[:2], expected[:2]):
         assert torch.equal(ours, theirs)
     close_world(world)
+
+
+def compare_sums_of_rows():
+    from lockstep.parallel.exchange import sum_rows
+
+    world = open_world(ParallelConfig(tensor=4), "cpu")
+    draw = torch.Generator().manual_seed(0)
+    parts = [torch.randn(16, 8, generator=draw).bfloat16() for _ in range(4)]
+    parts[3] = -parts[0] * 1.0625  # what is left of the first is in the bits that rounding takes
+    own = sum_rows(parts[world.rank], world.mesh.get_group("tensor"))
+    (a, b, c, d) = (part.float() for part in parts)
+    assert torch.equal(own, ((a + b) + (c + d)).bfloat16().chunk(4)[world.rank])
+    close_world(world)
+
+
+def test_gradients_of_rows_are_summed_in_float32_and_rounded_once():
+    launch(4, compare_sums_of_rows)
+
+
+def refuse_few_chunks():
+    from lockstep.parallel.row_product import row_product
+
+    world = open_world(TENSOR, "cpu")
+    with pytest.raises(ValueError, match="1 chunks of a product are fewer than its 2 ranks"):
+        row_product(torch.ones(4, 8), torch.ones(3, 8), 1, world.mesh.get_group("tensor"))
+    close_world(world)
+
+
+def test_a_product_of_fewer_chunks_than_ranks_is_refused():
+    launch(2, refuse_few_chunks, seconds=30)
 
 
 def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do():

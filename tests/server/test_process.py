@@ -1,6 +1,8 @@
 """`lockstep serve` as a process: signals, log lines, keys from the environment, refusals at start."""
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -138,3 +141,30 @@ def _answered(url, **asked):
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"]
+
+
+def test_a_rank_that_dies_ends_its_requests_with_an_error_and_then_the_server(chat_folder):
+    with server_process(chat_folder, ranks=2) as (process, url):
+        answers = []
+        body = LONG | {"max_tokens": 500, "stream": False}
+        asked = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+        )
+        asked.start()
+        time.sleep(0.5)
+        os.kill(_pid_of_rank(process.pid, 1), signal.SIGKILL)
+        asked.join(timeout=25)
+        assert answers and answers[0].status_code == 500, answers
+        assert answers[0].json()["error"]["code"] == "engine_failed"
+        _, errors = process.communicate(timeout=25)  # before torchrun's patience of 30 s is over
+        assert process.returncode == 1 and "Exception in thread" not in errors
+
+
+def _pid_of_rank(parent, rank):
+    """The process among `parent`'s children to which torchrun gave this rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or ended meanwhile
+            child = f"\nPPid:\t{parent}\n" in (folder / "status").read_text()
+            if child and f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                return int(folder.name)
+    raise AssertionError(f"no rank {rank}")
