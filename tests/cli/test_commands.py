@@ -191,7 +191,9 @@ def test_generate_on_two_ranks_writes_once_what_one_process_writes(model_folder,
     both = []
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep"]
     shutil.copytree(model_folder, tmp_path / "model")
-    (tmp_path / "model" / "state.json").write_text('{"arithmetic": ""}')  # a checkpoint's: of a run of its own bits
+    # A checkpoint's files: it comes from a run, which had bits of its own.
+    (tmp_path / "model" / "state.json").write_text('{"arithmetic": "portable"}')
+    write_manifest(tmp_path / "model", [])
     options[2] = str(tmp_path / "model")
     alone = [sys.executable, "-m", "lockstep", *options, "--parallel.reduction-chunks", "2"]
     for command in (alone, [*torchrun, *options, "--parallel.tensor", "2"]):
