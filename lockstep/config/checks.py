@@ -105,6 +105,8 @@ def _train_problems(train: TrainConfig) -> Iterator[str]:
             "csv needs a file, and the others take none"
         )
     if train.optimizer_in_backward:
+        if train.deterministic_layout:
+            yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; give one"
         if train.max_grad_norm > 0:
             yield (
                 "train.optimizer_in_backward updates before the norm of all gradients is known, so nothing can be "

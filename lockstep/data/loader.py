@@ -45,8 +45,8 @@ class StepRows:
 class RowLoader:
     """Takes `tokens_per_step` tokens' rows from the stream for each step and cuts this rank's share into micro-batches.
 
-    Rank r of n has the r-th of n equal runs of consecutive rows; which rows a step has does not depend on n. A last
-    step that the data does not fill is filled with empty rows.
+    Which rows a step has does not depend on the ranks: cut into micro-batches of consecutive rows, rank r of n has the
+    micro-batches r, n + r, 2n + r and so on. A last step that the data does not fill is filled with empty rows.
 
     Raises UserError where the step does not divide into rows, ranks and micro-batches.
     """
@@ -54,7 +54,7 @@ class RowLoader:
     def __init__(
         self, rows: RowStream, tokens_per_step: int, tokens_per_microbatch: int, rank: int = 0, ranks: int = 1
     ):
-        self.rows, self.rank = rows, rank
+        self.rows, self.rank, self.ranks = rows, rank, ranks
         self.rows_per_step, self.rows_per_microbatch = divide_step(
             rows.sequence_length, tokens_per_step, tokens_per_microbatch, ranks
         )
@@ -103,11 +103,10 @@ class RowLoader:
         if self.ended:
             raise StopIteration("the data has ended")
         plans = [self.rows.plan() for _ in range(self.rows_per_step)]
-        own = plans[self.rank * self.rows_per_rank : (self.rank + 1) * self.rows_per_rank]
-        rows = [self.rows.read(plan) for plan in own]
         size = self.rows_per_microbatch
+        starts = range(self.rank * size, self.rows_per_step, self.ranks * size)
         return StepRows(
-            microbatches=[rows[i : i + size] for i in range(0, len(rows), size)],
+            microbatches=[[self.rows.read(plan) for plan in plans[i : i + size]] for i in starts],
             tokens=sum(piece.stop - piece.start for plan in plans for piece in plan),
             targets=sum(self.rows.targets(plan) for plan in plans),
             capacity=self.rows_per_step * self.rows.sequence_length,
@@ -122,8 +121,13 @@ class RowLoader:
         self.rows.load_state(state)
 
 
-def divide_step(length: int, per_step: int, per_microbatch: int, ranks: int) -> tuple[int, int]:
-    """Rows of a step, and of a micro-batch. Raises UserError where they do not divide, with numbers that would."""
+def divide_step(
+    length: int, per_step: int, per_microbatch: int, ranks: int, deterministic: bool = False
+) -> tuple[int, int]:
+    """Rows of a step, and of a micro-batch. Raises UserError where they do not divide, with numbers that would.
+
+    deterministic: refuse a micro-batch that would be smaller because ranks share the step.
+    """
     rows, rest = divmod(per_step, length)
     if rest or not rows or rows % ranks:
         unit = length * ranks
@@ -135,6 +139,12 @@ def divide_step(length: int, per_step: int, per_microbatch: int, ranks: int) -> 
         )
     own = rows // ranks
     size = min(max(1, per_microbatch // length), own)
+    if deterministic and size < min(max(1, per_microbatch // length), rows):
+        raise UserError(
+            f"train.deterministic_layout needs the same micro-batches in every layout, but a rank has {own} rows of a "
+            f"step and train.tokens_per_microbatch {per_microbatch} stands for {per_microbatch // length}; give "
+            f"train.tokens_per_microbatch {own * length} in all of them"
+        )
     if own % size:
         fitting = next(n for n in range(size, 0, -1) if own % n == 0)
         raise UserError(

@@ -20,11 +20,12 @@ from lockstep.ops.packed_weights import PackedWeights
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
-from lockstep.ops.sums import sum_of_squares, total
+from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 from lockstep.ops.temperature import inverse_temperature
 
 __all__ = [
     "BLOCK",
+    "EXACT_BITS",
     "FORMS",
     "PAGE",
     "Attention",
@@ -41,6 +42,7 @@ __all__ = [
     "embedding",
     "exp",
     "instruction_set",
+    "integer_squares",
     "inverse_temperature",
     "linear",
     "log",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from lockstep.ops import native
@@ -59,3 +59,23 @@ def _sum_of_blocks(values: Float64[Tensor, "count"]) -> Float64[Tensor, ""]:
             lanes = lanes[:, :half] + lanes[:, half:]
         sums = lanes[:, 0]
     return torch.tensor(sums[0] if len(sums) else 0.0, dtype=torch.float64)
+
+
+EXACT_BITS = 42
+"""Of an element's rounded square, so that a block's float64 sum is exact."""
+_SLICE = 2**22
+
+
+def integer_squares(x: Float[Tensor, "*shape"], exponent: int) -> Int64[Tensor, ""]:
+    """The sum of round(x² · 2^`exponent`) over all elements, exact and so in no order.
+
+    None of them may be above 2^EXACT_BITS, nor their sum above 2⁶³.
+    """
+    if native.usable(x) and x.is_contiguous():
+        blocks = torch.empty(-(-x.numel() // (ROWS * LANES)), dtype=torch.int64)
+        native.call("integer_squares", x.dtype, x, blocks, x.numel(), exponent)
+        return blocks.sum()
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for part in x.flatten().split(_SLICE):
+        total += (part.double().square() * 2.0**exponent).round().long().sum()
+    return total

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
 from lockstep.model import Decoder, ModelConfig, TrainableModel
+from lockstep.model.shard import local_values
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
 from lockstep.parallel.full_dtensor import distribute_everything
@@ -57,6 +58,7 @@ def parallel_model(
             if parallel.cpu_offload:
                 part.runs_on = world.device
     fill(model)
+    _round(model, dtype)
     for part in _parts(model):
         apply_recompute(part, recompute or RecomputeConfig(), lambda: _passes_held(model))
         apply_compile(part, compiled)
@@ -86,6 +88,15 @@ def generator_model(
 def chunks_for(trained_with: int, parallel: ParallelConfig) -> int:
     """`reduction_chunks` as set; by default what the tensor degree needs, or what the model was trained with."""
     return parallel.reduction_chunks or max(parallel.tensor, trained_with)
+
+
+@torch.no_grad()
+def _round(model: Decoder | Pipeline, dtype: torch.dtype) -> None:
+    """Makes float32 shards begin as the weights of one process do, which have `dtype`: the same run in any layout."""
+    for parameter in model.parameters():
+        values = local_values(parameter)
+        if values.dtype != dtype:
+            values.copy_(values.to(dtype))
 
 
 def _parts(model: Decoder | Pipeline) -> tuple[Decoder, ...]:

@@ -110,7 +110,7 @@ library.differentiable("sum_rows", _save_group, lambda ctx, grad: (_opaque_gathe
 
 
 class ExchangedSum:
-    """Every rank sends each other its part, and adds what it receives in the order of the ranks.
+    """Every rank sends each other its part, and adds what it receives in a binary tree, neighbouring ranks first.
 
     gloo's own reduce-scatter is an all-reduce of which all but one part is thrown away: 44 ms against 17 ms for the
     float32 gradients of a 7M-parameter layer on two ranks. FSDP takes it by `set_custom_reduce_scatter`.
@@ -131,8 +131,8 @@ class ExchangedSum:
             raise ValueError(f"gradients can only be summed here, and waited for; asked for {op}, async {async_op}")
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        first, second, *further = received.view(group.size(), -1).unbind()
-        # Not `torch.sum`, which reads two long rows at a third of the memory's speed.
-        torch.add(first, second, out=output_tensor)
-        for part in further:
-            output_tensor.add_(part)
+        parts = list(received.view(group.size(), -1).unbind())
+        while len(parts) > 2:
+            # Not `torch.sum`, which reads two long rows at a third of the memory's speed.
+            parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2])] + parts[len(parts) & ~1 :]
+        torch.add(*parts, out=output_tensor)

@@ -82,7 +82,9 @@ def dry_run(
     world = imagined_world(config.parallel, ranks)
     try:
         length, tokens = config.sequence_length, config.train.tokens_per_microbatch
-        of_step, rows = divide_step(length, config.tokens_per_step, tokens, world.data_size)
+        of_step, rows = divide_step(
+            length, config.tokens_per_step, tokens, world.data_size, config.train.deterministic_layout
+        )
         share = of_step // (world.data_size * rows)
         row = shard_row(pack_rows([_row(length)] * rows), world)
         row.attention = row.attention or ops.PackedAttention(row.lengths)
@@ -171,10 +173,13 @@ def _memory(trainer: Trainer, microbatches: int, tracker: Any) -> dict[str, int]
         gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     at_peak = {getattr(kind, "value", kind): size for kind, size in peak.items()}
+    # Beside a micro-batch's own, one for each size of subtree.
+    subtrees = masters * (microbatches - 1).bit_length() if trainer.config.deterministic_layout else 0
     return {
         "weights": weights,
         **({"float32 masters": masters} if apart else {}),
         "gradients": gradients,
+        **({"sums of micro-batches": subtrees} if subtrees else {}),
         "optimizer state": state - masters,
         # Activations, gathered weights and buffers.
         "a micro-batch at its peak": max(0, at_peak["Total"] - weights - gradients),

@@ -27,6 +27,35 @@ def gradient_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.Pr
     return norms_of_squares(local_squares(grads), grads, further_groups)
 
 
+@torch.no_grad()
+def exact_norms(grads: Mapping[str, Tensor], elements: int) -> dict[str, float]:
+    """`gradient_norms` with the same bits however the gradients are sharded: their squares are added as integers.
+
+    Each square is rounded to a multiple of one power of two, which the largest gradient of all ranks and `elements`,
+    how many there are in the whole model, choose so that no sum overflows 63 bits. Of 10⁹ elements a multiple is the
+    square of the largest times 2⁻³²: what is smaller is lost, as it is in the float64 sum's norm where few are large.
+    """
+    local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
+    filled = [g.abs().amax() for g in local.values() if g.numel()]
+    largest = torch.stack(filled).amax().double().cpu() if filled else torch.zeros((), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if not math.isfinite(largest):
+        return {"grad_norm": math.nan}
+    bits = min(ops.EXACT_BITS, 62 - elements.bit_length())
+    exponent = bits - 2 * math.frexp(largest)[1]
+    sums = {name: ops.integer_squares(part, exponent) for name, part in local.items()}
+    squares: dict[str, Tensor] = {}
+    for name, own in sums.items():
+        for group in _groups(grads[name]):
+            dist.all_reduce(own, group=group)
+        squares[name] = own
+    by_part = {part: sum(int(s) for name, s in squares.items() if part_of(name) == part) for part in PARTS}
+    norms = {part: math.sqrt(math.ldexp(float(total), -exponent)) for part, total in by_part.items()}
+    whole = math.sqrt(math.ldexp(float(sum(by_part.values())), -exponent))
+    return {"grad_norm": whole, **{f"grad_norm/{part}": norm for part, norm in norms.items() if norm > 0}}
+
+
 def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The sum of the squares of every gradient's part on this rank, float64."""
     if not grads:

@@ -1,4 +1,5 @@
-"""A step's gradients between backward and update: kept by autograd, summed apart in float32, or used at once."""
+"""A step's gradients between backward and update: kept by autograd, summed apart in float32, used at once, or summed in
+a tree over the step's micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.train.gradient_norm import gradient_norms, local_squares, norms_of_squares
+from lockstep.train.gradient_norm import exact_norms, gradient_norms, local_squares, norms_of_squares
 
 Parameters = Mapping[str, nn.Parameter]
 """Those that are trained, by name."""
@@ -18,11 +19,15 @@ Parameters = Mapping[str, nn.Parameter]
 
 @runtime_checkable
 class Gradients(Protocol):
-    """What `MasterOptimizer` asks of them, whichever of the three below they are."""
+    """What `MasterOptimizer` asks of them, whichever of those below they are."""
 
     @property
     def updated_weights(self) -> bool:
         """Whether some gradient of this step has changed weights already, so that the step cannot be skipped."""
+        ...
+
+    def end_microbatch(self) -> None:
+        """A backward has ended, and with it what ranks sum after it."""
         ...
 
     def held(self) -> dict[str, Tensor]:
@@ -45,6 +50,9 @@ class OwnGradients:
 
     def __init__(self, parameters: Parameters):
         self.parameters = parameters
+
+    def end_microbatch(self) -> None:
+        pass
 
     def held(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -72,6 +80,9 @@ class SummedGradients:
         """Memory of the last step's sums, which the next ones write over."""
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+
+    def end_microbatch(self) -> None:
+        pass
 
     @torch.no_grad()
     def _add(self, name: str, parameter: Tensor) -> None:
@@ -109,6 +120,9 @@ class GradientsUsedAtOnce:
     def updated_weights(self) -> bool:
         return bool(self._squares)
 
+    def end_microbatch(self) -> None:
+        pass
+
     @torch.no_grad()
     def _use(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -124,3 +138,54 @@ class GradientsUsedAtOnce:
 
     def clear(self) -> None:
         self._squares.clear()
+
+
+class GradientsInATree:
+    """Summed in a binary tree over the step's micro-batches, neighbours first: one order, however ranks share them.
+
+    Rank r of n has the micro-batches r, n + r, 2n + r and so on of a step. What n ranks have summed of theirs is a
+    subtree, n a power of two, and the subtrees come in the order of the tree's leaves.
+    """
+
+    updated_weights = False
+
+    def __init__(self, parameters: Parameters, elements: int):
+        self.parameters = parameters
+        self.elements = elements
+        """Of the whole model."""
+        self._subtrees: list[dict[str, Tensor]] = []
+        """Whole ones, each smaller than the one before it."""
+        self._count = 0
+
+    @torch.no_grad()
+    def end_microbatch(self) -> None:
+        own = {name: p.grad.float() for name, p in self.parameters.items() if p.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        # As a binary counter carries: two subtrees of one size make the next larger one.
+        self._count += 1
+        for _ in range((self._count & -self._count).bit_length() - 1):
+            own = _added(self._subtrees.pop(), own)
+        self._subtrees.append(own)
+
+    @torch.no_grad()
+    def held(self) -> dict[str, Tensor]:
+        while len(self._subtrees) > 1:
+            smallest = self._subtrees.pop()
+            self._subtrees.append(_added(self._subtrees.pop(), smallest))
+        found = self._subtrees[0] if self._subtrees else {}
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
+        return exact_norms(self.held(), self.elements)
+
+    def clear(self) -> None:
+        self._subtrees.clear()
+        self._count = 0
+
+
+def _added(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In the memory of `first`; a parameter that one of them lacks has what the other has."""
+    for name, grad in second.items():
+        first[name] = first[name].add_(grad) if name in first else grad
+    return first

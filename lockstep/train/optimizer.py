@@ -14,7 +14,13 @@ from lockstep.errors import RunStopped, UserError
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
 from lockstep.train.adamw import State, adamw_state, adamw_update
-from lockstep.train.gradients import Gradients, GradientsUsedAtOnce, OwnGradients, SummedGradients
+from lockstep.train.gradients import (
+    Gradients,
+    GradientsInATree,
+    GradientsUsedAtOnce,
+    OwnGradients,
+    SummedGradients,
+)
 from lockstep.train.muon import muon_state, muon_update
 from lockstep.train.parameter_groups import Settings, settings_of
 
@@ -41,12 +47,15 @@ class MasterOptimizer:
         self.state: dict[str, State] = {
             n: kinds[self.settings[n].optimizer](m.detach(), dtype) for n, m in self.masters.items()
         }
+        self.elements = model.config.num_parameters
         self._learning_rate = 0.0
         self.gradients = self._gradients()
 
     def _gradients(self) -> Gradients:
         if self.config.optimizer_in_backward:
             return GradientsUsedAtOnce(self.parameters, lambda grads: self._update(grads, self._learning_rate))
+        if self.config.deterministic_layout:
+            return GradientsInATree(self.parameters, self.elements)
         if all(self.masters[name] is parameter for name, parameter in self.parameters.items()):
             return OwnGradients(self.parameters)
         return SummedGradients(self.parameters)

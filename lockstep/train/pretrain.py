@@ -110,7 +110,8 @@ def _pretrain(
     progress: Progress | None,
     on_metrics: OnMetrics | None,
 ) -> Path:
-    divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
+    tokens, fixed = config.train.tokens_per_microbatch, config.train.deterministic_layout
+    divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
     sources: list[tuple[DataSource, float]] = [] if documents is not None else text_sources(config, config.data)
     texts = [source for source, _ in sources if isinstance(source, TextSource)] if documents is None else [documents]
     folders = [source for source, _ in sources if isinstance(source, Path)]

@@ -44,7 +44,8 @@ def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: On
 
 
 def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
-    divide_step(config.sequence_length, config.tokens_per_step, config.train.tokens_per_microbatch, world.data_size)
+    tokens, fixed = config.train.tokens_per_microbatch, config.train.deterministic_layout
+    divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
     sources = conversation_sources(config, config.data)
     held_out_sources = conversation_sources(config, config.validation_data) if config.validation_data else []
     tokenizer = load_tokenizer(config.tokenizer or config.model)

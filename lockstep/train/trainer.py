@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.timeline import Timeline
 from lockstep.parallel import Pipeline, World
-from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
+from lockstep.parallel.data import refuse_other_order, set_gradient_sums, sums_every_microbatch
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
@@ -38,10 +38,14 @@ class Trainer:
         self.model = model
         self.world = world or World(model.device)
         self.config = config
+        if config.deterministic_layout:
+            refuse_other_order(self.world)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
         self.optimizer = MasterOptimizer(model, config)
-        self.sums_every_microbatch = sums_every_microbatch(model.config.num_parameters, self.world)
+        self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
+            model.config.num_parameters, self.world
+        )
         self.updates = 0
         self.skipped_steps = 0
         """Steps whose loss or gradient was not finite, which changed nothing."""
@@ -62,7 +66,7 @@ class Trainer:
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
         self.optimizer.begin(learning_rate, len(held))
-        (loss,) = self.world.sum([self.accumulate(held, loss_of)])
+        loss = self._sum(self.accumulate(held, loss_of))
         with self.timeline.span("optimizer"):
             norms = self.optimizer.gradient_norms(self.world.stage_groups)
             # Both are sums over all ranks, so that every rank decides the same.
@@ -84,25 +88,33 @@ class Trainer:
 
     def accumulate(
         self, microbatches: Sequence[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
-    ) -> float:
-        """Adds the gradients of all micro-batches; returns the sum of the losses that this rank has computed."""
+    ) -> list[float]:
+        """Adds the gradients of all micro-batches; returns the losses that this rank has computed."""
         if isinstance(self.model, Pipeline):
             with self.timeline.span("forward and backward"):
-                return self.model.accumulate(microbatches, loss_of)
-        loss = 0.0
+                return [self.model.accumulate(microbatches, loss_of)]
+        losses: list[float] = []
         for index, microbatch in enumerate(microbatches):
             if isinstance(self.model, FSDPModule):
-                set_gradient_sums(self.model, self.sums_every_microbatch, last=index == len(microbatches) - 1)
+                last = self.config.deterministic_layout or index == len(microbatches) - 1
+                set_gradient_sums(self.model, self.sums_every_microbatch, last)
             with self.timeline.span("forward"):
                 share = loss_of(self._scoring_model(), microbatch)
-            loss += share.item()
+            losses.append(share.item())
             # Weights are changed within the backward: whether the step counts is decided before, by all ranks.
-            if self.config.optimizer_in_backward and not math.isfinite(self.world.sum([loss])[0]):
+            if self.config.optimizer_in_backward and not math.isfinite(self._sum(losses)):
                 self._reshard()
-                return loss
+                return losses
             with self.timeline.span("backward"):
                 share.backward()
-        return loss
+                self.optimizer.gradients.end_microbatch()
+        return losses
+
+    def _sum(self, losses: list[float]) -> float:
+        """Of all ranks' losses."""
+        if self.config.deterministic_layout:  # rounded once, so in no order
+            return math.fsum(each for of_rank in self.world.gather(losses) for each in of_rank)
+        return self.world.sum([sum(losses)])[0]
 
     def _scoring_model(self) -> ScoringModel:
         """The model, which a loss calls by itself where it is whole."""

@@ -33,7 +33,33 @@ void block_squares(const T* x, double* out, int64_t count) {
     }
 }
 
+// Integers below 2^42, of which float64 adds 1024 without rounding.
+template <class T>
+void integer_squares(const T* x, int64_t* out, int64_t count, int64_t exponent) {
+    const double scale = __builtin_ldexp(1.0, static_cast<int>(exponent));
+    constexpr int64_t BLOCK = ROWS * COLUMNS;
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        int64_t stop = start + BLOCK < count ? start + BLOCK : count;
+        double lanes[8] = {};
+        int64_t i = start;
+        for (; i + 8 <= stop; i += 8)
+            for (int64_t lane = 0; lane < 8; lane++) lanes[lane] += __builtin_nearbyint(square(wide(x[i + lane])) * scale);
+        for (; i < stop; i++) lanes[0] += __builtin_nearbyint(square(wide(x[i])) * scale);
+        double sum = 0;
+        for (double lane : lanes) sum += lane;
+        out[start / BLOCK] = static_cast<int64_t>(sum);
+    }
+}
+
 }  // namespace
 
 extern "C" void block_squares_f32(const float* x, double* out, int64_t count) { block_squares(x, out, count); }
 extern "C" void block_squares_bf16(const bf16* x, double* out, int64_t count) { block_squares(x, out, count); }
+
+extern "C" void integer_squares_f32(const float* x, int64_t* out, int64_t count, int64_t exponent) {
+    integer_squares(x, out, count, exponent);
+}
+extern "C" void integer_squares_bf16(const bf16* x, int64_t* out, int64_t count, int64_t exponent) {
+    integer_squares(x, out, count, exponent);
+}

@@ -1,0 +1,138 @@
+"""With `train.deterministic_layout` a run has the same bits on any number of data-parallel ranks."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep import ops
+from lockstep.cli import main
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
+from lockstep.data import divide_step
+from lockstep.errors import UserError
+from lockstep.model import initialize, preset
+from lockstep.parallel import close_world, open_world, parallel_model
+from lockstep.parallel.data import refuse_other_order
+from lockstep.parallel.world import AXES, World
+from lockstep.train import Trainer, pack
+from lockstep.train.pretrain import NextTokenLoss, pretrain
+from tests.parallel.launch import launch
+from tests.parallel.training import whole
+
+STEPS = 20
+LAYOUTS = [
+    (2, ParallelConfig()),
+    (2, ParallelConfig(data_replicate=2)),
+    (4, ParallelConfig()),
+    (4, ParallelConfig(data_replicate=2)),
+]
+
+
+def train(parallel, dtype, microbatches, deterministic=True, optimizer="adamw"):
+    """Losses and gradient norms of each step, and the weights after the last; odd lengths, so that sums are uneven."""
+    world = open_world(parallel, "cpu")
+    shape = preset("qwen3:micro", 131)
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    fill = partial(initialize, seed=3)
+    model = parallel_model(shape, kind, world, parallel, CompileConfig(), fill)
+    config = TrainConfig(
+        learning_rate=3e-3, warmup_steps=0, deterministic_layout=deterministic, optimizer=optimizer, max_grad_norm=0.3
+    )
+    trainer = Trainer(model, config, STEPS, world)
+    draw = torch.Generator().manual_seed(0)
+    rows = [pack([torch.randint(131, (n,), generator=draw).tolist()]) for n in range(19, 19 + microbatches)]
+    targets = sum(len(row.targets) for row in rows)
+    found = []
+    for _ in range(STEPS):
+        metrics = trainer.step(rows[world.data_rank :: world.data_size], NextTokenLoss(targets))
+        found.append([metrics["loss"], metrics["grad_norm"], metrics["grad_norm/attention"]])
+    masters = {name: whole(master.detach()) for name, master in trainer.optimizer.masters.items()}
+    close_world(world)
+    return found, masters
+
+
+@pytest.mark.parametrize(
+    ("dtype", "microbatches", "optimizer", "layouts"),
+    [("float32", 8, "adamw", LAYOUTS), ("bfloat16", 12, "muon", LAYOUTS[2:])],
+)
+def test_twenty_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
+    dtype, microbatches, optimizer, layouts
+):
+    settings = dtype, microbatches, True, optimizer
+    (alone,) = launch(1, train, ParallelConfig(), *settings)
+    assert alone[0][0][0] > 1.2 * alone[0][-1][0]  # it learns, so each step's bits depend on all before it
+    assert alone[0][0][1] > 0.3  # and gradients are clipped
+    for ranks, parallel in layouts:
+        for found, masters in launch(ranks, train, parallel, *settings):
+            assert found == alone[0], (ranks, parallel)
+            assert all(torch.equal(masters[name], expected) for name, expected in alone[1].items())
+
+
+def test_without_it_the_bits_depend_on_the_layout():
+    (alone,) = launch(1, train, ParallelConfig(), "float32", 8, False)
+    assert launch(4, train, ParallelConfig(), "float32", 8, False)[0][0] != alone[0]
+
+
+def test_squares_are_added_exactly_in_any_order_and_any_parts():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(70_001, generator=draw) * torch.exp(8 * torch.randn(70_001, generator=draw))
+    for values in (x, x * 1e-20, torch.zeros(5)):
+        largest = float(values.abs().max())
+        exponent = 40 - 2 * int(np.frexp(largest)[1])
+        total = ops.integer_squares(values, exponent)
+        parts = values[torch.randperm(len(values), generator=draw)].split(1237)
+        assert int(total) == sum(int(ops.integer_squares(part, exponent)) for part in parts)
+        assert int(total) == sum(int(ops.integer_squares(part[None].T.T[:, ::1], exponent)) for part in parts)
+        squares = values.double().square().numpy() * 2.0**exponent
+        assert int(total) == sum(int(s) for s in np.rint(squares))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said"),
+    [
+        ({"tensor": 2, "context": 2}, "is for data-parallel ranks so far, not for parallel.context 2, parallel.tensor"),
+        ({"data_shard": 3}, "there are 3 data-parallel ranks, give a power of two"),
+        ({"data_replicate": 4}, "parallel.data_replicate is 4, give 1 or 2"),
+    ],
+)
+def test_layouts_with_other_orders_are_refused_by_name(degrees, said):
+    with pytest.raises(UserError, match=said):
+        refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | degrees))
+
+
+def run(folder, steps):
+    """A run on this rank up to that step, or what is left of it."""
+    data = folder.parent / "text.txt"
+    config = PretrainConfig(
+        model="qwen3:micro",
+        data=str(data),
+        steps=steps,
+        sequence_length=32,
+        tokens_per_step=8 * 32,
+        dtype="bfloat16",
+        output=str(folder),
+        resume=folder.exists(),
+        train=TrainConfig(
+            tokens_per_microbatch=64, warmup_steps=0, schedule="constant", deterministic_layout=True, learning_rate=3e-3
+        ),
+    )
+    pretrain(config)
+
+
+def test_a_run_resumed_on_other_numbers_of_ranks_is_the_run_of_one_process(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: whether 'tis nobler. " * 60)
+    launch(1, run, tmp_path / "alone", 8)
+    launch(4, run, tmp_path / "several", 4)
+    launch(2, run, tmp_path / "several", 8)
+    assert main(["compare", str(tmp_path / "alone"), str(tmp_path / "several")]) == 0
+    out = capsys.readouterr().out
+    assert "steps compared: 8, from 1 to 8" in out and " at step" not in out, out
+    weights = [tmp_path / name / "checkpoints" / "step_00000008" / "model.safetensors" for name in ("alone", "several")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_micro_batches_that_ranks_would_make_smaller_are_refused():
+    divide_step(32, 8 * 32, 8 * 32, 2)
+    with pytest.raises(UserError, match="rank has 4 rows .*give train.tokens_per_microbatch 128 in all of them"):
+        divide_step(32, 8 * 32, 8 * 32, 2, deterministic=True)
