@@ -1,8 +1,10 @@
 """What equal bits in every layout cost: sums in C chunks against one chain, and against PyTorch's own operators.
 
-    step     a training step at 110M, 4 x 512 tokens, one process: C = 1, 2, 4, 8, and the library's operators
+    step     a training step at 110M, 512 tokens, one process: C = 1, 2, 4, 8, and the library's operators
              (F.linear and scaled_dot_product_attention in the same model)
     decode   a decode step at 110M of 32 sequences of 256 tokens, one process: C = 1, 2, 4, 8
+    order    a training step at 110M of four micro-batches of 128 tokens with gradients summed in one order
+             (train.deterministic_layout) and as they come: in one process, and on two FSDP ranks of one thread each
     ranks    two tensor-parallel ranks of one thread each against one process of two threads: step and decode
 
 All sides of a part run in one process in turns, or in alternating starts, and the best of five counts: what else the
@@ -25,9 +27,11 @@ from typing import Any
 
 import torch
 
-LENGTH, ROWS, VOCAB, TIMES = 512, 4, 32000, 5
+LENGTH, VOCAB, TIMES = 512, 32000, 5
+MICROBATCHES = 4
 SEQUENCES, CONTEXT = 32, 256
 CHUNKS = (1, 2, 4, 8)
+COME = "as they come"
 
 
 def shape(chunks: int) -> Any:
@@ -59,8 +63,26 @@ def training_step(chunks: int, dtype: str, ranks: int = 1) -> Callable[[], objec
     model = parallel_model(shape(chunks), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
     trainer = Trainer(model, TrainConfig(learning_rate=1e-4), 100, world)
     draw = torch.Generator().manual_seed(0)
-    row = pack(torch.randint(VOCAB, (ROWS, LENGTH), generator=draw).tolist())
-    return lambda: trainer.step([row], NextTokenLoss(ROWS * (LENGTH - 1)))
+    row = pack(torch.randint(VOCAB, (1, LENGTH), generator=draw).tolist())
+    return lambda: trainer.step([row], NextTokenLoss(LENGTH - 1))
+
+
+def accumulating_step(deterministic: bool, dtype: str) -> Callable[[], object]:
+    from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
+    from lockstep.model import initialize
+    from lockstep.parallel import open_world, parallel_model
+    from lockstep.train import Trainer, pack
+    from lockstep.train.pretrain import NextTokenLoss
+
+    parallel = ParallelConfig()
+    world = open_world(parallel, "cpu")
+    fill = partial(initialize, seed=0)
+    model = parallel_model(shape(1), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
+    trainer = Trainer(model, TrainConfig(learning_rate=1e-4, deterministic_layout=deterministic), 100, world)
+    draw = torch.Generator().manual_seed(0)
+    length = LENGTH // MICROBATCHES
+    rows = [pack([tokens]) for tokens in torch.randint(VOCAB, (MICROBATCHES, length), generator=draw).tolist()]
+    return lambda: trainer.step(rows[world.data_rank :: world.data_size], NextTokenLoss(MICROBATCHES * (length - 1)))
 
 
 def decode_step(chunks: int, dtype: str, ranks: int = 1) -> Callable[[], object]:
@@ -139,17 +161,23 @@ def decode(dtype: str) -> None:
     report(f"decode step of {SEQUENCES} sequences, {dtype}, one process", best_in_turns(sides), "C = 1")
 
 
+def order(dtype: str) -> None:
+    for count in (1, 2):
+        name = "one process" if count == 1 else "two FSDP ranks of one thread each"
+        report(f"training step of {MICROBATCHES} micro-batches, {dtype}, {name}", _started("order", dtype, count), COME)
+
+
 def ranks(dtype: str) -> None:
     for part in ("step", "decode"):
         seconds = {name: float("inf") for name in ("one process, two threads", "two ranks, one thread each")}
         for _ in range(3):
             for name, count in zip(seconds, (1, 2)):
-                seconds[name] = min(seconds[name], _started(part, dtype, count))
+                seconds[name] = min(seconds[name], _started(part, dtype, count)["own"])
         report(f"{part}, {dtype}, C = 2", seconds, "one process, two threads")
 
 
-def _started(part: str, dtype: str, count: int) -> float:
-    """Rank 0's best time of a part in fresh processes."""
+def _started(part: str, dtype: str, count: int) -> dict[str, float]:
+    """Rank 0's best times of a part in fresh processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -161,22 +189,26 @@ def _started(part: str, dtype: str, count: int) -> float:
         environment = os.environ | {name: str(value) for name, value in own.items()}
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in processes]
-    return float(json.loads(outputs[0].splitlines()[-1]))
+    seconds: dict[str, float] = json.loads(outputs[0].splitlines()[-1])
+    return seconds
 
 
 def one(part: str, dtype: str, count: int) -> None:
     torch.set_num_threads(2 // count)
-    run = training_step if part == "step" else decode_step
-    print(json.dumps(best_in_turns({"own": run(2, dtype, count)})["own"]))
+    if part == "order":
+        sides = {COME: accumulating_step(False, dtype), "in one order": accumulating_step(True, dtype)}
+    else:
+        sides = {"own": (training_step if part == "step" else decode_step)(2, dtype, count)}
+    print(json.dumps(best_in_turns(sides)))
 
 
-PARTS = {"step": step, "decode": decode, "ranks": ranks}
+PARTS = {"step": step, "decode": decode, "order": order, "ranks": ranks}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(PARTS), default="")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--one", choices=("step", "decode"), default="", help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=("step", "decode", "order"), default="", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
