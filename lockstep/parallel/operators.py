@@ -30,6 +30,8 @@ def own_part(weight: DTensor) -> Tensor:
     """
     axes = axes_of(weight.device_mesh)
     places = [place if axis == "tensor" else COPY for axis, place in zip(axes, weight.placements)]
+    if not torch.is_grad_enabled() and list(weight.placements) == places:
+        return weight.to_local()
     gradients = [SUM if place == COPY else place for place in places]
     # Of a parameter that lies as it is read this moves nothing, but its backward sums the copies' gradients.
     if list(weight.placements) != places or (weight.is_leaf and SUM in gradients):

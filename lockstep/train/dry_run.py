@@ -135,10 +135,12 @@ def _pass(
     if not isinstance(model, Pipeline):
         for index in range(count):
             if isinstance(model, FSDPModule):
-                set_gradient_sums(model, trainer.sums_every_microbatch, last=index == count - 1)
+                last = trainer.config.deterministic_layout or index == count - 1
+                set_gradient_sums(model, trainer.sums_every_microbatch, last)
             tracker.reset_mod_stats()
             assert isinstance(model, ScoringModel)
             loss(model, row).backward()
+            trainer.optimizer.gradients.end_microbatch()
         return count
     count = model.world.degrees["pipeline"]
     ends: list[Tensor] = []
@@ -174,7 +176,7 @@ def _memory(trainer: Trainer, microbatches: int, tracker: Any) -> dict[str, int]
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     at_peak = {getattr(kind, "value", kind): size for kind, size in peak.items()}
     # Beside a micro-batch's own, one for each size of subtree.
-    subtrees = masters * (microbatches - 1).bit_length() if trainer.config.deterministic_layout else 0
+    subtrees = masters * (microbatches.bit_length() - 1) if trainer.config.deterministic_layout else 0
     return {
         "weights": weights,
         **({"float32 masters": masters} if apart else {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -28,32 +29,48 @@ def gradient_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.Pr
 
 
 @torch.no_grad()
-def exact_norms(grads: Mapping[str, Tensor], elements: int) -> dict[str, float]:
+def exact_norms(grads: Mapping[str, Tensor]) -> dict[str, float]:
     """`gradient_norms` with the same bits however the gradients are sharded: their squares are added as integers.
 
-    Each square is rounded to a multiple of one power of two, which the largest gradient of all ranks and `elements`,
-    how many there are in the whole model, choose so that no sum overflows 63 bits. Of 10⁹ elements a multiple is the
-    square of the largest times 2⁻³²: what is smaller is lost, as it is in the float64 sum's norm where few are large.
+    The squares of a gradient are rounded to multiples of one power of two, which its largest element on all ranks and
+    their number choose so that no sum overflows 63 bits: of 10⁸ elements the largest square is 2³³ multiples or more. A
+    gradient that is not finite has an infinite norm. Every rank brings the same gradients.
     """
     local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
-    filled = [g.abs().amax() for g in local.values() if g.numel()]
-    largest = torch.stack(filled).amax().double().cpu() if filled else torch.zeros((), dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    if not math.isfinite(largest):
-        return {"grad_norm": math.nan}
-    bits = min(ops.EXACT_BITS, 62 - elements.bit_length())
-    exponent = bits - 2 * math.frexp(largest)[1]
-    sums = {name: ops.integer_squares(part, exponent) for name, part in local.items()}
-    squares: dict[str, Tensor] = {}
+    largest = _largest(list(local.values()))
+    exponents = {
+        name: min(ops.EXACT_BITS, 62 - grads[name].numel().bit_length()) - 2 * math.frexp(most)[1]
+        for name, most in zip(grads, largest)
+        if math.isfinite(most)
+    }
+    sums = {name: ops.integer_squares(local[name], exponent).cpu() for name, exponent in exponents.items()}
     for name, own in sums.items():
         for group in _groups(grads[name]):
             dist.all_reduce(own, group=group)
-        squares[name] = own
-    by_part = {part: sum(int(s) for name, s in squares.items() if part_of(name) == part) for part in PARTS}
-    norms = {part: math.sqrt(math.ldexp(float(total), -exponent)) for part, total in by_part.items()}
-    whole = math.sqrt(math.ldexp(float(sum(by_part.values())), -exponent))
-    return {"grad_norm": whole, **{f"grad_norm/{part}": norm for part, norm in norms.items() if norm > 0}}
+    squares = {name: Fraction(int(own)) / Fraction(2) ** exponents[name] for name, own in sums.items()}
+    norms = {"grad_norm": _norm_of(grads, squares)}
+    for part in PARTS:
+        if (norm := _norm_of([name for name in grads if part_of(name) == part], squares)) > 0:
+            norms[f"grad_norm/{part}"] = norm
+    return norms
+
+
+def _largest(parts: Sequence[Tensor]) -> list[float]:
+    """Of each tensor the largest magnitude on all ranks; infinite where an element is not finite."""
+    most = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in parts]
+    found = torch.stack(most).double().cpu() if most else torch.zeros(0, dtype=torch.float64)
+    found = torch.where(found.isfinite(), found, torch.inf)  # a maximum over ranks may pass over NaN
+    if dist.is_initialized():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    values: list[float] = found.tolist()
+    return values
+
+
+def _norm_of(names: Iterable[str], squares: Mapping[str, Fraction]) -> float:
+    names = list(names)
+    if any(name not in squares for name in names):
+        return math.inf
+    return math.sqrt(sum((squares[name] for name in names), Fraction(0)))
 
 
 def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -149,10 +149,8 @@ class GradientsInATree:
 
     updated_weights = False
 
-    def __init__(self, parameters: Parameters, elements: int):
+    def __init__(self, parameters: Parameters):
         self.parameters = parameters
-        self.elements = elements
-        """Of the whole model."""
         self._subtrees: list[dict[str, Tensor]] = []
         """Whole ones, each smaller than the one before it."""
         self._count = 0
@@ -177,7 +175,7 @@ class GradientsInATree:
         return {name: found[name] for name in self.parameters if name in found}
 
     def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
-        return exact_norms(self.held(), self.elements)
+        return exact_norms(self.held())
 
     def clear(self) -> None:
         self._subtrees.clear()

@@ -47,7 +47,6 @@ class MasterOptimizer:
         self.state: dict[str, State] = {
             n: kinds[self.settings[n].optimizer](m.detach(), dtype) for n, m in self.masters.items()
         }
-        self.elements = model.config.num_parameters
         self._learning_rate = 0.0
         self.gradients = self._gradients()
 
@@ -55,7 +54,7 @@ class MasterOptimizer:
         if self.config.optimizer_in_backward:
             return GradientsUsedAtOnce(self.parameters, lambda grads: self._update(grads, self._learning_rate))
         if self.config.deterministic_layout:
-            return GradientsInATree(self.parameters, self.elements)
+            return GradientsInATree(self.parameters)
         if all(self.masters[name] is parameter for name, parameter in self.parameters.items()):
             return OwnGradients(self.parameters)
         return SummedGradients(self.parameters)

@@ -39,7 +39,7 @@ class Trainer:
         self.world = world or World(model.device)
         self.config = config
         if config.deterministic_layout:
-            refuse_other_order(self.world)
+            refuse_other_order(self.world, isinstance(model, FSDPModule))
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
         self.optimizer = MasterOptimizer(model, config)
@@ -112,9 +112,11 @@ class Trainer:
 
     def _sum(self, losses: list[float]) -> float:
         """Of all ranks' losses."""
-        if self.config.deterministic_layout:  # rounded once, so in no order
-            return math.fsum(each for of_rank in self.world.gather(losses) for each in of_rank)
-        return self.world.sum([sum(losses)])[0]
+        if not self.config.deterministic_layout:
+            return self.world.sum([sum(losses)])[0]
+        everyone = [loss for of_rank in self.world.gather(losses) for loss in of_rank]
+        # Rounded once, so in no order; what is not finite it refuses to add.
+        return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.nan
 
     def _scoring_model(self) -> ScoringModel:
         """The model, which a loss calls by itself where it is whole."""
@@ -126,15 +128,15 @@ class Trainer:
         self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
     ) -> float:
         """The summed losses without a gradient; as for `step`, over all ranks, and equally many on each."""
-        loss = 0.0
+        losses: list[float] = []
         with self.timeline.span("validation"):
             if isinstance(self.model, Pipeline):
-                return self.world.sum([self.model.evaluate(microbatches, loss_of)])[0]
+                return self._sum([self.model.evaluate(microbatches, loss_of)])
             for microbatch in microbatches:
                 with self.timeline.span("forward"):
-                    loss += loss_of(self._scoring_model(), microbatch).item()
+                    losses.append(loss_of(self._scoring_model(), microbatch).item())
         self._reshard()
-        return self.world.sum([loss])[0]
+        return self._sum(losses)
 
     def _reshard(self) -> None:
         """Lets gathered weights go after a forward that no backward follows."""

@@ -33,13 +33,16 @@ def validation_rows(
     targets = sum(rows.targets(plan) for plan in plans)
     if not targets:
         raise UserError(f"validation_data {config.validation_data}: holds nothing to predict; give other data")
-    own = -(-len(plans) // world.data_size)
-    size = min(max(1, config.train.tokens_per_microbatch // length), own)
-    own = -(-own // size) * size
-    padded = plans + [[]] * (own * world.data_size - len(plans))
-    mine = [rows.read(plan) for plan in padded[own * world.data_rank : own * (world.data_rank + 1)]]
+    # A micro-batch's loss has bits of its own: those of all layouts are the same with `deterministic_layout`.
+    most = len(plans) if config.train.deterministic_layout else -(-len(plans) // world.data_size)
+    size = min(max(1, config.train.tokens_per_microbatch // length), most)
+    together = size * world.data_size
+    padded = plans + [[]] * (-len(plans) % together)
     return StepRows(
-        microbatches=[mine[i : i + size] for i in range(0, own, size)],
+        microbatches=[
+            [rows.read(plan) for plan in padded[i : i + size]]
+            for i in range(world.data_rank * size, len(padded), together)
+        ],
         tokens=sum(piece.stop - piece.start for plan in plans for piece in plan),
         targets=targets,
         capacity=len(padded) * length,

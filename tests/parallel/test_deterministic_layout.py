@@ -1,5 +1,6 @@
 """With `train.deterministic_layout` a run has the same bits on any number of data-parallel ranks."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -12,10 +13,12 @@ from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, Train
 from lockstep.data import divide_step
 from lockstep.errors import UserError
 from lockstep.model import initialize, preset
+from lockstep.model.shard import local_values
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.parallel.data import refuse_other_order
 from lockstep.parallel.world import AXES, World
 from lockstep.train import Trainer, pack
+from lockstep.train.gradient_norm import exact_norms
 from lockstep.train.pretrain import NextTokenLoss, pretrain
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
@@ -98,7 +101,58 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
 )
 def test_layouts_with_other_orders_are_refused_by_name(degrees, said):
     with pytest.raises(UserError, match=said):
-        refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | degrees))
+        refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | degrees), True)
+
+
+def test_full_dtensor_more_gpus_and_sums_once_a_step_are_refused_by_name():
+    degrees = dict.fromkeys(AXES, 1) | {"data_shard": 4}
+    with pytest.raises(UserError, match="does not go with parallel.full_dtensor"):
+        refuse_other_order(World(torch.device("cpu"), degrees), False)
+    with pytest.raises(UserError, match="up to 2 GPUs so far, not for 4"):
+        refuse_other_order(World(torch.device("cuda"), degrees), True)
+    with pytest.raises(UserError, match='leave parallel.reduce_gradients at "auto"'):
+        refuse_other_order(World(torch.device("cpu"), degrees, reduce_gradients="step"), True)
+
+
+def not_a_number_on_one_rank():
+    world = open_world(ParallelConfig(), "cpu")
+    shape = preset("qwen3:micro", 131)
+    fill = partial(initialize, seed=3)
+    model = parallel_model(shape, torch.float32, world, ParallelConfig(), CompileConfig(), fill)
+    trainer = Trainer(model, TrainConfig(warmup_steps=0, deterministic_layout=True), STEPS, world)
+    ended = trainer.optimizer.gradients.end_microbatch
+
+    def spoilt():
+        if world.rank == 1:
+            model.embed_tokens.weight.grad.to_local().view(-1)[:1500:1499] = torch.nan
+        ended()
+
+    trainer.optimizer.gradients.end_microbatch = spoilt
+    before = [local_values(p).clone() for p in model.parameters()]
+    metrics = trainer.step([pack([[1, 2, 3, 4]])], NextTokenLoss(6))
+    assert metrics["skipped_steps"] == 1 and metrics["grad_norm"] == metrics["grad_norm/embedding"] == math.inf
+    assert 0 < metrics["grad_norm/attention"] < math.inf
+    assert all(torch.equal(old, local_values(p)) for old, p in zip(before, model.parameters()))
+
+    def infinite(model, row):
+        return NextTokenLoss(6)(model, row) + row.tokens[0] * torch.inf - 3 * torch.inf * (row.tokens[0] == 0)
+
+    assert math.isnan(trainer.step([pack([[1, 2, 3]]), pack([[0, 2, 3]])], infinite)["loss"])
+    assert trainer.skipped_steps == 2
+    close_world(world)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
+    launch(2, not_a_number_on_one_rank)
+
+
+def test_one_large_gradient_costs_the_other_parts_nothing():
+    draw = torch.Generator().manual_seed(0)
+    grads = {"mlp.up_proj": torch.randn(300_000, generator=draw), "embed_tokens": torch.randn(1000, generator=draw)}
+    grads["embed_tokens"][3] = 1e20
+    norms = exact_norms(grads)
+    for name, part in (("mlp.up_proj", "feed-forward"), ("embed_tokens", "embedding")):
+        assert norms[f"grad_norm/{part}"] == pytest.approx(float(grads[name].double().norm()), rel=1e-9)
 
 
 def run(folder, steps):
@@ -113,6 +167,9 @@ def run(folder, steps):
         dtype="bfloat16",
         output=str(folder),
         resume=folder.exists(),
+        validation_data=str(data),
+        validation_every=4,
+        validation_tokens=400,
         train=TrainConfig(
             tokens_per_microbatch=64, warmup_steps=0, schedule="constant", deterministic_layout=True, learning_rate=3e-3
         ),
