@@ -9,6 +9,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -90,8 +91,9 @@ def _places(
 ) -> list[Place]:
     """Which part of a tensor each rank of the group holds."""
     places = []
-    for rank in dist.get_process_group_ranks(group):
-        coordinate = [int(c) for c in (mesh.mesh == rank).nonzero()[0]]
-        local, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, placements)
-        places.append(tuple(slice(start, start + length) for start, length in zip(offset, local)))
+    with unset_fake_temporarily():  # a dry run's mesh has real numbers
+        for rank in dist.get_process_group_ranks(group):
+            coordinate = [int(c) for c in (mesh.mesh == rank).nonzero()[0]]
+            local, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, placements)
+            places.append(tuple(slice(start, start + length) for start, length in zip(offset, local)))
     return places

@@ -118,6 +118,19 @@ def test_a_micro_batch_is_no_more_than_a_rank_has_rows():
     assert microbatches == 1
 
 
+def _in_one_order():
+    config = _config(ParallelConfig(), tokens=2048)
+    config.train.optimizer, config.train.deterministic_layout = "muon", True
+    found = dry_run(config, SHAPE, 4, NextTokenLoss(126))
+    return {kind: t.calls for (_, kind), t in found.traffic.items()}, found.memory, found.microbatches
+
+
+def test_muons_matrices_and_the_sums_of_one_order_are_counted():
+    ((calls, memory, microbatches),) = launch(1, _in_one_order)
+    assert microbatches == 4 and memory["sums of micro-batches"] == 2 * memory["gradients"]
+    assert calls["alltoall_base"] > 0 and calls["reduce_scatter_base"] == 2 * 7  # of two micro-batches
+
+
 def test_the_command_prints_a_cluster_on_one_process():
     command = [sys.executable, "-m", "lockstep", "pretrain", "--model", "llama3:1b", "--sequence-length", "1024"]
     command += ["--tokens-per-step", "65536", "--train.tokens-per-microbatch", "1024", "--dry-run", "64"]
