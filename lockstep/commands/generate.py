@@ -195,7 +195,7 @@ def _open_output(output: str) -> IO[str]:
         raise UserError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
 
 
-def _write(file: IO[str], lines: Iterable[dict[str, Any]]) -> None:
+def _write(file: Any, lines: Iterable[dict[str, Any]]) -> None:
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     try:
         file.write(text)
