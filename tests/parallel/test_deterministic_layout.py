@@ -32,7 +32,7 @@ LAYOUTS = [
 ]
 
 
-def train(parallel, dtype, microbatches, deterministic=True, optimizer="adamw"):
+def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimizer="adamw"):
     """Losses and gradient norms of each step, and the weights after the last; odd lengths, so that sums are uneven."""
     world = open_world(parallel, "cpu")
     shape = preset("qwen3:micro", 131)
@@ -47,7 +47,7 @@ def train(parallel, dtype, microbatches, deterministic=True, optimizer="adamw"):
     rows = [pack([torch.randint(131, (n,), generator=draw).tolist()]) for n in range(19, 19 + microbatches)]
     targets = sum(len(row.targets) for row in rows)
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         metrics = trainer.step(rows[world.data_rank :: world.data_size], NextTokenLoss(targets))
         found.append([metrics["loss"], metrics["grad_norm"], metrics["grad_norm/attention"]])
     masters = {name: whole(master.detach()) for name, master in trainer.optimizer.masters.items()}
@@ -56,15 +56,19 @@ def train(parallel, dtype, microbatches, deterministic=True, optimizer="adamw"):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "microbatches", "optimizer", "layouts"),
-    [("float32", 8, "adamw", LAYOUTS), ("bfloat16", 12, "muon", LAYOUTS[2:])],
+    ("dtype", "microbatches", "steps", "optimizer", "layouts"),
+    [
+        ("float32", 8, STEPS, "adamw", LAYOUTS),
+        ("bfloat16", 12, 6, "muon", LAYOUTS[3:]),
+        pytest.param("bfloat16", 12, STEPS, "muon", LAYOUTS, marks=pytest.mark.slow),
+    ],
 )
-def test_twenty_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
-    dtype, microbatches, optimizer, layouts
+def test_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
+    dtype, microbatches, steps, optimizer, layouts
 ):
-    settings = dtype, microbatches, True, optimizer
+    settings = dtype, microbatches, steps, True, optimizer
     (alone,) = launch(1, train, ParallelConfig(), *settings)
-    assert alone[0][0][0] > 1.2 * alone[0][-1][0]  # it learns, so each step's bits depend on all before it
+    assert alone[0][0][0] > 1.1 * alone[0][-1][0]  # it learns, so each step's bits depend on all before it
     assert alone[0][0][1] > 0.3  # and gradients are clipped
     for ranks, parallel in layouts:
         for found, masters in launch(ranks, train, parallel, *settings):
@@ -73,8 +77,8 @@ def test_twenty_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
 
 
 def test_without_it_the_bits_depend_on_the_layout():
-    (alone,) = launch(1, train, ParallelConfig(), "float32", 8, False)
-    assert launch(4, train, ParallelConfig(), "float32", 8, False)[0][0] != alone[0]
+    (alone,) = launch(1, train, ParallelConfig(), "float32", 8, STEPS, False)
+    assert launch(4, train, ParallelConfig(), "float32", 8, STEPS, False)[0][0] != alone[0]
 
 
 def test_squares_are_added_exactly_in_any_order_and_any_parts():
