@@ -170,7 +170,7 @@ class Cell:
 
     def as_json(self) -> dict[str, Any]:
         own = {"trainer": self.trainer.layout.name, "recompute": self.trainer.recompute, "generator": self.generator}
-        own |= {"model": self.trainer.shape, "dtype": self.trainer.dtype, "compiled": self.trainer.backend}
+        own |= {"model": self.trainer.shape, "dtype": self.trainer.dtype, "compiled": self.trainer.backend == "inductor"}
         return own | {"checked": self.checked, "different": self.different, "max_delta": self.largest}
 
 
@@ -299,7 +299,7 @@ def _draw(cells: list[Cell], path: Path) -> None:
 
     lines = [line.split("  ") for line in table(cells).splitlines()]
     rows = [[text.strip() for text in line if text.strip()] for line in lines]
-    figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(rows)))
+    figure, axes = pyplot.subplots(figsize=(11, 0.24 * len(rows)))
     axes.axis("off")
     colours = [
         ["white", *("#cfead6" if text.endswith("/ 0") else "#eeeeee" if text == "-" else "#f3b3a7" for text in row[1:])]
