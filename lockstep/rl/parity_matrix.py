@@ -170,7 +170,11 @@ class Cell:
 
     def as_json(self) -> dict[str, Any]:
         own = {"trainer": self.trainer.layout.name, "recompute": self.trainer.recompute, "generator": self.generator}
-        own |= {"model": self.trainer.shape, "dtype": self.trainer.dtype, "compiled": self.trainer.backend == "inductor"}
+        own |= {
+            "model": self.trainer.shape,
+            "dtype": self.trainer.dtype,
+            "compiled": self.trainer.backend == "inductor",
+        }
         return own | {"checked": self.checked, "different": self.different, "max_delta": self.largest}
 
 
