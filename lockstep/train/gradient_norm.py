@@ -44,9 +44,14 @@ def exact_norms(grads: Mapping[str, Tensor]) -> dict[str, float]:
         if math.isfinite(most)
     }
     sums = {name: ops.integer_squares(local[name], exponent).cpu() for name, exponent in exponents.items()}
-    for name, own in sums.items():
-        for group in _groups(grads[name]):
+    together: dict[tuple[dist.ProcessGroup, ...], list[str]] = defaultdict(list)
+    for name in sums:
+        together[_groups(grads[name])].append(name)
+    for groups, names in together.items():
+        own = torch.stack([sums[name] for name in names])
+        for group in groups:
             dist.all_reduce(own, group=group)
+        sums |= dict(zip(names, own))
     squares = {name: Fraction(int(own)) / Fraction(2) ** exponents[name] for name, own in sums.items()}
     norms = {"grad_norm": _norm_of(grads, squares)}
     for part in PARTS:

@@ -155,6 +155,7 @@ def test_one_large_gradient_costs_the_other_parts_nothing():
     grads = {"mlp.up_proj": torch.randn(300_000, generator=draw), "embed_tokens": torch.randn(1000, generator=draw)}
     grads["embed_tokens"][3] = 1e20
     norms = exact_norms(grads)
+    # Squares are rounded to 42 bits of the largest.
     for name, part in (("mlp.up_proj", "feed-forward"), ("embed_tokens", "embedding")):
         assert norms[f"grad_norm/{part}"] == pytest.approx(float(grads[name].double().norm()), rel=1e-9)
 
