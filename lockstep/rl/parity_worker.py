@@ -23,6 +23,7 @@ from lockstep.config import CompileConfig, EngineConfig, ParallelConfig, Recompu
 from lockstep.generate import Engine
 from lockstep.model import ScoringModel, initialize, resolve_dtype
 from lockstep.parallel import World, apply_compile, close_world, generator_model, open_world, parallel_model
+from lockstep.parallel.world import AXES
 from lockstep.rl.parity_check import mixed_load
 from lockstep.rl.parity_matrix import CHUNKS, SHAPES, Generating, Scoring, jobs_of
 from lockstep.train import Trainer, pack, target_log_probs
@@ -44,10 +45,21 @@ def main(folder: Path, rank: int) -> None:
         partial_file.replace(target)
 
 
+_worlds: dict[tuple[int, ...], World] = {}
+
+
+def world_of(parallel: ParallelConfig) -> World:
+    """The world of a layout, made once: each has a dozen process groups, whose threads would take all of the time."""
+    degrees = tuple(getattr(parallel, axis) for axis in AXES)
+    if degrees not in _worlds:
+        _worlds[degrees] = open_world(parallel, "cpu")
+    return _worlds[degrees]
+
+
 def sample(job: Generating) -> Any:
     """Requests with what was sampled for them: `[{prompt, temperature, completions: [{tokens, bits}]}]`."""
     parallel = ParallelConfig(tensor=job.ranks, reduction_chunks=CHUNKS)
-    world = open_world(parallel, "cpu")
+    world = world_of(parallel)
     shape = SHAPES[job.shape]
     model = generator_model(shape, resolve_dtype(job.dtype), world, parallel, partial(initialize, seed=SEED))
     apply_compile(model, CompileConfig(job.backend))
@@ -69,7 +81,7 @@ def sample(job: Generating) -> Any:
 def score(job: Scoring, folder: Path) -> Any:
     """What this rank computes of the sampled tokens in a training step: their numbers, and log-probabilities' bits."""
     parallel = replace(job.layout.parallel, reduction_chunks=CHUNKS)
-    world = open_world(parallel, "cpu")
+    world = world_of(parallel)
     fill = partial(initialize, seed=SEED)
     shape, dtype = SHAPES[job.shape], resolve_dtype(job.dtype)
     recompute = RecomputeConfig(job.recompute)
