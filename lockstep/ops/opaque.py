@@ -13,6 +13,8 @@ class OperatorLibrary:
 
     def __init__(self, name: str):
         self.name = name
+        self.schemas: list[str] = []
+        """Of all operators: a graph that was compiled for others must not be used again."""
         self._library = torch.library.Library(name, "DEF")
 
     def operator(self, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -20,6 +22,7 @@ class OperatorLibrary:
         name = schema.partition("(")[0]
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.schemas.append(schema)
             self._library.define(schema)
             self._library.impl(name, function, "CUDA")
             self._library.impl(name, function, "CPU")

@@ -20,6 +20,7 @@ import torch._inductor
 import torch.distributed as dist
 from torch import Tensor
 from torch._functorch import config as functorch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -28,10 +29,12 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block, Halves
 from lockstep.ops.cache import cache_folder, fingerprint, require_private
+from lockstep.ops.opaque import library
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole, whole_rows
 from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 PROBE_ROWS = 96
 PROBE_COUNTS = (1, 2, 3, 7, 8, 16, 17, 33, 64)
 # Rounds where eager PyTorch rounds. Without it a fused kernel keeps float32 where another, cut elsewhere, has rounded
@@ -104,12 +107,15 @@ def _every_other(x: Tensor) -> Tensor:
 
 
 def keep_artifacts() -> Path:
-    """Keeps what is compiled in the user's cache folder, apart for every version and machine; returns the folder.
+    """Keeps what is compiled in the user's cache folder, apart for every machine, torch and set of operators.
 
-    TORCHINDUCTOR_CACHE_DIR takes its place. Raises UnsafeCache where others may write to that.
+    Returns the folder; TORCHINDUCTOR_CACHE_DIR takes its place. Raises UnsafeCache where others may write to that.
     """
-    own = cache_folder() / f"compiled-{fingerprint()}"
-    folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(own)))
+    own = cache_folder() / f"compiled-{fingerprint(*library.schemas)}"
+    # Importing torch._dynamo sets the variable too, where the user has not.
+    if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
+        os.environ[CACHE_VARIABLE] = str(own)
+    folder = Path(os.environ[CACHE_VARIABLE])
     if folder != own and folder.exists():
         require_private(folder, "set TORCHINDUCTOR_CACHE_DIR to a folder of your own")
     return folder

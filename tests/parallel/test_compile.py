@@ -3,7 +3,11 @@
 The engine's own property tests also run compiled (`tests/generate/test_engine.py`).
 """
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +99,25 @@ def test_a_compiler_that_changes_bits_with_the_number_of_rows_is_refused(monkeyp
     )
     with pytest.raises(UserError, match="the block's output of .* rows without a gradient differ"):
         apply_compile(build_model(preset("qwen3:micro", 258), dtype="float32"), INDUCTOR)
+
+
+def test_compiled_code_is_kept_in_the_users_cache_apart_for_each_set_of_operators(tmp_path):
+    """In a process of its own: importing torch._dynamo sets the variable that says where torch keeps it."""
+    code = """if True:
+        import os
+        from lockstep.ops.opaque import library
+        from lockstep.parallel.compile import keep_artifacts
+        print(keep_artifacts(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        library.schemas.append("another(Tensor x) -> Tensor")
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        print(keep_artifacts())"""
+    environment = {n: v for n, v in os.environ.items() if n != "TORCHINDUCTOR_CACHE_DIR"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    folder, used = printed[0].split()
+    assert folder == used and Path(folder).parent == tmp_path / "lockstep"
+    assert Path(printed[1]).parent == tmp_path / "lockstep" and printed[1] != folder
 
 
 def test_a_folder_for_compiled_code_that_others_may_write_to_is_refused(tmp_path, monkeypatch):
