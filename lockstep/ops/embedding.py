@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lockstep.ops import one_order
 from lockstep.ops.forms import FORMS
 
 
@@ -13,4 +17,32 @@ def embedding(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"])
     """`weight[tokens]`."""
     if (form := FORMS.get(type(weight))) is not None:
         return form.embedding(tokens, weight)
-    return F.embedding(tokens, weight)
+    return found_rows(tokens, weight)
+
+
+def found_rows(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "tokens dim"]:
+    """`embedding` of a plain weight. Its gradient adds up the tokens of all ranks where one order is asked for."""
+    if one_order.shared_tokens() is None:
+        return F.embedding(tokens, weight)
+    return _SharedEmbedding.apply(tokens, weight)
+
+
+class _SharedEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        tokens, weight = ctx.saved_tensors
+        shared = one_order.shared_tokens()
+        assert shared is not None
+        tokens, grad = shared.gather(tokens), shared.gather(grads[0])
+        # The rows whose head's gradient this rank makes too, for where head and embedding are one they add up here.
+        own = shared.part(len(weight))
+        found = (tokens >= own.start) & (tokens < own.stop)
+        whole = torch.zeros_like(weight)
+        rows = own.stop - own.start
+        whole[own] = torch.ops.aten.embedding_dense_backward(grad[found], tokens[found] - own.start, rows, -1, False)
+        return None, whole

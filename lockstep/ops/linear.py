@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from lockstep.ops import cuda, native, plain
+from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.asked import asked_for
 from lockstep.ops.forms import FORMS
 from lockstep.ops.kept import keep
@@ -91,20 +91,25 @@ def _check_chunks(x: Tensor, chunks: int) -> None:
 
 
 def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]]) -> Float32[Tensor, "*shape"]:
-    """The sum of a power of two of tensors in a binary tree: neighbours first."""
+    """The sum of tensors in a binary tree: neighbours first, and an odd last one as it is."""
     while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2])] + [*parts[len(parts) & ~1 :]]
     return parts[0]
 
 
-def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `x` and of `weight`."""
-    return input_gradient(grad, weight), weight_gradient(grad, x)
+def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1) -> tuple[Tensor, Tensor]:
+    """Gradients of `x` and of `weight`, of the product in so many chunks."""
+    return input_gradient(grad, weight, _gradient_chunks(chunks)), token_weight_gradient(grad, x)
 
 
-def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of a product's input."""
-    return grad @ weight if _by_library(grad) else product(grad, weight.T)
+def _gradient_chunks(chunks: int) -> int:
+    """Parts that the input's gradient is summed in: a row product, which has chunks, is not cut over its outputs."""
+    return one_order.gradient_chunks() if chunks == 1 else 1
+
+
+def input_gradient(grad: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
+    """Gradient of a product's input: a sum over the outputs, in `chunks` parts of them."""
+    return grad @ weight if _by_library(grad) else product(grad, weight.T, chunks)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -112,14 +117,27 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.T @ x if _by_library(grad) else product(grad.T, x.T)
 
 
+def token_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """`weight_gradient` where the rows are tokens, of which other ranks may have some (`one_order`)."""
+    if (shared := one_order.shared_tokens()) is None:
+        return weight_gradient(grad, x)
+    own, whole = shared.part(grad.shape[1]), grad.new_zeros(grad.shape[1], x.shape[1])
+    grad, x = shared.gather(grad), shared.gather(x)
+    whole[own] = weight_gradient(grad[:, own], x)
+    return whole
+
+
 def _by_library(grad: Tensor) -> bool:
     """Whether the gradients' products are a library's, whose bits are its own.
 
     On a CPU only where it multiplies pairs of bfloat16, at the machine's ceiling: everywhere else our own is as fast
-    or faster, and its bits are those of every processor.
+    or faster, and its bits are those of every processor. Never in the one order, for a library's bits may depend on
+    the number of threads, and on how much of a weight is here.
     """
     if not native.usable(grad):
         return True
+    if one_order.is_asked():
+        return False
     return grad.dtype == torch.bfloat16 and native.arithmetic() == "bf16_pairs"
 
 
@@ -127,13 +145,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: int) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.chunks = chunks
         return keep("linear", lambda: product(x, weight, chunks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
-        grad_x = input_gradient(grad, weight) if asked_for(ctx, 0) else None
-        return grad_x, weight_gradient(grad, x) if asked_for(ctx, 1) else None, None
+        grad_x = input_gradient(grad, weight, _gradient_chunks(ctx.chunks)) if asked_for(ctx, 0) else None
+        return grad_x, token_weight_gradient(grad, x) if asked_for(ctx, 1) else None, None
 
 
 # Compiled code calls the product as a whole: no compiler has a say in its order of summation.
@@ -147,18 +166,21 @@ def _opaque_linear(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
 
 
 @library.operator(
-    "linear_gradients(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)",
-    fake=lambda grad, x, weight: (
+    "product_gradients(Tensor grad, Tensor x, Tensor weight, int chunks) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight, chunks: (
         grad.new_empty(grad.shape[0], weight.shape[1]),
         grad.new_empty(grad.shape[1], x.shape[1]),
     ),
 )
-def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return linear_gradients(grad, x, weight)
+def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    return linear_gradients(grad, x, weight, chunks)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.chunks = inputs[2]
 
 
 library.differentiable(
-    "linear",
-    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
-    backward=lambda ctx, grad: (*_opaque_gradients(grad, *ctx.saved_tensors), None),
+    "linear", _save, lambda ctx, grad: (*_opaque_gradients(grad, *ctx.saved_tensors, ctx.chunks), None)
 )

@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from lockstep.ops import cuda, native, plain
+from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.linear import linear, linear_gradients
+from lockstep.ops.head_gradients import head_gradients, logits_gradient, row_slices
+from lockstep.ops.linear import input_gradient, linear, weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
 
@@ -26,8 +27,6 @@ SHARDS = (2, 4, 8)
 PIECES = 16
 """Most pieces of a vocabulary: `SHARDS` cut it at no more places than that."""
 CPU = torch.device("cpu")
-SLICE_BYTES = 1 << 27
-"""Logits that are held at once. Smaller slices read the head's weight, and write its gradient, more often."""
 
 
 def token_log_probs(
@@ -61,8 +60,11 @@ def log_prob_sum(
     """`weight` · Σ log p(target) at temperature 1: `token_log_probs` summed, at two thirds of the cost.
 
     The weight is known on the way forward, so the gradient is made there, while a slice's logits are at hand, and
-    they are computed once instead of twice.
+    they are computed once instead of twice. In the one order it is the sum over all ranks' targets, on each of them.
     """
+    if one_order.is_asked():
+        log_probs, shared = token_log_probs(hidden, head, targets)[0], one_order.shared_targets()
+        return total(log_probs if shared is None else shared.whole(log_probs)) * weight
     plain = type(hidden) is Tensor and type(head) in (Tensor, torch.nn.Parameter)
     if plain and torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _LogProbSum.apply(hidden, head, targets, weight)
@@ -161,17 +163,10 @@ def _finite(highest: Tensor) -> Tensor:
     return torch.where(highest.isinf(), 0.0, highest)
 
 
-def row_slices(tokens: int, head: Tensor) -> list[slice]:
-    """Rows whose logits are held at once."""
-    row_bytes = head.shape[0] * head.element_size()
-    rows = max(1, SLICE_BYTES // row_bytes)
-    return [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
-
-
 def _forward(hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     parts = [
         logits_log_probs(linear(hidden[rows], head), targets[rows], inverse[rows])
-        for rows in row_slices(hidden.shape[0], head)
+        for rows in row_slices(len(hidden), head.shape[0], head.element_size())
     ]
     if not parts:
         empty = torch.empty(3, 0, dtype=torch.float32, device=hidden.device)
@@ -191,17 +186,9 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden, head, targets, inverse, normalizers = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_head: Tensor | None = None
-        for rows in row_slices(hidden.shape[0], head):
-            logits = linear(hidden[rows], head)
-            grad = logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grads[0][rows])
-            grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
-            # Slices add up in float32; one slice alone needs no wider copy.
-            grad_head = part if grad_head is None else grad_head.float().add_(part)
-        if grad_head is None:  # a micro-batch of padding alone, whose backward still takes part in the ranks' exchange
-            grad_head = torch.zeros_like(head)
-        return grad_hidden, grad_head.to(head.dtype), None, None
+        vocab = head.shape[0]
+        saved = (hidden, head, targets, inverse, normalizers, grads[0])
+        return *head_gradients(*saved, vocab, piece_bounds(vocab)), None, None
 
 
 class _LogProbSum(torch.autograd.Function):
@@ -211,12 +198,12 @@ class _LogProbSum(torch.autograd.Function):
         grad_head: Tensor | None = None
         ones = torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         parts = []
-        for rows in row_slices(hidden.shape[0], head):
+        for rows in row_slices(len(hidden), head.shape[0], head.element_size()):
             logits = linear(hidden[rows], head)
             log_probs, _, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
             parts.append(log_probs)
             grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
-            grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
+            grad_hidden[rows], part = input_gradient(grad, head), weight_gradient(grad, hidden[rows])
             grad_head = part if grad_head is None else grad_head.float().add_(part)
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
@@ -226,30 +213,3 @@ class _LogProbSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grads[0], grad_head * grads[0], None, None
-
-
-def logits_gradient(logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor) -> Tensor:
-    """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`.
-
-    A negative target is not among these logits: they are a part of the vocabulary, and another part holds it.
-    """
-    if cuda.usable(logits):
-        from lockstep.ops.cuda import vocabulary
-
-        return vocabulary.logits_gradient(logits, targets, inverse, normalizers, grad)
-    if native.usable(logits):
-        native.call(
-            "log_probs_backward",
-            logits.dtype,
-            logits,
-            targets,
-            inverse,
-            normalizers,
-            grad.contiguous(),
-            *logits.shape,
-        )
-        return logits
-    factor = (grad * inverse)[:, None]
-    gradient = torch.exp(logits.float() * inverse[:, None] - normalizers[:, None]) * -factor
-    chosen = torch.where(targets[:, None] < 0, 0.0, factor)
-    return gradient.scatter_add(1, targets[:, None].clamp(min=0), chosen).to(logits.dtype)

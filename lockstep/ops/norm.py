@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops import cuda, native, plain
+from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
 from lockstep.ops.kept import keep
 from lockstep.ops.opaque import library
@@ -27,7 +27,7 @@ def rms_norm(x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: f
     if not native.usable(x):
         return _reference(x, weight, eps)[0]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, eps)
+        return trained_norm(x, weight, eps, None)
     return _forward(x, weight, eps)[0]
 
 
@@ -55,6 +55,14 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Ten
     return out, x, scale
 
 
+def norm_with_scale(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` without gradient, and each row's scale, float32."""
+    if not native.usable(x):
+        return _reference(x, weight, eps)
+    out, _, scale = _forward(x, weight, eps)
+    return out, scale.view(x.shape[:-1])
+
+
 def _gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     if not native.usable(x):
         return _reference_gradients(grad_out, x, weight, scale)
@@ -65,17 +73,39 @@ def _gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tu
     return grad_x, grad_weight.to(weight.dtype)
 
 
+def token_gradients(
+    grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, gathered: one_order.GatheredRows | None = None
+) -> tuple[Tensor, Tensor]:
+    """`_gradients` where other ranks may have some of the rows: in one order the first of them makes the weight's."""
+    grad_x, grad_weight = _gradients(grad_out, x, weight, scale)
+    gathered = gathered or one_order.shared_tokens()
+    if gathered is None or not one_order.is_asked():
+        return grad_x, grad_weight
+    grad_out, x, scale = (gathered.gather(part) for part in (grad_out, x, scale.view(x.shape[:-1])))
+    return grad_x, _gradients(grad_out, x, weight, scale)[1] if gathered.is_first else torch.zeros_like(weight)
+
+
+def trained_norm(
+    x: Float[Tensor, "*rows dim"], weight: Float[Tensor, "dim"], eps: float, gathered: one_order.GatheredRows | None
+) -> Float[Tensor, "*rows dim"]:
+    """`rms_norm` of a plain weight, with a gradient; that of `weight` is summed over the rows that `gathered` has."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps, gathered)
+    return out
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, gathered: one_order.GatheredRows | None) -> Tensor:
         x = x.contiguous()
         out, scale = keep("norm", lambda: _forward(x, weight, eps)[::2])
         ctx.save_for_backward(x, weight, scale)
+        ctx.gathered = gathered
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return (*_gradients(grads[0], *ctx.saved_tensors), None)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        return (*token_gradients(grads[0], x, weight, scale, ctx.gathered), None, None)
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -89,10 +119,7 @@ def _empty_like(x: Tensor) -> Tensor:
     fake=lambda x, weight, eps: (_empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
 )
 def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not native.usable(x):
-        return _reference(x, weight, eps)
-    out, _, scale = _forward(x, weight, eps)
-    return out, scale.view(x.shape[:-1])
+    return norm_with_scale(x, weight, eps)
 
 
 @library.operator(
@@ -100,7 +127,7 @@ def _opaque(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     fake=lambda grad_out, x, weight, scale: (_empty_like(x), torch.empty_like(weight)),
 )
 def _opaque_gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return _gradients(grad_out, x, weight, scale)
+    return token_gradients(grad_out, x, weight, scale)
 
 
 library.differentiable(

@@ -18,8 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.ops import one_order
+from lockstep.ops.attention import attend_backward
 from lockstep.ops.kept import keep
 from lockstep.parallel.exchange import all_gather, reduce_scatter
+from lockstep.parallel.one_order import ContextRows
 
 Piece = tuple[int, int, int]
 """Sequence, first token, and the token behind the last."""
@@ -68,6 +71,19 @@ class ContextAttention:
         # Where the token of each place in the packed row is found among all ranks' padded rows.
         gathered = torch.cat([r * self.padded_rows + torch.arange(len(own)) for r, own in enumerate(rows)])
         self._places = gathered[torch.cat(rows).argsort()].to(device)
+        self.shares = rows
+        self.shared_tokens = ContextRows(group, self.padded_rows, self._places, self.rows)
+        self.shared_targets: ContextRows | None = None
+        """Of the row's targets, once they are known; see `share_targets`."""
+
+    def share_targets(self, predictors: Int[Tensor, "targets"]) -> None:
+        """Tells it which of the packed row's tokens are scored, in the order of their targets."""
+        of_rank = [torch.isin(predictors.cpu(), share).nonzero()[:, 0] for share in self.shares]
+        padded = max(map(len, of_rank))
+        gathered = torch.cat([rank * padded + torch.arange(len(own)) for rank, own in enumerate(of_rank)])
+        places = gathered[torch.cat(of_rank).argsort()].to(predictors.device)
+        own = of_rank[dist.get_rank(self.group)].to(predictors.device)
+        self.shared_targets = ContextRows(self.group, padded, places, own)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -107,10 +123,52 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, log_sums = ctx.saved_tensors
+        if one_order.is_asked():
+            grad_q, grad_k, grad_v = _in_one_order(ctx.attention, grads[0], q, k, v, out, log_sums)
+            return grad_q, grad_k, grad_v, None
         keys, values = ctx.attention.gather(k, v)
         grad_q, grad_keys, grad_values = ctx.attention.pieces.backward(grads[0], q, keys, values, out, log_sums)
         grad_k, grad_v = ctx.attention.sum_back(grad_keys, grad_values)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None
+
+
+def _in_one_order(
+    attention: ContextAttention, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of this rank's rows. Each rank makes those of some key-value heads, of all queries in one order."""
+    tokens, ranks = attention.shared_tokens, dist.get_world_size(attention.group)
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    own = tokens.part(kv_heads)
+    queries = slice(own.start * group, own.stop * group)
+
+    def of_heads(x: Tensor, heads: slice) -> Tensor:
+        return tokens.gather(x)[:, heads].contiguous()
+
+    parts = [of_heads(x, queries) for x in (grad_out, q)] + [of_heads(x, own) for x in (k, v)]
+    parts += [of_heads(x, queries) for x in (out, log_sums)]
+    made: tuple[Tensor, ...] = (parts[1], *parts[2:4])  # where no head is left for this rank
+    if own.stop > own.start:
+        made = attend_backward(
+            parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], attention.pieces.whole.starts
+        )
+    most = -(-kv_heads // ranks)  # key-value heads of a rank
+    return (
+        _own_rows(made[0], q, most * group, attention),
+        _own_rows(made[1], k, most, attention),
+        _own_rows(made[2], v, most, attention),
+    )
+
+
+def _own_rows(part: Tensor, like: Tensor, most: int, attention: ContextAttention) -> Tensor:
+    """This rank's rows of all heads, from each rank's part `[tokens, up to most heads, head_dim]`, shaped as `like`."""
+    padded = part.new_zeros(part.shape[0], most, part.shape[2])
+    padded[:, : part.shape[1]] = part
+    ranks = dist.get_world_size(attention.group)
+    everyone = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(everyone, padded, group=attention.group)
+    whole = torch.zeros_like(like)
+    whole[: len(attention.rows)] = torch.cat(everyone, 1)[attention.rows, : like.shape[1]]
+    return whole
 
 
 def _rows(lengths: Sequence[int], pieces: Sequence[Piece]) -> Tensor:

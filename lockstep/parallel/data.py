@@ -6,7 +6,6 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lockstep.config import ParallelConfig
-from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.parallel.exchange import ExchangedSum
 from lockstep.parallel.world import World
@@ -55,37 +54,6 @@ def sums_every_microbatch(parameters: int, world: World) -> bool:
     if world.reduce_gradients != "auto":
         return world.reduce_gradients == "microbatch"
     return 4 * parameters / world.degrees["tensor"] > world.memory / WHOLE_GRADIENT_SHARE
-
-
-def refuse_other_order(world: World, by_fsdp: bool) -> None:
-    """Raises UserError for a layout whose gradients are not summed in the one order of train.deterministic_layout.
-
-    by_fsdp: whether FSDP sums those of several data-parallel ranks.
-    """
-    others = [f"parallel.{axis} {world.degrees[axis]}" for axis in ("pipeline", "context", "tensor")]
-    others = [each for each in others if not each.endswith(" 1")]
-    if others:
-        raise UserError(
-            f"train.deterministic_layout is for data-parallel ranks so far, not for {', '.join(others)}; switch it off"
-        )
-    if world.data_size > 1 and not by_fsdp:
-        raise UserError("train.deterministic_layout does not go with parallel.full_dtensor; switch one of them off")
-    if world.device.type == "cuda" and world.data_size > 2:
-        raise UserError(
-            f"train.deterministic_layout is for up to 2 GPUs so far, not for {world.data_size}, which a library sums "
-            "over in an order of its own; switch it off"
-        )
-    if world.reduce_gradients == "step":
-        raise UserError(
-            "train.deterministic_layout sums gradients over ranks with every micro-batch; leave "
-            'parallel.reduce_gradients at "auto"'
-        )
-    if world.degrees["data_replicate"] > 2 or world.data_size & (world.data_size - 1):
-        raise UserError(
-            "train.deterministic_layout sums in a binary tree of ranks: parallel.data_replicate is "
-            f"{world.degrees['data_replicate']}, give 1 or 2; there are {world.data_size} data-parallel ranks, give a "
-            "power of two"
-        )
 
 
 def set_gradient_sums(model: FSDPModule, every: bool, last: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.ops import one_order
 from lockstep.ops.linear import tree_sum
 from lockstep.ops.opaque import library
 
@@ -60,6 +61,11 @@ def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
+def sum_gathered(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The gradient of gathered rows: the sum over ranks, which in one order the products have made already."""
+    return own_rows(grad, group) if one_order.is_asked() else sum_rows(grad, group)
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:
@@ -69,7 +75,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.opposite(grads[0], ctx.group), None, None, None
+        found: Tensor = ctx.opposite(grads[0], ctx.group)
+        return found, None, None, None
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:
@@ -101,11 +108,20 @@ def _opaque_sum(x: Tensor, group: str) -> Tensor:
     return sum_rows(x, group_named(group))
 
 
+@library.operator(
+    "sum_gathered(Tensor grad, str group) -> Tensor",
+    fake=lambda grad, group: grad.new_empty(grad.shape[0] // group_named(group).size(), *grad.shape[1:]),
+)
+def _opaque_sum_gathered(grad: Tensor, group: str) -> Tensor:
+    found = sum_gathered(grad, group_named(group))
+    return found.clone() if found._is_view() else found
+
+
 def _save_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     ctx.group = inputs[1]
 
 
-library.differentiable("gather_rows", _save_group, lambda ctx, grad: (_opaque_sum(grad, ctx.group), None))
+library.differentiable("gather_rows", _save_group, lambda ctx, grad: (_opaque_sum_gathered(grad, ctx.group), None))
 library.differentiable("sum_rows", _save_group, lambda ctx, grad: (_opaque_gather(grad, ctx.group), None))
 
 

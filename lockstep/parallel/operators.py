@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -17,7 +16,9 @@ from torch.distributed.tensor import DTensor, Placement
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
-from lockstep.parallel.exchange import exchanged, gather_rows, rows_are_whole, sum_rows
+from lockstep.ops.embedding import found_rows
+from lockstep.parallel.exchange import exchanged, gather_rows, rows_are_whole, sum_gathered, sum_rows
+from lockstep.parallel.one_order import column_product, shared_norm
 from lockstep.parallel.placements import COLUMNS, COPY, SUM
 from lockstep.parallel.row_product import row_product
 from lockstep.parallel.vocabulary import sharded_token_log_probs
@@ -73,7 +74,7 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
         )
     first = dist.get_rank(group) * -(-weight.shape[0] // ranks)
     held = (tokens >= first) & (tokens < first + own.shape[0])
-    found = F.embedding(torch.where(held, tokens - first, 0), own)
+    found = found_rows(torch.where(held, tokens - first, 0), own)
     found = torch.where(held[:, None], found, 0.0)
     if rows_are_whole():
         dist.all_reduce(found, group=group)
@@ -83,18 +84,22 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     """Of this rank's rows `[tokens, dim]`, gathered then for all products that read them; or of its heads."""
-    normed = ops.rms_norm(x, own_part(weight), eps)
     group = tensor_group(weight)
-    if group is None or x.ndim > 2 or rows_are_whole():
+    if group is None:
+        return ops.rms_norm(x, own_part(weight), eps)
+    normed = shared_norm(x, own_part(weight), eps, group)
+    if x.ndim > 2 or rows_are_whole():
         return normed
-    return exchanged(normed, group, gather_rows, sum_rows)
+    return exchanged(normed, group, gather_rows, sum_gathered)
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     """A row product where the weight's inputs are cut over the tensor axis, else a column product."""
     own, group = own_part(weight), tensor_group(weight)
-    if group is None or place_on(weight, "tensor") != COLUMNS:
+    if group is None:
         return ops.linear(x, own, chunks)
+    if place_on(weight, "tensor") != COLUMNS:
+        return column_product(x, own, group)
     return row_product(x, own, chunks, group)
 
 

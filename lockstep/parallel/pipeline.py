@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
@@ -20,6 +19,7 @@ from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, p
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
+from lockstep.parallel.torch_stage import TorchStage
 from lockstep.parallel.world import World
 
 
@@ -60,12 +60,12 @@ class Pipeline(nn.Module):
                     self.add_module(name, child)
             for name, block in stage.layers.named_children():
                 self.layers.add_module(name, block)
-        self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group)
+        self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group, dtype)
         self.bubble = float("nan")
         """The part of all ranks' time that they wait in the last step's schedule, as computed from its table."""
         self.passes_held = 1
         """Forwards of this rank's stages whose activations it keeps at once, in the last step's schedule."""
-        self._schedules: dict[tuple[int, int], tuple[Any, list[PipelineStage], float]] = {}
+        self._schedules: dict[tuple[int, int], tuple[Any, list[TorchStage], float]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
 
     @property
@@ -76,11 +76,18 @@ class Pipeline(nn.Module):
         for stage in self.stages:
             stage.reserve_positions(length)
 
-    def accumulate(self, rows: Sequence[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> float:
-        """Adds the gradients of all micro-batches; returns the sum of their losses on the last stage's rank, else 0.
+    def accumulate(
+        self,
+        rows: Sequence[Any],
+        loss_of: Callable[[ScoringModel, Any], Tensor],
+        each: Callable[[Iterable[str]], None] | None = None,
+    ) -> list[float]:
+        """Adds the gradients of all micro-batches; returns their losses on the last stage's rank, elsewhere none.
 
         rows: a PackedRow each, the same ones on all ranks of the pipeline.
         `loss_of` runs on the last stage; it may call the model once.
+        `each` is called after every micro-batch's backward through one of this rank's stages, in the micro-batches'
+        order, with the names of the stage's parameters: their gradients are that micro-batch's if it takes them away.
         """
         self.tied.lend_weight()
         rows = _equally_long(rows)
@@ -91,6 +98,7 @@ class Pipeline(nn.Module):
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
+            stage.each = each
         # Not `step`, which cuts one batch evenly: the micro-batches are there, each with its own documents.
         schedule._step_microbatches(
             [(row.tokens,) for row in rows],
@@ -99,14 +107,17 @@ class Pipeline(nn.Module):
             losses,
             return_outputs=False,
         )
-        self.tied.collect_gradient()
-        return sum(loss.item() for loss in losses)
+        if each is None:
+            self.tied.collect_gradient()
+        else:
+            self.tied.wait()
+        return [loss.item() for loss in losses]
 
     @torch.no_grad()
-    def evaluate(self, rows: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> float:
+    def evaluate(self, rows: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> list[float]:
         """As `accumulate`, without gradients: each micro-batch passes through all stages, in order."""
         self.tied.lend_weight()
-        loss = 0.0
+        losses: list[float] = []
         for row in rows:
             self._reserve_positions(max(row.lengths, default=0))
             hidden = row.tokens
@@ -116,7 +127,7 @@ class Pipeline(nn.Module):
                     dist.recv(hidden, group=self.group, group_src=self.plan.rank_of(stage.index - 1))
                 hidden = stage(hidden, row.positions, _attention(row))
                 if stage.is_last:
-                    loss += loss_of(Computed(stage, hidden), row).item()
+                    losses.append(loss_of(Computed(stage, hidden), row).item())
                 elif self.plan.rank_of(stage.index + 1) != self.rank:
                     dist.send(hidden, group=self.group, group_dst=self.plan.rank_of(stage.index + 1))
         for stage in self.stages:
@@ -124,9 +135,9 @@ class Pipeline(nn.Module):
                 if isinstance(module, FSDPModule):
                     # No backward follows, which would let gathered weights go.
                     module.reshard()
-        return loss
+        return losses
 
-    def _schedule(self, count: int, tokens: int) -> tuple[Any, list[PipelineStage], float]:
+    def _schedule(self, count: int, tokens: int) -> tuple[Any, list[TorchStage], float]:
         if (count, tokens) not in self._schedules:
             stages = [self._torch_stage(stage, tokens) for stage in self.stages]
             schedule, table = self.plan.make(stages, count, self._loss)
@@ -134,10 +145,11 @@ class Pipeline(nn.Module):
             self._schedules = {(count, tokens): (schedule, stages, bubble_fraction(table, self.work))}
         return self._schedules[count, tokens]
 
-    def _torch_stage(self, stage: Stage, tokens: int) -> PipelineStage:
+    def _torch_stage(self, stage: Stage, tokens: int) -> TorchStage:
         hidden = self._hidden(tokens, "meta").requires_grad_()
         first = torch.empty(tokens, dtype=torch.int64, device="meta")
-        return PipelineStage(
+        return TorchStage(
+            self.tied,
             stage,
             stage.index,
             self.plan.stages,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.ops.asked import asked_for
 from lockstep.ops.kept import keep
-from lockstep.ops.linear import input_gradient, product_sums, tree_sum, weight_gradient
+from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, tree_sum
 from lockstep.ops.opaque import library
 from lockstep.parallel.exchange import all_gather, gather_rows, group_named, rows_are_whole
 
@@ -101,7 +101,7 @@ def _gradients(
         if grad_x is not None:
             part = input_gradient(gathered.flatten(0, 1), weight)
             grad_x.unflatten(0, (ranks, -1))[:, rows] = part.unflatten(0, (ranks, -1))
-    return grad_x, weight_gradient(whole.flatten(0, 1), x) if of_weight else None
+    return grad_x, token_weight_gradient(whole.flatten(0, 1), x) if of_weight else None
 
 
 def _row_slices(rows: int) -> Iterator[slice]:

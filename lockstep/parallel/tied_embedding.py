@@ -11,6 +11,9 @@ from torch import Tensor
 from lockstep.model.shard import local_part
 from lockstep.parallel.pipeline_stage import Stage
 
+TAG = 1
+"""Of gradients that travel while a schedule's own messages do, which have 0."""
+
 
 class TiedEmbedding:
     """The first stage owns the weight: there it is initialised, updated, saved and counted in the gradient's norm.
@@ -18,12 +21,16 @@ class TiedEmbedding:
     The last stage borrows it for each step and gives its gradient back. Does nothing where they are not tied.
     """
 
-    def __init__(self, stages: Sequence[Stage], last_rank: int, group: dist.ProcessGroup):
+    def __init__(self, stages: Sequence[Stage], last_rank: int, group: dist.ProcessGroup, dtype: torch.dtype):
         tied = [stage for stage in stages if stage.config.tie_embeddings]
         self.owner = next((stage for stage in tied if stage.is_first), None)
         self.borrower = next((stage for stage in tied if stage.is_last), None)
         self.last_rank = last_rank
         self.group = group
+        self.dtype = dtype
+        self._kept: list[Tensor] = []
+        """Gradients of the borrower's on the owner's own rank."""
+        self._sent: list[tuple[dist.Work, Tensor]] = []
         self._weights: tuple[Tensor | None, Tensor | None] | None = None
 
     @torch.no_grad()
@@ -49,6 +56,39 @@ class TiedEmbedding:
             borrowed.grad = None
         if owned is not None and target is not None and owned.grad is not None:
             local_part(owned.grad)[0].add_(target)
+
+    @torch.no_grad()
+    def join_gradient(self, stage: Stage) -> None:
+        """`collect_gradient` for one micro-batch, after its backward through `stage`; `wait` after the last of them.
+
+        The last stage is through with a micro-batch before the first is, and what it has sent is on its way.
+        """
+        owned, borrowed = self._parameters()
+        if stage is self.borrower:
+            assert borrowed is not None and borrowed.grad is not None
+            source, borrowed.grad = local_part(borrowed.grad)[0].contiguous(), None
+            if self.owner is not None:
+                self._kept.append(source)
+            else:
+                work = dist.isend(source, group=self.group, group_dst=0, tag=TAG)
+                assert work is not None
+                self._sent.append((work, source))
+        if stage is self.owner:
+            assert owned is not None and owned.grad is not None
+            target = local_part(owned.grad)[0]
+            if self.borrower is not None:
+                source = self._kept.pop(0)
+            else:
+                source = torch.empty_like(target)
+                dist.recv(source, group=self.group, group_src=self.last_rank, tag=TAG)
+            # As autograd adds the two where they are one parameter: in the dtype of the computation.
+            target.copy_(target.to(self.dtype) + source.to(self.dtype))
+
+    def wait(self) -> None:
+        """Until what was sent has arrived."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
 
     def _parameters(self) -> tuple[Tensor | None, Tensor | None]:
         if self._weights is None:

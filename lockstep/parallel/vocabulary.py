@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops.linear import linear_gradients
-from lockstep.ops.logprobs import join_masses, logits_gradient, masses, piece_bounds, row_factors, row_slices
+from lockstep.ops.head_gradients import head_gradients, row_slices
+from lockstep.ops.linear import tree_sum
+from lockstep.ops.logprobs import join_masses, masses, piece_bounds, row_factors
+from lockstep.parallel.exchange import gather_rows
 
 
 def sharded_token_log_probs(
@@ -28,7 +30,8 @@ def sharded_token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """As `ops.token_log_probs`, where `head` is this rank's part of the `vocab` rows, cut as `Part` has it.
 
-    `hidden`, `targets` and the results are equal on all ranks; the gradients of `hidden` are parts of its sum.
+    `hidden`, `targets` and the results are equal on all ranks; the gradients of `hidden` are parts of its sum, or
+    in one order (`ops.one_order`) the sum on every rank.
     """
     inverse = row_factors(temperature, hidden)
     part = Part(vocab, group)
@@ -71,6 +74,18 @@ class Part:
         dist.all_gather(list(everyone.unbind()), own, group=self.group)
         return everyone[tokens // self.length, torch.arange(len(tokens), device=tokens.device)]
 
+    def join_sums(self, own: Float32[Tensor, "pieces rows dim"]) -> Float32[Tensor, "rows dim"]:
+        """The tree of the sums of all pieces of the vocabulary, from those of this part's; equal on all ranks."""
+        ranks, rows = dist.get_world_size(self.group), own.shape[1]
+        counts = [len(self.pieces(rank, own.device)) - 1 for rank in range(ranks)]
+        # Each rank adds up a share of the rows, as many on each.
+        padded = torch.nn.functional.pad(own, (0, 0, 0, -rows % ranks, 0, max(counts) - len(own)))
+        sent = padded.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        parts = [part for of_rank, count in zip(received, counts) for part in of_rank[:count].unbind()]
+        return gather_rows(tree_sum(parts), self.group)[:rows]
+
     def places(self, tokens: Tensor) -> Tensor:
         """Tokens as rows of this rank's part; -1 where another rank holds them."""
         return torch.where((tokens >= self.first) & (tokens < self.stop), tokens - self.first, -1)
@@ -81,7 +96,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds, places = part.pieces(dist.get_rank(part.group), hidden.device), part.places(targets)
     found, chosen = [], []
-    for rows in row_slices(hidden.shape[0], head):
+    for rows in row_slices(len(hidden), part.vocab, head.element_size()):
         logits = ops.linear(hidden[rows], head)
         found.append(masses(logits, inverse[rows], bounds))
         own = logits.gather(1, places[rows, None].clamp(min=0))[:, 0].float()
@@ -99,18 +114,14 @@ class _ShardedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse, part)
         ctx.save_for_backward(hidden, head, part.places(targets), inverse, normalizers)
+        ctx.part = part
         ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden, head, places, inverse, normalizers = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_head: Tensor | None = None
-        for rows in row_slices(hidden.shape[0], head):
-            logits = ops.linear(hidden[rows], head)
-            grad = logits_gradient(logits, places[rows], inverse[rows], normalizers[rows], grads[0][rows])
-            grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
-            grad_head = part if grad_head is None else grad_head.float().add_(part)
-        grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
-        return grad_hidden, grad_head, None, None, None
+        saved = (hidden, head, places, inverse, normalizers, grads[0])
+        part: Part = ctx.part
+        bounds = part.pieces(dist.get_rank(part.group), hidden.device)
+        return *head_gradients(*saved, part.vocab, bounds, part.join_sums), None, None, None, None

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from lockstep import ops
+from lockstep.parallel.messages import from_all
 
 PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "other")
 
@@ -29,53 +31,60 @@ def gradient_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.Pr
 
 
 @torch.no_grad()
-def exact_norms(grads: Mapping[str, Tensor]) -> dict[str, float]:
+def exact_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
     """`gradient_norms` with the same bits however the gradients are sharded: their squares are added as integers.
 
     The squares of a gradient are rounded to multiples of one power of two, which its largest element on all ranks and
     their number choose so that no sum overflows 63 bits: of 10⁸ elements the largest square is 2³³ multiples or more. A
-    gradient that is not finite has an infinite norm. Every rank brings the same gradients.
+    gradient that is not finite has an infinite norm. Every rank brings the same gradients, but for `further_groups`.
     """
     local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
-    largest = _largest(list(local.values()))
+    most = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in local.values()]
+    largest = _over_shards(grads, [part.double() for part in most], dist.ReduceOp.MAX)
     exponents = {
         name: min(ops.EXACT_BITS, 62 - grads[name].numel().bit_length()) - 2 * math.frexp(most)[1]
-        for name, most in zip(grads, largest)
+        for name, most in largest.items()
         if math.isfinite(most)
     }
-    sums = {name: ops.integer_squares(local[name], exponent).cpu() for name, exponent in exponents.items()}
-    together: dict[tuple[dist.ProcessGroup, ...], list[str]] = defaultdict(list)
-    for name in sums:
-        together[_groups(grads[name])].append(name)
-    for groups, names in together.items():
-        own = torch.stack([sums[name] for name in names])
-        for group in groups:
-            dist.all_reduce(own, group=group)
-        sums |= dict(zip(names, own))
-    squares = {name: Fraction(int(own)) / Fraction(2) ** exponents[name] for name, own in sums.items()}
-    norms = {"grad_norm": _norm_of(grads, squares)}
+    finite = {name: grads[name] for name in exponents}
+    sums = _over_shards(finite, [ops.integer_squares(local[name], exponents[name]) for name in finite])
+    # As integers and powers of two, which pass between ranks as they are; None of a gradient that is not finite.
+    squares = {name: (sums[name], exponents[name]) if name in sums else None for name in grads}
+    for group in further_groups:
+        squares = {name: square for of_rank in from_all(squares, group) for name, square in of_rank.items()}
+    norms = {"grad_norm": _norm_of(squares.values())}
     for part in PARTS:
-        if (norm := _norm_of([name for name in grads if part_of(name) == part], squares)) > 0:
+        if (norm := _norm_of(square for name, square in squares.items() if part_of(name) == part)) > 0:
             norms[f"grad_norm/{part}"] = norm
     return norms
 
 
-def _largest(parts: Sequence[Tensor]) -> list[float]:
-    """Of each tensor the largest magnitude on all ranks; infinite where an element is not finite."""
-    most = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in parts]
-    found = torch.stack(most).double().cpu() if most else torch.zeros(0, dtype=torch.float64)
-    found = torch.where(found.isfinite(), found, torch.inf)  # a maximum over ranks may pass over NaN
-    if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    values: list[float] = found.tolist()
-    return values
+def _over_shards(
+    placed: Mapping[str, Tensor], values: Sequence[Tensor], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> dict[str, Any]:
+    """One number for each name, from those of this rank's shards; a maximum is infinite where one is not finite."""
+    together: dict[tuple[dist.ProcessGroup, ...], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(placed.values()):
+        together[_groups(tensor)].append(index)
+    names = list(placed)
+    found: dict[str, Any] = {}
+    for groups, members in together.items():
+        own = torch.stack([values[index] for index in members]).cpu()
+        if operation == dist.ReduceOp.MAX:
+            own = torch.where(own.isfinite(), own, torch.inf)  # a maximum over ranks may pass over NaN
+        for group in groups:
+            dist.all_reduce(own, op=operation, group=group)
+        found |= dict(zip((names[index] for index in members), own.tolist()))
+    return found
 
 
-def _norm_of(names: Iterable[str], squares: Mapping[str, Fraction]) -> float:
-    names = list(names)
-    if any(name not in squares for name in names):
-        return math.inf
-    return math.sqrt(sum((squares[name] for name in names), Fraction(0)))
+def _norm_of(squares: Iterable[Sequence[int] | None]) -> float:
+    total = Fraction(0)
+    for square in squares:
+        if square is None:
+            return math.inf
+        total += Fraction(square[0]) / Fraction(2) ** square[1]
+    return math.sqrt(total)
 
 
 def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,8 +26,8 @@ class Gradients(Protocol):
         """Whether some gradient of this step has changed weights already, so that the step cannot be skipped."""
         ...
 
-    def end_microbatch(self) -> None:
-        """A backward has ended, and with it what ranks sum after it."""
+    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
+        """A backward has ended, and with it what ranks sum after it: for all parameters, or those of these names."""
         ...
 
     def held(self) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ class OwnGradients:
     def __init__(self, parameters: Parameters):
         self.parameters = parameters
 
-    def end_microbatch(self) -> None:
+    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
         pass
 
     def held(self) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class SummedGradients:
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
-    def end_microbatch(self) -> None:
+    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
         pass
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class GradientsUsedAtOnce:
     def updated_weights(self) -> bool:
         return bool(self._squares)
 
-    def end_microbatch(self) -> None:
+    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
         pass
 
     @torch.no_grad()
@@ -144,42 +144,58 @@ class GradientsInATree:
     """Summed in a binary tree over the step's micro-batches, neighbours first: one order, however ranks share them.
 
     Rank r of n has the micro-batches r, n + r, 2n + r and so on of a step. What n ranks have summed of theirs is a
-    subtree, n a power of two, and the subtrees come in the order of the tree's leaves.
+    subtree, n a power of two, and the subtrees come in the order of the tree's leaves. The stages of a pipeline have a
+    tree each.
     """
 
     updated_weights = False
 
     def __init__(self, parameters: Parameters):
         self.parameters = parameters
+        self._trees: dict[tuple[str, ...], _Tree] = {}
+
+    @torch.no_grad()
+    def end_microbatch(self, of: Iterable[str] | None = None) -> None:
+        names = tuple(name for name in (self.parameters if of is None else of) if name in self.parameters)
+        leaf = {}
+        for name in names:
+            parameter = self.parameters[name]
+            if parameter.grad is not None:
+                leaf[name], parameter.grad = parameter.grad.float(), None
+        self._trees.setdefault(names, _Tree()).add(leaf)
+
+    def held(self) -> dict[str, Tensor]:
+        found = {name: grad for tree in self._trees.values() for name, grad in tree.sum().items()}
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
+        return exact_norms(self.held(), stage_groups)
+
+    def clear(self) -> None:
+        self._trees.clear()
+
+
+class _Tree:
+    def __init__(self) -> None:
         self._subtrees: list[dict[str, Tensor]] = []
         """Whole ones, each smaller than the one before it."""
         self._count = 0
 
     @torch.no_grad()
-    def end_microbatch(self) -> None:
-        own = {name: p.grad.float() for name, p in self.parameters.items() if p.grad is not None}
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def add(self, leaf: dict[str, Tensor]) -> None:
         # As a binary counter carries: two subtrees of one size make the next larger one.
         self._count += 1
         for _ in range((self._count & -self._count).bit_length() - 1):
-            own = _added(self._subtrees.pop(), own)
-        self._subtrees.append(own)
+            leaf = _added(self._subtrees.pop(), leaf)
+        self._subtrees.append(leaf)
 
     @torch.no_grad()
-    def held(self) -> dict[str, Tensor]:
+    def sum(self) -> dict[str, Tensor]:
+        """Of all leaves; none may be added after it."""
         while len(self._subtrees) > 1:
             smallest = self._subtrees.pop()
             self._subtrees.append(_added(self._subtrees.pop(), smallest))
-        found = self._subtrees[0] if self._subtrees else {}
-        return {name: found[name] for name in self.parameters if name in found}
-
-    def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
-        return exact_norms(self.held())
-
-    def clear(self) -> None:
-        self._subtrees.clear()
-        self._count = 0
+        return self._subtrees[0] if self._subtrees else {}
 
 
 def _added(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +15,10 @@ from lockstep.config import TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.timeline import Timeline
+from lockstep.ops.one_order import one_order
 from lockstep.parallel import Pipeline, World
-from lockstep.parallel.data import refuse_other_order, set_gradient_sums, sums_every_microbatch
+from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
+from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
@@ -39,7 +42,8 @@ class Trainer:
         self.world = world or World(model.device)
         self.config = config
         if config.deterministic_layout:
-            refuse_other_order(self.world, isinstance(model, FSDPModule))
+            refuse_other_order(self.world, model)
+            share_rows(model)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
         self.optimizer = MasterOptimizer(model, config)
@@ -66,7 +70,8 @@ class Trainer:
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
         self.optimizer.begin(learning_rate, len(held))
-        loss = self._sum(self.accumulate(held, loss_of))
+        with self._order():
+            loss = self._sum(self.accumulate(held, loss_of))
         with self.timeline.span("optimizer"):
             norms = self.optimizer.gradient_norms(self.world.stage_groups)
             # Both are sums over all ranks, so that every rank decides the same.
@@ -91,8 +96,9 @@ class Trainer:
     ) -> list[float]:
         """Adds the gradients of all micro-batches; returns the losses that this rank has computed."""
         if isinstance(self.model, Pipeline):
+            each = self.optimizer.gradients.end_microbatch if self.config.deterministic_layout else None
             with self.timeline.span("forward and backward"):
-                return [self.model.accumulate(microbatches, loss_of)]
+                return self.model.accumulate(microbatches, loss_of, each)
         losses: list[float] = []
         for index, microbatch in enumerate(microbatches):
             if isinstance(self.model, FSDPModule):
@@ -110,11 +116,19 @@ class Trainer:
                 self.optimizer.gradients.end_microbatch()
         return losses
 
+    def _order(self) -> AbstractContextManager[None]:
+        """In which gradients, and what losses are made of, are summed."""
+        if not self.config.deterministic_layout:
+            return nullcontext()
+        return one_order(max(self.model.config.reduction_chunks, 1))
+
     def _sum(self, losses: list[float]) -> float:
         """Of all ranks' losses."""
         if not self.config.deterministic_layout:
             return self.world.sum([sum(losses)])[0]
-        everyone = [loss for of_rank in self.world.gather(losses) for loss in of_rank]
+        # Ranks that share a micro-batch all have its loss.
+        shared = self.world.coordinate("tensor") or self.world.coordinate("context")
+        everyone = [loss for of_rank in self.world.gather([] if shared else losses) for loss in of_rank]
         # Rounded once, so in no order; what is not finite it refuses to add.
         return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.nan
 
@@ -129,9 +143,9 @@ class Trainer:
     ) -> float:
         """The summed losses without a gradient; as for `step`, over all ranks, and equally many on each."""
         losses: list[float] = []
-        with self.timeline.span("validation"):
+        with self.timeline.span("validation"), self._order():
             if isinstance(self.model, Pipeline):
-                return self._sum([self.model.evaluate(microbatches, loss_of)])
+                return self._sum(self.model.evaluate(microbatches, loss_of))
             for microbatch in microbatches:
                 with self.timeline.span("forward"):
                     losses.append(loss_of(self._scoring_model(), microbatch).item())

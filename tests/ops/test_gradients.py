@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep import ops
+from lockstep.ops import head_gradients
 from tests.ops.pieces import assert_pieces_add_up
 
 # One rounding of the result to its dtype, plus sums of up to 150 products that float32 rounds one by one.
@@ -103,18 +104,15 @@ def test_norm_activation_and_rotation(dtype, dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_slice_of_logits_never_exceeds_its_bytes_and_slices_cover_all_rows(dtype):
-    from lockstep.ops import logprobs
-
-    head = torch.empty(65536, 8, dtype=dtype)
-    rows = logprobs.row_slices(8192, head)
-    assert max(s.stop - s.start for s in rows) * 65536 * head.element_size() <= logprobs.SLICE_BYTES
+    rows = head_gradients.row_slices(8192, 65536, dtype.itemsize)
+    assert max(s.stop - s.start for s in rows) * 65536 * dtype.itemsize <= head_gradients.SLICE_BYTES
     assert [s.start for s in rows[1:]] == [s.stop for s in rows[:-1]] and rows[-1].stop == 8192
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slice_bytes", [1 << 27, 4096])
 def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, monkeypatch):
-    monkeypatch.setattr("lockstep.ops.logprobs.SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr("lockstep.ops.head_gradients.SLICE_BYTES", slice_bytes)
     targets = torch.randint(258, (50,), generator=torch.Generator().manual_seed(2))
     values, gradients = [], []
     for summed in (True, False):

@@ -45,7 +45,7 @@ def test_log_probability_of_a_row_is_the_same_in_any_company(dtype, vocab):
 
 
 def test_slicing_of_the_head_does_not_change_log_probabilities(monkeypatch):
-    from lockstep.ops import logprobs
+    from lockstep.ops import head_gradients
 
     hidden, head, targets = (
         _randn(0, 90, 64, dtype=torch.float32),
@@ -53,7 +53,7 @@ def test_slicing_of_the_head_does_not_change_log_probabilities(monkeypatch):
         torch.arange(90),
     )
     whole = ops.token_log_probs(hidden, head, targets)
-    monkeypatch.setattr(logprobs, "SLICE_BYTES", 4 * 500 * 16)
+    monkeypatch.setattr(head_gradients, "SLICE_BYTES", 4 * 500 * 16)
     sliced = ops.token_log_probs(hidden, head, targets)
     assert torch.equal(whole[0], sliced[0]) and torch.equal(whole[1], sliced[1])
 

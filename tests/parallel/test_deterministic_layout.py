@@ -1,6 +1,7 @@
 """With `train.deterministic_layout` a run has the same bits on any number of data-parallel ranks."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,73 +13,119 @@ from lockstep.cli import main
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.data import divide_step
 from lockstep.errors import UserError
-from lockstep.model import initialize, preset
+from lockstep.model import Decoder, initialize, preset
 from lockstep.model.shard import local_values
+from lockstep.ops import head_gradients
 from lockstep.parallel import close_world, open_world, parallel_model
-from lockstep.parallel.data import refuse_other_order
 from lockstep.parallel.world import AXES, World
 from lockstep.train import Trainer, pack
+from lockstep.train.context import shard_row
+from lockstep.train.deterministic_layout import refuse_other_order
 from lockstep.train.gradient_norm import exact_norms
 from lockstep.train.pretrain import NextTokenLoss, pretrain
 from tests.parallel.launch import launch
 from tests.parallel.training import whole
 
 STEPS = 20
-LAYOUTS = [
+COPIES = [
     (2, ParallelConfig()),
     (2, ParallelConfig(data_replicate=2)),
     (4, ParallelConfig()),
     (4, ParallelConfig(data_replicate=2)),
 ]
+SHARED = {
+    "TP 2": (2, ParallelConfig(tensor=2)),
+    "CP 2": (2, ParallelConfig(context=2)),
+    "PP 2, 1F1B": (2, ParallelConfig(pipeline=2)),
+    "PP 2, interleaved": (2, ParallelConfig(pipeline=2, pipeline_schedule="interleaved")),
+    "PP 2, ZBV": (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv")),
+    "FSDP 2 x TP 2": (4, ParallelConfig(tensor=2)),
+    "FSDP 2 x CP 2": (4, ParallelConfig(context=2)),
+    "CP 2 x TP 2": (4, ParallelConfig(context=2, tensor=2)),
+    "TP 2 x PP 2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "full DTensor": (4, ParallelConfig(context=2, tensor=2, full_dtensor=True)),
+}
 
 
-def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimizer="adamw"):
+def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimizer="adamw", compiled="none"):
     """Losses and gradient norms of each step, and the weights after the last; odd lengths, so that sums are uneven."""
     world = open_world(parallel, "cpu")
     shape = preset("qwen3:micro", 131)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
-    model = parallel_model(shape, kind, world, parallel, CompileConfig(), fill)
+    model = parallel_model(shape, kind, world, parallel, CompileConfig(compiled), fill)
     config = TrainConfig(
         learning_rate=3e-3, warmup_steps=0, deterministic_layout=deterministic, optimizer=optimizer, max_grad_norm=0.3
     )
     trainer = Trainer(model, config, STEPS, world)
     draw = torch.Generator().manual_seed(0)
-    rows = [pack([torch.randint(131, (n,), generator=draw).tolist()]) for n in range(19, 19 + microbatches)]
+    # Two sequences a micro-batch, of which context ranks have uneven parts, and targets in several slices of the head.
+    head_gradients.SLICE_BYTES = 7 * 131 * 4
+    lengths = [(n, 3 + n % 5) for n in range(19, 19 + microbatches)]
+    rows = [pack([torch.randint(131, (n,), generator=draw).tolist() for n in pair]) for pair in lengths]
     targets = sum(len(row.targets) for row in rows)
+    own = [shard_row(row, world) for row in rows[world.data_rank :: world.data_size]]
     found = []
     for _ in range(steps):
-        metrics = trainer.step(rows[world.data_rank :: world.data_size], NextTokenLoss(targets))
-        found.append([metrics["loss"], metrics["grad_norm"], metrics["grad_norm/attention"]])
+        metrics = trainer.step(own, NextTokenLoss(targets))
+        found.append([metrics[name] for name in ("loss", "grad_norm", "grad_norm/attention", "grad_norm/norms")])
+    found.append(trainer.evaluate(own, NextTokenLoss(targets)))
     masters = {name: whole(master.detach()) for name, master in trainer.optimizer.masters.items()}
     close_world(world)
     return found, masters
 
 
+def check(layouts, chunks, *settings):
+    """Every layout takes the steps of one process, with as many chunks, to the last bit."""
+    (alone,) = launch(1, train, ParallelConfig(reduction_chunks=chunks), *settings)
+    assert alone[0][0][0] > 1.1 * alone[0][-2][0]  # it learns, so each step's bits depend on all before it
+    assert alone[0][0][1] > 0.3  # and gradients are clipped
+    for ranks, parallel in layouts:
+        results = launch(ranks, train, replace(parallel, reduction_chunks=chunks), *settings)
+        assert set().union(*(masters for _, masters in results)) == set(alone[1])
+        for found, masters in results:
+            assert found == alone[0], (ranks, parallel)
+            for name, master in masters.items():
+                assert torch.equal(master, alone[1][name]), (name, parallel)
+
+
 @pytest.mark.parametrize(
     ("dtype", "microbatches", "steps", "optimizer", "layouts"),
     [
-        ("float32", 8, STEPS, "adamw", LAYOUTS),
-        ("bfloat16", 12, 6, "muon", LAYOUTS[3:]),
-        pytest.param("bfloat16", 12, STEPS, "muon", LAYOUTS, marks=pytest.mark.slow),
+        ("float32", 8, 5, "adamw", COPIES[1:]),
+        ("bfloat16", 12, 5, "muon", COPIES[3:]),
+        pytest.param("float32", 8, STEPS, "adamw", COPIES, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 12, STEPS, "muon", COPIES, marks=pytest.mark.slow),
     ],
 )
 def test_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
     dtype, microbatches, steps, optimizer, layouts
 ):
-    settings = dtype, microbatches, steps, True, optimizer
-    (alone,) = launch(1, train, ParallelConfig(), *settings)
-    assert alone[0][0][0] > 1.1 * alone[0][-1][0]  # it learns, so each step's bits depend on all before it
-    assert alone[0][0][1] > 0.3  # and gradients are clipped
-    for ranks, parallel in layouts:
-        for found, masters in launch(ranks, train, parallel, *settings):
-            assert found == alone[0], (ranks, parallel)
-            assert all(torch.equal(masters[name], expected) for name, expected in alone[1].items())
+    check(layouts, 1, dtype, microbatches, steps, True, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "steps", "optimizer", "layouts"),
+    [
+        ("float32", 4, "adamw", ["CP 2", "PP 2, ZBV", "FSDP 2 x TP 2", "TP 2 x PP 2"]),
+        ("bfloat16", 3, "muon", ["PP 2, ZBV", "CP 2 x TP 2"]),
+        pytest.param("float32", STEPS, "adamw", SHARED, marks=pytest.mark.slow),
+        pytest.param("bfloat16", STEPS, "muon", SHARED, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_have_the_same_bits_where_ranks_share_tokens_features_and_layers(dtype, steps, optimizer, layouts):
+    check([SHARED[name] for name in layouts], 2, dtype, 8, steps, True, optimizer)
+
+
+@pytest.mark.slow
+def test_compiled_steps_have_the_same_bits_in_every_layout():
+    layouts = [SHARED[name] for name in ("TP 2", "CP 2", "PP 2, 1F1B", "CP 2 x TP 2", "full DTensor")]
+    check(layouts, 2, "float32", 4, 4, True, "adamw", "inductor")
 
 
 def test_without_it_the_bits_depend_on_the_layout():
-    (alone,) = launch(1, train, ParallelConfig(), "float32", 8, STEPS, False)
-    assert launch(4, train, ParallelConfig(), "float32", 8, STEPS, False)[0][0] != alone[0]
+    (alone,) = launch(1, train, ParallelConfig(), "float32", 8, 4, False)
+    assert launch(4, train, ParallelConfig(), "float32", 8, 4, False)[0][0] != alone[0]
 
 
 def test_squares_are_added_exactly_in_any_order_and_any_parts():
@@ -96,26 +143,23 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
 
 
 @pytest.mark.parametrize(
-    ("degrees", "said"),
+    ("degrees", "others", "said"),
     [
-        ({"tensor": 2, "context": 2}, "is for data-parallel ranks so far, not for parallel.context 2, parallel.tensor"),
-        ({"data_shard": 3}, "there are 3 data-parallel ranks, give a power of two"),
-        ({"data_replicate": 4}, "parallel.data_replicate is 4, give 1 or 2"),
+        ({"pipeline": 2, "context": 2}, {}, "goes with parallel.pipeline or with parallel.context, not with both"),
+        ({"tensor": 4}, {}, "needs as many key-value heads, but the model has 2"),
+        ({"data_shard": 3}, {}, "there are 3 data-parallel ranks, give a power of two"),
+        ({"data_replicate": 4}, {}, "parallel.data_replicate is 4, give 1 or 2"),
+        ({"data_shard": 4}, {"reduce_gradients": "step"}, 'leave parallel.reduce_gradients at "auto"'),
+        ({"data_shard": 4}, {"device": torch.device("cuda")}, "up to 2 GPUs so far, not for 4"),
+        ({"tensor": 2}, {"device": torch.device("cuda")}, "with parallel.tensor 2 is for CPUs so far, not for cuda"),
+        ({"data_shard": 4}, {}, "does not go with parallel.full_dtensor over data-parallel ranks"),
     ],
 )
-def test_layouts_with_other_orders_are_refused_by_name(degrees, said):
+def test_layouts_with_other_orders_are_refused_by_name(degrees, others, said):
+    model = Decoder(preset("qwen3:micro", 131), torch.float32, "meta")
+    world = World(**({"device": torch.device("cpu")} | others), degrees=dict.fromkeys(AXES, 1) | degrees)
     with pytest.raises(UserError, match=said):
-        refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | degrees), True)
-
-
-def test_full_dtensor_more_gpus_and_sums_once_a_step_are_refused_by_name():
-    degrees = dict.fromkeys(AXES, 1) | {"data_shard": 4}
-    with pytest.raises(UserError, match="does not go with parallel.full_dtensor"):
-        refuse_other_order(World(torch.device("cpu"), degrees), False)
-    with pytest.raises(UserError, match="up to 2 GPUs so far, not for 4"):
-        refuse_other_order(World(torch.device("cuda"), degrees), True)
-    with pytest.raises(UserError, match='leave parallel.reduce_gradients at "auto"'):
-        refuse_other_order(World(torch.device("cpu"), degrees, reduce_gradients="step"), True)
+        refuse_other_order(world, model)
 
 
 def not_a_number_on_one_rank():
@@ -160,7 +204,7 @@ def test_one_large_gradient_costs_the_other_parts_nothing():
         assert norms[f"grad_norm/{part}"] == pytest.approx(float(grads[name].double().norm()), rel=1e-9)
 
 
-def run(folder, steps):
+def run(folder, steps, parallel):
     """A run on this rank up to that step, or what is left of it."""
     data = folder.parent / "text.txt"
     config = PretrainConfig(
@@ -172,8 +216,9 @@ def run(folder, steps):
         dtype="bfloat16",
         output=str(folder),
         resume=folder.exists(),
+        parallel=parallel,
         validation_data=str(data),
-        validation_every=4,
+        validation_every=2,
         validation_tokens=400,
         train=TrainConfig(
             tokens_per_microbatch=64, warmup_steps=0, schedule="constant", deterministic_layout=True, learning_rate=3e-3
@@ -182,11 +227,15 @@ def run(folder, steps):
     pretrain(config)
 
 
-def test_a_run_resumed_on_other_numbers_of_ranks_is_the_run_of_one_process(tmp_path, capsys):
+def test_a_run_resumed_in_other_layouts_is_the_run_of_one_process(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: whether 'tis nobler. " * 60)
-    launch(1, run, tmp_path / "alone", 8)
-    launch(4, run, tmp_path / "several", 4)
-    launch(2, run, tmp_path / "several", 8)
+    for ranks, steps, folder, parallel in (
+        (1, 8, "alone", ParallelConfig()),
+        (4, 4, "several", ParallelConfig(tensor=2)),
+        (2, 6, "several", ParallelConfig(context=2)),
+        (2, 8, "several", ParallelConfig(pipeline=2)),
+    ):
+        launch(ranks, run, tmp_path / folder, steps, replace(parallel, reduction_chunks=2))
     assert main(["compare", str(tmp_path / "alone"), str(tmp_path / "several")]) == 0
     out = capsys.readouterr().out
     assert "steps compared: 8, from 1 to 8" in out and " at step" not in out, out

@@ -152,10 +152,11 @@ def test_the_loss_of_a_sharded_vocabulary_has_the_bits_of_a_whole_one(ranks, voc
 
 
 def compare_losses(vocab):
-    from lockstep.ops import logprobs
+    from lockstep.ops import head_gradients
     from lockstep.parallel.vocabulary import sharded_token_log_probs
 
-    logprobs.SLICE_BYTES = 10 * vocab * 4  # of this process: a few slices of rows on both sides, as a long step has
+    # Of this process: a few slices of rows on both sides, as a long step has.
+    head_gradients.SLICE_BYTES = 10 * vocab * 4
     world = open_world(ParallelConfig(tensor=int(os.environ["WORLD_SIZE"])), "cpu")
     draw = torch.Generator().manual_seed(5)
     hidden, head = torch.randn(37, 32, generator=draw), torch.randn(vocab, 32, generator=draw)

@@ -10,9 +10,9 @@ from lockstep.ops.native.instruction_sets import supported
 from tests.rl.digest import digests_of_a_process
 
 EXPECTED = {
-    "pretrain": "3284212469f627b0a518f33b56675332f2659f771c2b9c2153f5041080ccd564",
-    "rl": "95ee80772595d03ab637f6c44c8723daa7b5fabfeb60117bf52cbd365e720f52",
-    "rollouts": "e68ee3239614ec709e5a187f93781d29a4e58a011f4f466167a802ea5e486bf0",
+    "pretrain": "89431d3be430b2b06e99edba222f6e7894c71802903d96a3a16e9d0c1970c1b1",
+    "rl": "409f1ca208fa419cac6234a28d69c36edf0a6068aaaa83d30162f6608d3a9921",
+    "rollouts": "36243200a1808cdf4e1aa9b005485e13443f111415ac60d7e2740593f4fa3652",
 }
 """Of every processor, compiler and number of threads. What changes a bit of a float32 run changes it."""
 

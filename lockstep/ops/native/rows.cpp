@@ -24,17 +24,19 @@ static void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t
     }
 }
 
-// The weight's gradient sums over rows: in a fixed number of slabs, added in order, whatever the number of threads.
+// The weight's gradient sums over rows: in slabs of so many rows, added in order, whatever the number of threads. Rows
+// of zeros at the end, which are padding, change nothing.
+constexpr int64_t SLAB_ROWS = 64;
+
 template <class T>
 static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, const float* scales, T* grad_x,
                               float* grad_weight, int64_t rows, int64_t dim) {
-    constexpr int64_t SLABS = 8;
-    const int64_t slab_rows = (rows + SLABS - 1) / SLABS, padded = (dim + LANES - 1) / LANES * LANES;
-    std::vector<float> partial(SLABS * padded, 0.f);
+    const int64_t slabs = (rows + SLAB_ROWS - 1) / SLAB_ROWS, padded = (dim + LANES - 1) / LANES * LANES;
+    std::vector<float> partial(slabs * padded, 0.f);
 #pragma omp parallel for if (rows * dim > PARALLEL_ELEMENTS)
-    for (int64_t slab = 0; slab < SLABS; slab++) {
+    for (int64_t slab = 0; slab < slabs; slab++) {
         float* weight_sum = partial.data() + slab * padded;
-        for (int64_t row = slab * slab_rows; row < std::min(rows, (slab + 1) * slab_rows); row++) {
+        for (int64_t row = slab * SLAB_ROWS; row < std::min(rows, (slab + 1) * SLAB_ROWS); row++) {
             const T *g = grad_out + row * dim, *in = x + row * dim;
             const float scale = scales[row];
             f32x16 products = {};
@@ -50,7 +52,7 @@ static void rms_norm_backward(const T* grad_out, const T* x, const T* weight, co
             }
         }
     }
-    for (int64_t slab = 0; slab < SLABS; slab++)
+    for (int64_t slab = 0; slab < slabs; slab++)
         for (int64_t i = 0; i < dim; i++) grad_weight[i] += partial[slab * padded + i];
 }
 

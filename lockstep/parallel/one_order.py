@@ -1,0 +1,202 @@
+"""Gradients summed as one process sums them, over the ranks that share a micro-batch's tokens or outputs.
+
+What `train.deterministic_layout` needs of the axes `tensor` and `context`; `ops.one_order` says what the order is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.ops import cuda, native, one_order
+from lockstep.ops.asked import asked_for
+from lockstep.ops.kept import keep
+from lockstep.ops.linear import input_gradient, product, product_sums, token_weight_gradient, tree_sum
+from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
+from lockstep.ops.opaque import library
+from lockstep.parallel.exchange import gather_rows, group_named
+
+
+class ContextRows:
+    """`ops.one_order.SharedRows` over `group`: each rank has as many rows, of which some are padding.
+
+    places: where each row in one process's order is found among all ranks' rows, one rank's after the other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, padded: int, places: Tensor, own: Tensor):
+        """own: of the rows in one process's order those of this rank, in its order, without padding."""
+        self.group, self.padded, self.places, self.own = group, padded, places, own
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.is_first = self.rank == 0
+
+    def gather(self, own: Tensor) -> Tensor:
+        padded = own.new_zeros(self.padded, *own.shape[1:])
+        padded[: len(own)] = own
+        return gather_rows(padded, self.group).index_select(0, self.places)
+
+    def whole(self, own: Tensor) -> Tensor:
+        found: Tensor = _Whole.apply(own, self)
+        return found
+
+    def part(self, count: int) -> slice:
+        size = -(-count // self.ranks)
+        return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, rows: ContextRows) -> Tensor:
+        ctx.rows = rows
+        return rows.gather(own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.rows.own), None
+
+
+def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x` `[tokens, in]` times this rank's outputs `weight` `[out / ranks, in]`.
+
+    The gradient of `x` is a part of the sum over all ranks' outputs. In one order it is the sum, rounded once, in the
+    rows that are this rank's share, and zero in the others: `exchange.sum_gathered` takes the share.
+    """
+    if cuda.usable(x):
+        return ops.linear(x, weight)
+    if torch.compiler.is_compiling():
+        return _opaque_product(x, weight, group.group_name)
+    if not torch.is_grad_enabled():
+        return product(x, weight)
+    out: Tensor = _ColumnProduct.apply(x, weight, group)
+    return out
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return keep("linear", lambda: product(x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        return *_product_gradients(grads[0], x, weight, ctx.group, asked_for(ctx, 0), asked_for(ctx, 1)), None
+
+
+def _product_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, of_x: bool = True, of_weight: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    input_gradient_of = _shared_input_gradient if one_order.is_asked() else _own_input_gradient
+    grad_x = input_gradient_of(grad, weight, group) if of_x else None
+    return grad_x, token_weight_gradient(grad, x) if of_weight else None
+
+
+def _own_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return input_gradient(grad, weight)
+
+
+def _shared_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    sums = product_sums(grad, weight.T, one_order.gradient_chunks() // ranks)
+    received = torch.empty_like(sums)
+    dist.all_to_all_single(received, sums, group=group)
+    whole = grad.new_zeros(sums.shape)
+    whole.chunk(ranks)[dist.get_rank(group)].copy_(tree_sum(received.unflatten(0, (ranks, -1)).unbind()))
+    return whole
+
+
+def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+    """`ops.rms_norm` of this rank's rows `[rows / ranks, dim]`, or of its heads `[rows, heads / ranks, head_dim]`.
+
+    The gradient of `weight` is that of these. In one order it is the sum over all rows and heads on one rank, and zero
+    on the others.
+    """
+    if torch.compiler.is_compiling() and not cuda.usable(x):
+        return _opaque_norm(x, weight, eps, group.group_name)[0]
+    if not (torch.is_grad_enabled() and native.usable(x)):
+        return ops.rms_norm(x, weight, eps)
+    return trained_norm(x, weight, eps, _TensorRows(group, x.ndim))
+
+
+class _TensorRows:
+    """`ops.one_order.GatheredRows` over the tensor axis, and then over the ranks that have other tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, ndim: int):
+        """ndim: of what is normed; 3 where each rank has some heads, of all rows."""
+        self.group, self.cut = group, 1 if ndim > 2 else 0
+        tokens = one_order.shared_tokens()
+        self.is_first = dist.get_rank(group) == 0 and (tokens is None or tokens.is_first)
+
+    def gather(self, own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, own.contiguous(), group=self.group)
+        rows, tokens = torch.cat(parts, self.cut), one_order.shared_tokens()
+        return rows if tokens is None else tokens.gather(rows)
+
+
+@library.operator(
+    "column_product(Tensor x, Tensor weight, str group) -> Tensor",
+    fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0]),
+)
+def _opaque_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
+    return product(x, weight)
+
+
+@library.operator(
+    "column_product_gradients(Tensor grad, Tensor x, Tensor weight, str group) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight, group: (torch.empty_like(x), torch.empty_like(weight)),
+)
+def _opaque_product_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, group: str
+) -> tuple[Tensor | None, Tensor | None]:
+    return _product_gradients(grad, x, weight, group_named(group))
+
+
+def _save_product(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.group = inputs[2]
+
+
+library.differentiable(
+    "column_product",
+    _save_product,
+    lambda ctx, grad: (*_opaque_product_gradients(grad, *ctx.saved_tensors, ctx.group), None),
+)
+
+
+@library.operator(
+    "shared_norm(Tensor x, Tensor weight, float eps, str group) -> (Tensor, Tensor)",
+    fake=lambda x, weight, eps, group: (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    ),
+)
+def _opaque_norm(x: Tensor, weight: Tensor, eps: float, group: str) -> tuple[Tensor, Tensor]:
+    return norm_with_scale(x, weight, eps)
+
+
+@library.operator(
+    "shared_norm_gradients(Tensor grad, Tensor x, Tensor weight, Tensor scale, str group) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight, scale, group: (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        torch.empty_like(weight),
+    ),
+)
+def _opaque_norm_gradients(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return token_gradients(grad, x, weight, scale, _TensorRows(group_named(group), x.ndim))
+
+
+def _save_norm(ctx: Any, inputs: tuple[Tensor, Tensor, float, str], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.group = inputs[3]
+
+
+library.differentiable(
+    "shared_norm",
+    _save_norm,
+    lambda ctx, grad, _: (*_opaque_norm_gradients(grad, *ctx.saved_tensors, ctx.group), None, None),
+)

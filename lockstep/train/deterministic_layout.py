@@ -1,0 +1,70 @@
+"""`train.deterministic_layout`: a run whose bits no layout changes. What it asks of a model, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.errors import UserError
+from lockstep.model import TrainableModel
+from lockstep.ops import one_order
+from lockstep.parallel import Pipeline, World
+
+
+def share_rows(model: TrainableModel) -> None:
+    """Makes every forward of `model` tell the gradients' sums which ranks have the rest of its tokens and targets."""
+
+    if isinstance(model, Pipeline):
+        return  # `refuse_other_order` keeps it from sharing tokens
+
+    def tell(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+        attention = arguments[2]
+        one_order.share(*(getattr(attention, name, None) for name in ("shared_tokens", "shared_targets")))
+
+    assert isinstance(model, nn.Module)
+    model.register_forward_pre_hook(tell)
+
+
+def refuse_other_order(world: World, model: TrainableModel) -> None:
+    """Raises UserError for a layout whose gradients are not summed in the one order of train.deterministic_layout."""
+    shared = [f"parallel.{axis} {world.degrees[axis]}" for axis in ("pipeline", "context", "tensor")]
+    shared = [each for each in shared if not each.endswith(" 1")]
+    if shared and world.device.type != "cpu":
+        raise UserError(
+            f"train.deterministic_layout with {', '.join(shared)} is for CPUs so far, not for {world.device.type}, "
+            "whose libraries sum in an order of their own; switch it off"
+        )
+    if world.degrees["pipeline"] > 1 and world.degrees["context"] > 1:
+        raise UserError(
+            "train.deterministic_layout goes with parallel.pipeline or with parallel.context, not with both; switch it "
+            "off"
+        )
+    if world.degrees["tensor"] > model.config.num_kv_heads:
+        raise UserError(
+            f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} needs as many key-value heads, "
+            f"but the model has {model.config.num_kv_heads}, whose gradients ranks would share; lower parallel.tensor, "
+            "or switch it off"
+        )
+    if world.device.type == "cuda" and world.data_size > 2:
+        raise UserError(
+            f"train.deterministic_layout is for up to 2 GPUs so far, not for {world.data_size}, which a library sums "
+            "over in an order of its own; switch it off"
+        )
+    if world.reduce_gradients == "step":
+        raise UserError(
+            "train.deterministic_layout sums gradients over ranks with every micro-batch; leave "
+            'parallel.reduce_gradients at "auto"'
+        )
+    if world.degrees["data_replicate"] > 2 or world.data_size & (world.data_size - 1):
+        raise UserError(
+            "train.deterministic_layout sums in a binary tree of ranks: parallel.data_replicate is "
+            f"{world.degrees['data_replicate']}, give 1 or 2; there are {world.data_size} data-parallel ranks, give a "
+            "power of two"
+        )
+    if world.data_size > 1 and not isinstance(model, FSDPModule | Pipeline):
+        raise UserError(
+            "train.deterministic_layout does not go with parallel.full_dtensor over data-parallel ranks; switch one of "
+            "them off"
+        )
