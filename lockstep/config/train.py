@@ -52,7 +52,7 @@ class TrainConfig:
     """Update a parameter as soon as its gradient is whole, and let the gradient go: no clipping, one micro-batch."""
     deterministic_layout: bool = False
     """Sum gradients in one order, so that losses and weights keep their bits in every layout: a power of two of
-    data-parallel ranks (of GPUs two at most), on CPUs tensor, context and pipeline ranks too. Costs further exchanges."""
+    data-parallel ranks (of GPUs two at most), and on CPUs tensor, context and pipeline ranks. Costs exchanges."""
     keep_freed_memory: bool = True
     """On a CPU: reuse freed memory in the process, for speed; off, it goes back to the system, for a lower peak."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
