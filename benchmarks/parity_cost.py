@@ -4,7 +4,8 @@
              (F.linear and scaled_dot_product_attention in the same model)
     decode   a decode step at 110M of 32 sequences of 256 tokens, one process: C = 1, 2, 4, 8
     order    a training step at 110M of four micro-batches of 128 tokens with gradients summed in one order
-             (train.deterministic_layout) and as they come: in one process, and on two FSDP ranks of one thread each
+             (train.deterministic_layout) and as they come: in one process, and on two ranks of one thread each (FSDP,
+             tensor, context, pipeline)
     ranks    two tensor-parallel ranks of one thread each against one process of two threads: step and decode
 
 All sides of a part run in one process in turns, or in alternating starts, and the best of five counts: what else the
@@ -32,6 +33,14 @@ MICROBATCHES = 4
 SEQUENCES, CONTEXT = 32, 256
 CHUNKS = (1, 2, 4, 8)
 COME = "as they come"
+SIDES = {COME: False, "in one order": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "two FSDP ranks": {},
+    "two tensor ranks": {"tensor": 2},
+    "two context ranks": {"context": 2},
+    "two stages": {"pipeline": 2},
+}
 
 
 def shape(chunks: int) -> Any:
@@ -67,22 +76,24 @@ def training_step(chunks: int, dtype: str, ranks: int = 1) -> Callable[[], objec
     return lambda: trainer.step([row], NextTokenLoss(LENGTH - 1))
 
 
-def accumulating_step(deterministic: bool, dtype: str) -> Callable[[], object]:
+def accumulating_step(deterministic: bool, dtype: str, layout: str) -> Callable[[], object]:
     from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
     from lockstep.model import initialize
     from lockstep.parallel import open_world, parallel_model
     from lockstep.train import Trainer, pack
+    from lockstep.train.context import shard_row
     from lockstep.train.pretrain import NextTokenLoss
 
-    parallel = ParallelConfig()
+    parallel = ParallelConfig(**LAYOUTS[layout], reduction_chunks=2)
     world = open_world(parallel, "cpu")
     fill = partial(initialize, seed=0)
-    model = parallel_model(shape(1), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
+    model = parallel_model(shape(2), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
     trainer = Trainer(model, TrainConfig(learning_rate=1e-4, deterministic_layout=deterministic), 100, world)
     draw = torch.Generator().manual_seed(0)
     length = LENGTH // MICROBATCHES
     rows = [pack([tokens]) for tokens in torch.randint(VOCAB, (MICROBATCHES, length), generator=draw).tolist()]
-    return lambda: trainer.step(rows[world.data_rank :: world.data_size], NextTokenLoss(MICROBATCHES * (length - 1)))
+    own = [shard_row(row, world) for row in rows[world.data_rank :: world.data_size]]
+    return lambda: trainer.step(own, NextTokenLoss(MICROBATCHES * (length - 1)))
 
 
 def decode_step(chunks: int, dtype: str, ranks: int = 1) -> Callable[[], object]:
@@ -162,9 +173,9 @@ def decode(dtype: str) -> None:
 
 
 def order(dtype: str) -> None:
-    for count in (1, 2):
-        name = "one process" if count == 1 else "two FSDP ranks of one thread each"
-        report(f"training step of {MICROBATCHES} micro-batches, {dtype}, {name}", _started("order", dtype, count), COME)
+    for name in LAYOUTS:
+        seconds = _started("order", dtype, 1 if name == "one process" else 2, name)
+        report(f"training step of {MICROBATCHES} micro-batches, {dtype}, {name}", seconds, COME)
 
 
 def ranks(dtype: str) -> None:
@@ -176,12 +187,12 @@ def ranks(dtype: str) -> None:
         report(f"{part}, {dtype}, C = 2", seconds, "one process, two threads")
 
 
-def _started(part: str, dtype: str, count: int) -> dict[str, float]:
+def _started(part: str, dtype: str, count: int, layout: str = "one process") -> dict[str, float]:
     """Rank 0's best times of a part in fresh processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--one", part, "--dtype", dtype, "--ranks", str(count)]
+    command = [sys.executable, __file__, "--one", part, "--dtype", dtype, "--ranks", str(count), "--layout", layout]
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = []
     for rank in range(count):
@@ -193,10 +204,10 @@ def _started(part: str, dtype: str, count: int) -> dict[str, float]:
     return seconds
 
 
-def one(part: str, dtype: str, count: int) -> None:
+def one(part: str, dtype: str, count: int, layout: str) -> None:
     torch.set_num_threads(2 // count)
     if part == "order":
-        sides = {COME: accumulating_step(False, dtype), "in one order": accumulating_step(True, dtype)}
+        sides = {name: accumulating_step(ordered, dtype, layout) for name, ordered in SIDES.items()}
     else:
         sides = {"own": (training_step if part == "step" else decode_step)(2, dtype, count)}
     print(json.dumps(best_in_turns(sides)))
@@ -210,9 +221,10 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--one", choices=("step", "decode", "order"), default="", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--layout", choices=LAYOUTS, default="one process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one(options.one, options.dtype, options.ranks)
+        one(options.one, options.dtype, options.ranks, options.layout)
     for name, part in PARTS.items():
         if not options.one and options.part in ("", name):
             part(options.dtype)
