@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep import ops
 from lockstep.config import ParallelConfig
 from lockstep.ops import native
+from lockstep.ops.cuts import cut
+from lockstep.ops.parts import Whole
 from lockstep.parallel import close_world, open_world
 from lockstep.parallel.sampler import ShardedSampler
 from tests.parallel.launch import launch
@@ -81,6 +83,36 @@ def same(found, expected):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_draw_and_rank_tokens_as_one_process(ranks, form):
     launch(ranks, compare, ranks, form, 6 if form == "native" else 2)
+
+
+def compare_edges():
+    """At the very shares of top-p at which one process keeps another token, where a total's last bit decides."""
+    world = open_world(ParallelConfig(tensor=4), "cpu")
+    vocab, draw = 1031, torch.Generator().manual_seed(0)
+    part = ShardedSampler(vocab, world.mesh.get_group("tensor")).part
+    whole = Whole(vocab)
+    for dtype in DTYPES:
+        logits, one = torch.randn(ROWS, vocab, generator=draw).to(dtype), torch.ones(ROWS)
+        top_k = torch.arange(ROWS) % 3 * 400
+
+        def kept(share, logits=logits, one=one, top_k=top_k, part=whole):
+            return cut(logits, one, top_k, share, one * 0, one > 0, part).isfinite()
+
+        below, above = one.double() * 0.2, one.double() * 0.9
+        fewest = kept(below)
+        for _ in range(60):
+            middle = (below + above) / 2
+            same_as_below = (kept(middle) == fewest).all(1)
+            below, above = torch.where(same_as_below, middle, below), torch.where(same_as_below, above, middle)
+        for share, tokens in ((below, fewest), (above, kept(above))):
+            own = slice(part.first, part.stop)
+            assert torch.equal(kept(share, logits[:, own], part=part), tokens[:, own])
+        assert (kept(above).sum(1) == fewest.sum(1) + 1).all()
+    close_world(world)
+
+
+def test_the_sums_of_ranks_are_those_of_one_process_to_the_last_bit():
+    launch(4, compare_edges)
 
 
 class Exchanged(TorchDispatchMode):
