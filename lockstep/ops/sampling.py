@@ -8,114 +8,146 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
-from lockstep.ops.elementary import exponential
-from lockstep.ops.logprobs import logits_log_probs, piece_bounds
+from lockstep.ops.cuts import UNIT, cut, group_maxima, logits_of, lowest_of_first, ordering
+from lockstep.ops.logprobs import join_masses, masses, piece_bounds
+from lockstep.ops.parts import VocabularyPart, Whole, own_pieces
 from lockstep.ops.temperature import inverse_temperature
 
 
 def sample(
-    logits: Float[Tensor, "rows vocab"],
+    logits: Float[Tensor, "rows part"],
     temperature: Float[Tensor, "rows"],
     top_k: Int[Tensor, "rows"],
     top_p: Float[Tensor, "rows"],
     min_p: Float[Tensor, "rows"],
     uniform: Float[Tensor, "rows"],
+    part: VocabularyPart | None = None,
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
     """One token a row, by inverse transform of `uniform` in [0, 1), and its log-probability (float32).
 
     temperature 0 takes the likeliest token, its log-probability then at temperature 1. top_k 0, top_p 1 and min_p 0
     switch a cut off; top_p counts from the tokens that top_k leaves. Cuts apply to the draw alone: the log-probability
     is over the whole vocabulary. It is NaN or infinite where a logit is NaN or +inf, or all are -inf.
+
+    Where `logits` are those of a `part` of the vocabulary, all processes that hold one call it, with the same other
+    arguments, and all have the result of one process. They exchange sums over their parts, never logits.
     """
-    greedy = temperature == 0
+    part = part or Whole(logits.shape[1])
     inverse = inverse_temperature(temperature)
-    allowed = logits
-    cut = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    if cut.any():
-        allowed = _cut(logits, inverse, cut, top_k, top_p, min_p)
-    tokens = _draw(allowed.contiguous(), inverse, torch.where(greedy, -1.0, uniform))
-    return tokens, logits_log_probs(logits, tokens, inverse)[0]
+    cuts = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    allowed = cut(logits, inverse, top_k, top_p, min_p, cuts, part) if cuts.any() else None
+    return _draw(logits, allowed, inverse, torch.where(temperature == 0, -1.0, uniform.double()), part)
 
 
 def draw(
     logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
     """`sample` without cuts. Nothing in it waits for the device: a CUDA graph can record it."""
-    inverse = inverse_temperature(temperature)
-    tokens = _draw(logits.contiguous(), inverse, torch.where(temperature == 0, -1.0, uniform))
-    return tokens, logits_log_probs(logits, tokens, inverse)[0]
+    uniform = torch.where(temperature == 0, -1.0, uniform.double())
+    return _draw(logits, None, inverse_temperature(temperature), uniform, Whole(logits.shape[1]))
 
 
 def top_log_probs(
-    logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], counts: list[int]
+    logits: Float[Tensor, "rows part"],
+    temperature: Float[Tensor, "rows"],
+    counts: list[int],
+    part: VocabularyPart | None = None,
 ) -> list[list[tuple[int, float]]]:
-    """Of each row, the `counts[row]` likeliest tokens with their log-probabilities, best first."""
-    inverse = inverse_temperature(temperature)
+    """Of each row, the `counts[row]` likeliest tokens with their log-probabilities, best first.
+
+    Of equally likely ones the lower token comes first. For `part` see `sample`.
+    """
+    part = part or Whole(logits.shape[1])
     result: list[list[tuple[int, float]]] = [[] for _ in counts]
     rows = [row for row, count in enumerate(counts) if count]
-    asked = logits[rows]
-    normalizers = logits_log_probs(asked, asked.new_zeros(len(rows), dtype=torch.int64), inverse[rows])[2]
-    for own, normalizer, row in zip(asked, normalizers, rows):
-        likeliest = own.topk(min(counts[row], logits.shape[1])).indices
-        log_probs = own[likeliest].float() * inverse[row] - normalizer
-        result[row] = list(zip(likeliest.tolist(), log_probs.tolist()))
+    if not rows:
+        return result
+    asked, inverse = logits[rows], inverse_temperature(temperature)[rows]
+    pieces = part.gather_masses(masses(asked, inverse, own_pieces(part, logits.device)))
+    normalizers = join_masses(pieces, inverse)[2]
+    tokens, best = _likeliest(asked, min(max(counts), part.vocab), part)
+    log_probs = best * inverse[:, None] - normalizers[:, None]
+    for place, row in enumerate(rows):
+        result[row] = list(zip(tokens[place].tolist(), log_probs[place].tolist()))[: counts[row]]
     return result
 
 
-def _cut(logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """`logits` with -inf for every token that the row's cuts leave out; rows without a cut are untouched."""
-    if native.usable(logits):
-        logits, allowed = logits.contiguous(), torch.empty_like(logits, memory_format=torch.contiguous_format)
-        shares = top_p.double(), min_p.double()
-        native.call("cut", logits.dtype, logits, allowed, inverse, cut, top_k, *shares, *logits.shape)
-        return allowed
-    return _cut_by_sorting(logits, inverse, cut, top_k, top_p, min_p)
+def _likeliest(logits: Tensor, count: int, part: VocabularyPart) -> tuple[Tensor, Tensor]:
+    """Of each row, the tokens of the `count` greatest logits, and these, in float32."""
+    own = logits.new_full((len(logits), count), torch.iinfo(torch.int64).max, dtype=torch.int64)
+    here = min(count, logits.shape[1])
+    if here:
+        counts = torch.full((len(logits),), here, device=logits.device)
+        for row, lowest in enumerate(lowest_of_first(group_maxima(logits), counts)):
+            places = (~(logits[row] < lowest)).nonzero()[:, 0]  # which a NaN is not
+            # In one number, no two of which are equal, the greatest logit, then the lowest token, is the least.
+            keys = (ordering(logits[row, places]) - 2**31 << 32) + places + part.first
+            own[row, :here] = keys.topk(here, largest=False).values
+    best = part.gather(own).transpose(0, 1).flatten(1).topk(count, largest=False).values
+    return best & 0xFFFFFFFF, logits_of((best >> 32) + 2**31)
 
 
-def _cut_by_sorting(
-    logits: Tensor, inverse: Tensor, cut: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    rows = cut.nonzero()[:, 0]
-    ordered, order = (logits[rows].float() * inverse[rows, None]).sort(dim=-1, descending=True, stable=True)
-    # Sums in float64 and along one row: neither the row's neighbours nor their number matter.
-    weights = _weights(ordered.double() - ordered[:, :1].double())
-    sums = weights.cumsum(-1)
-    before = sums - weights
-    rank = torch.arange(logits.shape[1], device=logits.device)
-    limit = torch.where(top_k[rows] > 0, top_k[rows], logits.shape[1])
-    kept = sums.gather(1, (limit[:, None] - 1).clamp(max=logits.shape[1] - 1))
-    share = top_p[rows, None]
-    out = (rank >= limit[:, None]) | ((share < 1) & (before >= share * kept))
-    out |= weights < min_p[rows, None] * weights[:, :1]
-    out[:, 0] = False
-    allowed = logits.clone()
-    allowed[rows] = allowed[rows].masked_fill(torch.zeros_like(out).scatter(1, order, out), float("-inf"))
-    return allowed
+def _draw(
+    logits: Tensor, allowed: Tensor | None, inverse: Tensor, uniform: Tensor, part: VocabularyPart
+) -> tuple[Tensor, Tensor]:
+    """A token of those `allowed`, and its log-probability among all."""
+    bounds = own_pieces(part, logits.device)
+    pieces = masses(logits, inverse, bounds)
+    if allowed is None:
+        pieces = weights = part.gather_masses(pieces)
+    else:
+        both = part.gather_masses(torch.cat((pieces, masses(allowed, inverse, bounds))))
+        pieces, weights = both[: len(logits)], both[len(logits) :]
+    tokens = _draw_from_pieces(logits if allowed is None else allowed, inverse, uniform, weights, part)
+    chosen = logits.gather(1, tokens[:, None].clamp(min=0))[:, 0] if logits.shape[1] else logits.new_zeros(len(logits))
+    tokens, scaled = part.drawn(tokens, chosen.float() * inverse)
+    return tokens, join_masses(pieces, scaled)[0]
 
 
-def _weights(x: Tensor) -> Tensor:
-    return torch.from_numpy(exponential(x.numpy())) if x.device.type == "cpu" else x.exp()
+def _draw_from_pieces(
+    logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor, part: VocabularyPart
+) -> Int[Tensor, "rows"]:
+    """Of each row the token's place in `part`, -1 where it is another's; the likeliest where `uniform` is negative.
 
-
-def _draw(logits: Tensor, inverse: Tensor, uniform: Tensor) -> Tensor:
+    `pieces` are the masses of the whole vocabulary.
+    """
+    bounds = piece_bounds(part.vocab, logits.device) - part.first
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
 
-        return vocabulary.draw(logits, inverse, uniform)
-    if native.usable(logits):
-        tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-        bounds = piece_bounds(logits.shape[1])
-        sizes = (*logits.shape, len(bounds) - 1)
-        native.call("draw", logits.dtype, logits, inverse, uniform.contiguous(), bounds, tokens, *sizes)
-        return tokens
-    scaled = (logits.float() * inverse[:, None]).double()
-    likeliest = scaled.argmax(-1)
-    weights = torch.exp(scaled - scaled.amax(-1, keepdim=True)).cumsum(-1)
-    drawn = torch.searchsorted(weights, (uniform[:, None] * weights[:, -1:]).clamp(min=0), right=True)[:, 0]
-    # Rounding at the very end may pass the last token with any weight: take that one.
-    last = torch.where(scaled.isinf(), -1, torch.arange(scaled.shape[1], device=logits.device)).amax(-1)
+        return vocabulary.draw(logits, inverse, uniform, pieces, bounds)
+    if not native.usable(logits):
+        return _plain_draw(logits, inverse, uniform, pieces, bounds)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    tensors = logits.contiguous(), inverse.contiguous(), uniform.contiguous(), pieces.contiguous(), bounds, tokens
+    native.call("draw", logits.dtype, *tensors, *logits.shape, pieces.shape[1])
+    return tokens
+
+
+def _plain_draw(logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor, bounds: Tensor) -> Tensor:
+    if not logits.shape[1]:
+        return torch.full_like(uniform, -1, dtype=torch.int64)
+    greedy, tops = (uniform < 0)[:, None], pieces[..., 0]
+    highest = tops.amax(1, keepdim=True)
+    # The first piece with the maximum, or where the sum of weights passes uniform · total. Where rounding lets none
+    # pass, the last one with any weight.
+    weights = pieces[..., 1].double() * torch.exp((tops - highest).double())
+    sums = weights.cumsum(1)
+    wanted = uniform[:, None] * sums[:, -1:]
+    last = (weights > 0).cumsum(1).argmax(1, keepdim=True)
+    piece = torch.where(greedy, tops != highest, sums <= wanted).cumprod(1).sum(1, keepdim=True).minimum(last)
+    wanted = wanted - (sums - weights).gather(1, piece)
+    first, stop = bounds[piece], bounds[piece + 1]
+    # And so the token in the piece. Whole multiples of 2^-40 add up exactly, wherever in a part they stand.
+    place = torch.arange(logits.shape[1], device=logits.device)
+    scaled = logits.float() * inverse[:, None]
+    held = (place >= first) & (place < stop)
+    heavy = (torch.exp((scaled - highest).double()) * UNIT).long() * held
+    passed = torch.where(greedy, scaled == highest, (heavy.cumsum(1) > wanted * UNIT) & (heavy > 0)) & held
+    some, last = passed.any(1), torch.where(heavy > 0, place, first).amax(1)
     # Of a row that is not finite, whose log-probability says so, any token will do.
-    return torch.where(uniform < 0, likeliest, torch.minimum(drawn, last)).clamp(min=0)
+    token = torch.where(some, torch.where(passed, place, logits.shape[1]).amin(1), last)
+    return torch.where((first >= 0) & (stop <= logits.shape[1]), token[:, None], -1)[:, 0]
 
 
 def uniforms(seeds: Int[Tensor, "rows"], counters: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:

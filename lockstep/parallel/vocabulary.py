@@ -45,7 +45,8 @@ class Part:
 
     def __init__(self, vocab: int, group: dist.ProcessGroup):
         self.group, self.vocab, self.length = group, vocab, -(-vocab // dist.get_world_size(group))
-        self.first, self.stop = self.of(dist.get_rank(group))
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.first, self.stop = self.of(self.rank)
 
     def of(self, rank: int) -> tuple[int, int]:
         """The first token of a rank's part, and the one after its last."""
@@ -55,24 +56,29 @@ class Part:
         """Where the vocabulary's pieces lie in a rank's part."""
         return piece_bounds(self.vocab, device, *self.of(rank))
 
-    def bounds(self) -> Tensor:
-        """Where the pieces of the whole vocabulary begin, and the end of the last; on the CPU."""
-        return piece_bounds(self.vocab)
+    def gather(self, own: Tensor) -> Tensor:
+        """What each rank has, equally shaped: `[ranks, *shape]`."""
+        everyone = own.new_empty(self.ranks, *own.shape)
+        dist.all_gather(list(everyone.unbind()), own.contiguous(), group=self.group)
+        return everyone
 
     def gather_masses(self, own: Tensor) -> Tensor:
         """The masses `[rows, pieces, 3]` of the whole vocabulary, from each rank's."""
-        ranks = dist.get_world_size(self.group)
-        counts = [len(self.pieces(rank, own.device)) - 1 for rank in range(ranks)]
-        padded = torch.nn.functional.pad(own, (0, 0, 0, max(counts) - own.shape[1]))
-        everyone = padded.new_empty(ranks, *padded.shape)
-        dist.all_gather(list(everyone.unbind()), padded, group=self.group)
+        counts = [len(self.pieces(rank, own.device)) - 1 for rank in range(self.ranks)]
+        everyone = self.gather(torch.nn.functional.pad(own, (0, 0, 0, max(counts) - own.shape[1])))
         return torch.cat([masses[:, :count] for masses, count in zip(everyone, counts)], 1)
 
     def of_holders(self, own: Tensor, tokens: Tensor) -> Tensor:
         """Of each row what the rank that holds its token has in `own`."""
-        everyone = own.new_empty(dist.get_world_size(self.group), *own.shape)
-        dist.all_gather(list(everyone.unbind()), own, group=self.group)
-        return everyone[tokens // self.length, torch.arange(len(tokens), device=tokens.device)]
+        return self.gather(own)[tokens // self.length, torch.arange(len(tokens), device=tokens.device)]
+
+    def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row the token of the vocabulary and its logit, of the one rank whose token is not negative."""
+        tokens = torch.where(tokens < 0, -1, tokens + self.first)
+        everyone = self.gather(torch.stack((tokens.double(), scaled.double())))  # exact in both
+        holders = everyone[:, 0].argmax(0, keepdim=True)
+        tokens, scaled = (column.gather(0, holders)[0] for column in everyone.unbind(1))
+        return tokens.long(), scaled.float()
 
     def join_sums(self, own: Float32[Tensor, "pieces rows dim"]) -> Float32[Tensor, "rows dim"]:
         """The tree of the sums of all pieces of the vocabulary, from those of this part's; equal on all ranks."""

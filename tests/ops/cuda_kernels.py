@@ -215,12 +215,19 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     _close(ours, plain, torch.float32)
     mine = vocabulary.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)
     _close([mine], [logprobs.logits_gradient(logits.clone(), targets, inverse, ours[2], grad)], dtype)
-    tokens = vocabulary.draw(logits, inverse, uniform)
-    assert torch.equal(tokens, sampling._draw(logits, inverse, uniform))
+    bounds = logprobs.piece_bounds(vocab)
+    pieces = vocabulary.masses(logits, inverse, bounds)
+    tokens = vocabulary.draw(logits, inverse, uniform, pieces, bounds)
+    assert torch.equal(tokens, sampling._plain_draw(logits, inverse, uniform, pieces, bounds))
+    cut = -(-vocab // 2)
+    for first, stop in ((0, cut), (cut, vocab)):  # as two processes hold it
+        own = vocabulary.draw(logits[:, first:stop], inverse, uniform, pieces, bounds - first)
+        assert torch.equal(own, torch.where((tokens >= first) & (tokens < stop), tokens - first, -1))
     for part in (slice(0, 1), slice(2, 9)):
         alone = _log_probs(vocabulary.masses, vocabulary.join_masses, logits[part], targets[part], inverse[part])
         assert all(torch.equal(a, o[part]) for a, o in zip(alone, ours))
-        assert torch.equal(vocabulary.draw(logits[part], inverse[part], uniform[part]), tokens[part])
+        drawn = vocabulary.draw(logits[part], inverse[part], uniform[part], pieces[part], bounds)
+        assert torch.equal(drawn, tokens[part])
 
 
 def test_engine_and_trainer_agree_bit_for_bit_through_the_kernels(kernels):

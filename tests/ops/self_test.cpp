@@ -1,4 +1,5 @@
 // Prints a digest of what every portable kernel computes on fixed data: the same on every processor.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -22,9 +23,13 @@ void attend_backward_f32(const float*, const float*, const float*, const float*,
                          int64_t, float);
 void log_probs_f32(const float*, const int64_t*, const float*, const int64_t*, float*, float*, float*, int64_t, int64_t,
                    int64_t);
-void cut_f32(const float*, float*, const float*, const bool*, const int64_t*, const double*, const double*, int64_t,
-             int64_t);
-void draw_f32(const float*, const float*, const double*, const int64_t*, int64_t*, int64_t, int64_t, int64_t);
+void masses_f32(const float*, const float*, const int64_t*, float*, int64_t, int64_t, int64_t);
+void draw_f32(const float*, const float*, const double*, const float*, const int64_t*, int64_t*, int64_t, int64_t,
+              int64_t);
+void bucket_sums_f32(const float*, const int64_t*, const float*, const float*, const int64_t*, int64_t*, int64_t,
+                     int64_t, int64_t, int64_t);
+void keep_f32(float*, const int64_t*, const float*, const float*, const int64_t*, const int64_t*, int64_t, int64_t,
+              int64_t, int64_t);
 }
 
 static uint64_t state = 1, hash = 14695981039346656037u;
@@ -107,12 +112,22 @@ int main() {
                   rows, width, count);
     digest("log-probabilities", chosen);
     digest("entropies", entropies);
-    draw_f32(x.data(), inverse.data(), uniforms.data(), pieces, drawn.data(), rows, width, count);
+    std::vector<float> masses(rows * count * 3), highest(rows);
+    masses_f32(x.data(), inverse.data(), pieces, masses.data(), rows, width, count);
+    draw_f32(x.data(), inverse.data(), uniforms.data(), masses.data(), pieces, drawn.data(), rows, width, count);
     digest("draws", drawn);
-    const bool all[rows] = {true, true, true, true, true, true, true, true, false};
-    const int64_t top_ks[rows] = {0, 1, 7, 300, 0, 0, 400, 531, 5};
-    const double top_ps[rows] = {0.9, 1, 0.5, 0.97, 0.3, 1, 1, 0.999, 0.5}, min_ps[rows] = {0, 0, 0, 0, 0.1, 0.2, 0.01};
-    cut_f32(x.data(), out.data(), inverse.data(), all, top_ks, top_ps, min_ps, rows, width);
+    std::vector<int64_t> row(rows), prefixes(rows), sums_of_buckets(rows * 256), remaining(rows);
+    for (int64_t r = 0; r < rows; r++) {
+        row[r] = rows - 1 - r, remaining[r] = (int64_t)r << 39;
+        for (int64_t p = 0; p < count; p++) highest[r] = std::max(highest[r], masses[(row[r] * count + p) * 3]);
+    }
+    bucket_sums_f32(x.data(), row.data(), inverse.data(), highest.data(), prefixes.data(), sums_of_buckets.data(), 1, 24,
+                    rows, width);
+    digest("weights of buckets", sums_of_buckets);
+    for (int64_t r = 0; r < rows; r++) prefixes[r] = 0x3f + r % 2;  // the last byte of keys of logits between 0.5 and 2
+    out = x;
+    keep_f32(out.data(), row.data(), inverse.data(), highest.data(), prefixes.data(), remaining.data(), 1, 24, rows,
+             width);
     digest("cuts", out);
     const int64_t depth = 848, outputs = 75;
     const auto left = values(rows, depth), right = values(outputs, depth);

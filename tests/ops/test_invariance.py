@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import ops
-from lockstep.ops.sampling import _cut, _cut_by_sorting
+from lockstep.ops.cuts import cut
+from lockstep.ops.parts import Whole
 from lockstep.ops.temperature import inverse_temperature
 from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 
@@ -140,8 +141,8 @@ def test_cuts_keep_the_tokens_that_the_processors_of_transformers_keep(seed):
     min_p = [draw.choice([0.0, 0.0, draw.uniform(0.001, 0.9)]) for _ in range(50)]
     temperature = torch.tensor([draw.choice([0.3, 1.0, 1.7]) for _ in range(50)])
     inverse = inverse_temperature(temperature)
-    cut = torch.ones(50, dtype=torch.bool)
-    kept = _cut(logits, inverse, cut, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)).isfinite()
+    cuts = torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p)
+    kept = cut(logits, inverse, *cuts, torch.ones(50, dtype=torch.bool), Whole(vocab)).isfinite()
     for row in range(50):
         theirs = logits[row : row + 1] * inverse[row]
         warpers = [TopKLogitsWarper(top_k[row])] if top_k[row] else []
@@ -163,13 +164,44 @@ def test_cuts_of_a_large_vocabulary_are_those_of_sorting_it(dtype, spread):
     top_k = torch.tensor([draw.choice([0, 1, 2, 50, 300, 4999, 5003, 9999]) for _ in range(rows)])
     top_p = torch.tensor([draw.choice([1.0, draw.uniform(0.01, 0.999)]) for _ in range(rows)])
     min_p = torch.tensor([draw.choice([0.0, draw.uniform(0.001, 0.9)]) for _ in range(rows)])
-    cut = torch.tensor([draw.random() < 0.9 for _ in range(rows)])
-    inverse = inverse_temperature(torch.full((rows,), 0.7))
-    found = _cut(logits, inverse, cut, top_k, top_p, min_p)
-    expected = _cut_by_sorting(logits, inverse, cut & (torch.arange(rows) != 7), top_k, top_p, min_p)
+    asked = torch.tensor([draw.random() < 0.9 for _ in range(rows)])
+    arguments = logits, inverse_temperature(torch.full((rows,), 0.7)), top_k, top_p, min_p, asked
+    found = cut(*arguments, Whole(vocab))
+    expected = cut_by_sorting(*arguments[:-1], asked & (torch.arange(rows) != 7))
     assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))
-    alone = [_cut(*(x[r : r + 1] for x in (logits, inverse, cut, top_k, top_p, min_p))) for r in range(rows)]
+    alone = [cut(*(x[r : r + 1] for x in arguments), Whole(vocab)) for r in range(rows)]
     assert torch.equal(torch.cat(alone).nan_to_num(1e9), found.nan_to_num(1e9)), "whatever other rows there are"
+
+
+def cut_by_sorting(logits, inverse, top_k, top_p, min_p, asked):
+    """Sorts the vocabulary and adds weights in that order, in float64."""
+    ordered, order = logits.float().sort(dim=-1, descending=True, stable=True)
+    scaled = ordered * inverse[:, None]
+    weights = (scaled.double() - scaled[:, :1].double()).exp()
+    sums, place = weights.cumsum(-1), torch.arange(logits.shape[1])
+    limit = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    kept = sums.gather(1, (limit - 1).clamp(max=logits.shape[1] - 1))
+    out = (place >= limit) | ((top_p[:, None] < 1) & (sums - weights >= top_p[:, None] * kept))
+    out |= weights < min_p[:, None] * weights[:, :1]
+    out &= asked[:, None]
+    out[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_equal_tokens_a_cut_and_the_likeliest_take_the_lower_ones(dtype):
+    logits = torch.tensor([1.0, 3.0, 0.0, 3.0, 2.0, -0.0, 3.0, 1.0, 0.0, -torch.inf] * 40).to(dtype)[None]
+    logits[0, :5] -= 8
+    order = sorted(range(400), key=lambda token: (-logits[0, token].item(), token))
+    one, weights = torch.ones(1), logits.double().exp()[0]
+    share = (weights[order[:150]].sum() - 1e-3) / weights.sum()
+    first = [(n, 1.0, n) for n in (1, 2, 100, 119, 200, 300, 360)]
+    for top_k, top_p, count in [*first, (0, share, 150), (200, 0.01, 2)]:
+        params = torch.tensor([top_k]), one.double() * top_p, torch.zeros(1), torch.tensor([True]), Whole(400)
+        kept = cut(logits, one, *params)[0].isfinite().nonzero()[:, 0]
+        assert kept.tolist() == sorted(order[:count])
+    for count in (1, 5, 130, 257, 400):
+        assert [token for token, _ in ops.top_log_probs(logits, one, [count])[0]] == order[:count]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -188,6 +220,5 @@ def test_top_p_counts_from_what_top_k_leaves():
     # Of .4 and .35, the first alone is more than half: of all, .5 takes both.
     logits = torch.tensor([[0.4, 0.35, 0.25]]).log()
     one = torch.ones(1)
-    for form in (_cut, _cut_by_sorting):
-        cut = form(logits, one, torch.tensor([True]), torch.tensor([2]), one * 0.5, torch.zeros(1))
-        assert cut.isfinite().tolist() == [[True, False, False]]
+    cuts = torch.tensor([2]), one * 0.5, torch.zeros(1), torch.tensor([True])
+    assert cut(logits, one, *cuts, Whole(3)).isfinite().tolist() == [[True, False, False]]

@@ -31,9 +31,10 @@ rotation fd41400e510e0037
 log-probabilities 8516cadb02914add
 entropies 9a912d0146f723d5
 draws 4e73fc1bb5d2a4c7
-cuts 61ed1b10acd4b267
-product in chunks e0cbd5b15d0d43d6
-its sums in bfloat16 6665a6e8099e0a38
+weights of buckets ae0339dcbb45db90
+cuts 4f8226dab273178b
+product in chunks 769c303d233d8b1a
+its sums in bfloat16 848b2ca9ca6cf97c
 """
 """The digest so far after each operator: where two differ, the first line that does names it."""
 

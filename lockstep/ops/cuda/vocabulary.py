@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.ops.cuda.kernel import kernel
-from lockstep.ops.logprobs import PIECES, piece_bounds
+from lockstep.ops.logprobs import PIECES
 
 BLOCK = 1024
 
@@ -93,7 +93,10 @@ def _draw_kernel(
     logits, inverse_temperatures, uniforms, bounds, masses, tokens, vocab,
     COUNT: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first token at which the running sum of weights passes uniform · total; the likeliest if uniform < 0."""
+    """The first token at which the running sum of weights passes uniform · total; the likeliest if uniform < 0.
+
+    -1 where the piece that holds it lies outside of these logits.
+    """
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * vocab
     inverse, uniform = tl.load(inverse_temperatures + row), tl.load(uniforms + row)
@@ -113,6 +116,8 @@ def _draw_kernel(
     piece = tl.minimum(tl.min(tl.where(hit, index, PIECES), 0), last_heavy)
     before = tl.sum(tl.where(index < piece, weights, 0.0), 0)
     first, last = tl.load(bounds + piece).to(tl.int32), tl.load(bounds + piece + 1).to(tl.int32)
+    held = (first >= 0) & (last <= vocab)
+    last = tl.where(held, last, first)
     lane = tl.arange(0, BLOCK)
     token, heavy = vocab, first
     for start in range(first, last, BLOCK):
@@ -124,7 +129,7 @@ def _draw_kernel(
         token = tl.minimum(token, tl.min(tl.where(found, place, vocab), 0))
         heavy = tl.maximum(heavy, tl.max(tl.where(weight > 0, place, first), 0))
         before += tl.sum(weight, 0)
-    tl.store(tokens + row, tl.where(token < vocab, token, heavy).to(tl.int64))
+    tl.store(tokens + row, tl.where(held, tl.where(token < vocab, token, heavy), -1).to(tl.int64))
 
 
 def masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tensor:
@@ -163,16 +168,18 @@ def logits_gradient(
     return logits
 
 
-def draw(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse transform of `uniform` (float64 in [0, 1); negative: the likeliest). Logits of -inf are never drawn."""
+def draw(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor, pieces: Tensor, bounds: Tensor) -> Tensor:
+    """Inverse transform of `uniform` (float64 in [0, 1); negative: the likeliest). Logits of -inf are never drawn.
+
+    `pieces` are the masses of all of the vocabulary, `bounds` where its pieces lie, counted from these logits, which
+    may be a part of it: -1 where the token is another part's.
+    """
     logits, inverse_temperature = logits.contiguous(), inverse_temperature.contiguous()
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        bounds = piece_bounds(vocab, logits.device)
-        pieces = masses(logits, inverse_temperature, bounds)
         _draw_kernel[(rows,)](
-            logits, inverse_temperature, uniform.double().contiguous(), bounds, pieces, tokens, vocab,
+            logits, inverse_temperature, uniform.double().contiguous(), bounds, pieces.contiguous(), tokens, vocab,
             COUNT=pieces.shape[1], PIECES=PIECES, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return tokens

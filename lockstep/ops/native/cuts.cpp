@@ -1,121 +1,133 @@
-// Which tokens top-k, top-p and min-p leave to be drawn.
+// Which tokens top-k and top-p leave to be drawn: the sums by which a row's last one is found, and its cut there.
 #include <algorithm>
-#include <vector>
 
 #include "vector.h"
 
-// A token with its logit, divided by the temperature. Larger ones come first; of equal ones, the lower token.
-struct Candidate {
-    float logit;
-    int64_t token;
-    bool operator<(const Candidate& other) const {
-        return logit > other.logit || (logit == other.logit && token < other.token);
-    }
-};
-
-// The first `count` candidates in order.
-static std::vector<Candidate> first_candidates(const std::vector<float>& logits, int64_t count) {
-    std::vector<Candidate> kept;
-    kept.reserve(count);
-    // A heap with the last of those kept on top, which few tokens come before.
-    for (int64_t token = 0; token < (int64_t)logits.size(); token++) {
-        const Candidate next{logits[token], token};
-        if ((int64_t)kept.size() < count) {
-            kept.push_back(next);
-            if ((int64_t)kept.size() == count) std::make_heap(kept.begin(), kept.end());
-        } else if (next < kept.front()) {
-            std::pop_heap(kept.begin(), kept.end());
-            kept.back() = next;
-            std::push_heap(kept.begin(), kept.end());
-        }
-    }
-    std::sort(kept.begin(), kept.end());
-    return kept;
+// Numbers that order logits, greater ones first. -0 is 0.
+static inline void keys_of(f32x16 logits, uint32_t (&keys)[LANES]) {
+    float x[LANES];
+    store(x, logits + 0.f);
+    std::memcpy(keys, x, sizeof keys);
+    for (uint32_t& key : keys) key ^= ~(uint32_t)((int32_t)key >> 31) & 0x7fffffffu;
 }
 
-// Of candidates in order, the one with which their weights, added to `before`, reach `goal`; null if none does.
-template <class Iterator>
-static const Candidate* reaching(Iterator first, Iterator last, const std::vector<float>& weights, double goal,
-                                 double& before) {
-    for (; first != last; ++first)
-        if ((before += weights[first->token]) >= goal) return &*first;
-    return nullptr;
-}
+// Of as many logits at a time it is asked first whether any is left: after top-k few are.
+constexpr int64_t BLOCK = 4 * LANES;
 
-// The last token that top-k, and top-p among what that leaves, keep. `weights` are e^(logit - maximum).
-static Candidate last_kept(const std::vector<float>& logits, const std::vector<float>& weights, int64_t top_k,
-                           double top_p) {
-    constexpr int64_t FEW = 256;  // that a heap puts in order faster than anything else
-    const int64_t vocab = logits.size(), limit = top_k > 0 ? std::min(top_k, vocab) : vocab;
-    if (limit == vocab && top_p >= 1) return {-INFINITY, vocab};
-    double total = 0, before = 0;
-    if (limit == vocab)
-        for (const float weight : weights) total += weight;
-    if (limit <= FEW || limit == vocab) {
-        const std::vector<Candidate> few = first_candidates(logits, std::min(limit, FEW));
-        if (top_p >= 1) return few.back();
-        if (limit < vocab)
-            for (const Candidate& candidate : few) total += weights[candidate.token];
-        if (const Candidate* found = reaching(few.begin(), few.end(), weights, top_p * total, before)) return *found;
-        if (limit <= FEW) return few.back();
-    }
-    std::vector<Candidate> all(vocab);
-    for (int64_t token = 0; token < vocab; token++) all[token] = {logits[token], token};
-    if (limit < vocab) {
-        std::nth_element(all.begin(), all.begin() + limit - 1, all.end());
-        const Candidate last = all[limit - 1];
-        if (top_p >= 1) return last;
-        all.resize(limit);
-        for (int64_t token = 0; token < vocab; token++)
-            if (!(last < Candidate{logits[token], token})) total += weights[token];
-    }
-    before = 0;
-    for (int64_t from = 0, to = 16 * FEW; from < limit; from = to, to *= 8) {
-        to = std::min(to, limit);
-        if (to < limit) std::nth_element(all.begin() + from, all.begin() + to, all.end());
-        std::sort(all.begin() + from, all.begin() + to);
-        if (const Candidate* found = reaching(all.begin() + from, all.begin() + to, weights, top_p * total, before))
-            return *found;
-    }
-    return all.back();
-}
-
-// `allowed` are the logits with -inf for every token that a row's cuts leave out: top-k, top-p among what that leaves,
-// and min-p, relative to the likeliest token. Rows without `cuts`, or that are not finite, are copied.
 template <class T>
-static void cut(const T* logits, T* allowed, const float* inverse_temperatures, const bool* cuts, const int64_t* top_ks,
-                const double* top_ps, const double* min_ps, int64_t rows, int64_t vocab) {
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const T* x = logits + row * vocab;
-        T* out = allowed + row * vocab;
-        std::memcpy((void*)out, x, vocab * sizeof(T));
-        if (!cuts[row]) continue;
-        const float inverse = inverse_temperatures[row];
-        std::vector<float> scaled(vocab), weights(vocab);
-        bool finite = true;
-        float highest = -INFINITY;
-        for (int64_t i = 0; i < vocab; i += LANES) {
-            store_first(scaled.data() + i, load_first(x + i, vocab - i) * inverse, vocab - i);
-            for (int64_t j = i; j < std::min(vocab, i + LANES); j++) {
-                finite &= scaled[j] < INFINITY;  // which a NaN is not
-                highest = std::max(highest, scaled[j]);
-            }
+static inline bool any_left(const T* x, int64_t count) {
+    if (count < BLOCK) return true;
+    float highest[LANES];
+    store(highest, maximum(maximum(load(x), load(x + LANES)), maximum(load(x + 2 * LANES), load(x + 3 * LANES))));
+    int left = 0;
+    for (const float each : highest) left |= each > -INFINITY;
+    return left;
+}
+
+// Of the blocks in which any logit is left, sixteen at a time: `visit(place, logits, their keys, how many they are)`.
+template <class T, class Visit>
+static inline void visit_left(const T* x, int64_t count, Visit visit) {
+    uint32_t keys[LANES];
+    for (int64_t block = 0; block < count; block += BLOCK) {
+        if (!any_left(x + block, count - block)) continue;
+        for (int64_t i = block; i < std::min(block + BLOCK, count); i += LANES) {
+            const int64_t n = std::min(LANES, count - i);
+            const f32x16 logits = load_first(x + i, n);
+            keys_of(logits, keys);
+            visit(i, logits, keys, n);
         }
-        if (!finite || highest == -INFINITY) continue;
-        for (int64_t i = 0; i < vocab; i += LANES)
-            store_first(weights.data() + i, exp(load_first(scaled.data() + i, vocab - i) - highest), vocab - i);
-        const Candidate last = last_kept(scaled, weights, top_ks[row], top_ps[row]);
-        for (int64_t i = 0; i < vocab; i++)
-            if (last < Candidate{scaled[i], i} || weights[i] < min_ps[row]) store_first(out + i, splat(-INFINITY), 1);
     }
+}
+
+// What each token comes to: 1, or its weight in units of 2^-40 of the greatest one's, of which any number adds exactly.
+static inline void measure(f32x16 logits, float inverse, float highest, bool by_weight, int64_t (&out)[LANES]) {
+    if (!by_weight) return std::fill(out, out + LANES, 1);
+    float weights[LANES];
+    store(weights, exp(logits * inverse - highest) * 0x1p40f);
+    for (int64_t lane = 0; lane < LANES; lane++) out[lane] = (int64_t)weights[lane];
+}
+
+// Of the tokens whose key begins with its row's prefix, the sums by the key's next byte, which `shift` bits follow.
+template <class T>
+static void bucket_sums(const T* logits, const int64_t* rows, const float* inverse_temperatures, const float* highest,
+                        const int64_t* prefixes, int64_t* sums, bool by_weight, int64_t shift, int64_t count,
+                        int64_t vocab) {
+    constexpr int64_t BUCKETS = 256, COPIES = 4;
+#pragma omp parallel for
+    for (int64_t row = 0; row < count; row++) {
+        const T* x = logits + rows[row] * vocab;
+        const uint32_t prefix = (uint32_t)prefixes[row];
+        // Neighbouring tokens add to different copies: most fall in few buckets, and would wait for each other.
+        int64_t found[COPIES][BUCKETS] = {}, measures[LANES];
+        visit_left(x, vocab, [&](int64_t, f32x16 v, const uint32_t(&keys)[LANES], int64_t n) {
+            uint32_t inside = 0;
+            for (const uint32_t key : keys) inside |= key >> shift >> 8 == prefix;
+            if (!inside) return;
+            measure(v, inverse_temperatures[row], highest[row], by_weight, measures);
+            for (int64_t lane = 0; lane < n; lane++)
+                if (keys[lane] >> shift >> 8 == prefix)
+                    found[lane % COPIES][keys[lane] >> shift & (BUCKETS - 1)] += measures[lane];
+        });
+        for (int64_t bucket = 0; bucket < BUCKETS; bucket++)
+            for (const auto& copy : found) sums[row * BUCKETS + bucket] += copy[bucket];
+    }
+}
+
+// -inf for every token whose key, but for its last `shift` bits, is after its row's prefix, and for those at the prefix
+// from where they have come to `remaining`.
+template <class T>
+static void keep(T* logits, const int64_t* rows, const float* inverse_temperatures, const float* highest,
+                 const int64_t* prefixes, const int64_t* remaining, bool by_weight, int64_t shift, int64_t count,
+                 int64_t vocab) {
+#pragma omp parallel for
+    for (int64_t row = 0; row < count; row++) {
+        T* x = logits + rows[row] * vocab;
+        const uint32_t prefix = (uint32_t)prefixes[row];
+        int64_t left = remaining[row], measures[LANES];
+        visit_left(x, vocab, [&](int64_t i, f32x16 v, const uint32_t(&keys)[LANES], int64_t n) {
+            uint32_t out = 0, tied = 0;
+            for (const uint32_t key : keys) out |= key >> shift > prefix, tied |= key >> shift == prefix;
+            if (!(out | tied)) return;
+            if (tied) measure(v, inverse_temperatures[row], highest[row], by_weight, measures);
+            float kept[LANES];
+            store(kept, v);
+            for (int64_t lane = 0; lane < n; lane++) {
+                const uint32_t key = keys[lane] >> shift;
+                if (key > prefix || (key == prefix && left <= 0)) kept[lane] = -INFINITY;
+                if (key == prefix) left -= measures[lane];
+            }
+            store_first(x + i, load(kept), n);
+        });
+    }
+}
+
+// The logits, but -inf for those that come before `lowest` when divided by the temperature.
+template <class T>
+static void drop_below(const T* logits, T* out, const float* inverse_temperatures, const float* lowest, int64_t rows,
+                       int64_t vocab) {
+#pragma omp parallel for
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = row * vocab; i < (row + 1) * vocab; i += LANES) {
+            const int64_t n = std::min(LANES, (row + 1) * vocab - i);
+            const f32x16 v = load_first(logits + i, n);
+            store_first(out + i, where_less(v * inverse_temperatures[row], splat(lowest[row]), splat(-INFINITY), v), n);
+        }
 }
 
 #define EXPORT(T, suffix)                                                                                             \
-    extern "C" void cut##suffix(const T* logits, T* allowed, const float* inverse_temperatures, const bool* cuts,     \
-                                const int64_t* top_ks, const double* top_ps, const double* min_ps, int64_t rows,      \
-                                int64_t vocab) {                                                                      \
-        cut<T>(logits, allowed, inverse_temperatures, cuts, top_ks, top_ps, min_ps, rows, vocab);                     \
+    extern "C" void bucket_sums##suffix(const T* logits, const int64_t* rows, const float* inverse_temperatures,      \
+                                        const float* highest, const int64_t* prefixes, int64_t* sums,                 \
+                                        int64_t by_weight, int64_t shift, int64_t count, int64_t vocab) {             \
+        bucket_sums<T>(logits, rows, inverse_temperatures, highest, prefixes, sums, by_weight, shift, count, vocab);  \
+    }                                                                                                                 \
+    extern "C" void keep##suffix(T* logits, const int64_t* rows, const float* inverse_temperatures,                   \
+                                 const float* highest, const int64_t* prefixes, const int64_t* remaining,             \
+                                 int64_t by_weight, int64_t shift, int64_t count, int64_t vocab) {                    \
+        keep<T>(logits, rows, inverse_temperatures, highest, prefixes, remaining, by_weight, shift, count, vocab);    \
+    }                                                                                                                 \
+    extern "C" void drop_below##suffix(const T* logits, T* out, const float* inverse_temperatures,                    \
+                                       const float* lowest, int64_t rows, int64_t vocab) {                            \
+        drop_below<T>(logits, out, inverse_temperatures, lowest, rows, vocab);                                        \
     }
 
 EXPORT(float, _f32)

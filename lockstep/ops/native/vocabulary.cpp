@@ -134,8 +134,8 @@ static void log_probs_backward(T* logits, const int64_t* targets, const float* i
 }
 
 // Inverse transform: the first token at which the running sum of weights passes uniform · total. A negative uniform asks
-// for the likeliest token. Logits of -inf are never drawn. In two steps: the piece that holds the token, and in it the
-// token, for ranks that hold some of the pieces each.
+// for the likeliest token. Logits of -inf are never drawn. The row's masses name the piece that holds the token; a part
+// of the vocabulary that has the piece then finds the token in it.
 struct Choice {
     int64_t piece;     // the first one where no logit is a number
     float highest;     // of the whole row
@@ -181,39 +181,21 @@ static int64_t walk(const T* x, int64_t first, int64_t stop, float inverse, bool
     return token;
 }
 
+// The `logits` are those of a part of the vocabulary, from which `bounds`, of all its pieces, are counted; -1 where the
+// token is another part's.
 template <class T>
-static void draw(const T* logits, const float* inverse_temperatures, const double* uniforms, const int64_t* bounds,
-                 int64_t* tokens, int64_t rows, int64_t vocab, int64_t count) {
+static void draw(const T* logits, const float* inverse_temperatures, const double* uniforms, const float* masses,
+                 const int64_t* bounds, int64_t* tokens, int64_t rows, int64_t part, int64_t count) {
 #pragma omp parallel for
-    for (int64_t row = 0; row < rows; row++) {
-        const T* x = logits + row * vocab;
-        const float inverse = inverse_temperatures[row];
-        Mass pieces[PIECES];
-        reduce_pieces(x, bounds, count, inverse, pieces);
-        const Choice choice = choose(pieces, count, uniforms[row]);
-        tokens[row] = walk(x, bounds[choice.piece], bounds[choice.piece + 1], inverse, uniforms[row] < 0, choice);
-    }
-}
-
-extern "C" void choose_pieces_f32(const float* masses, const double* uniforms, int64_t* chosen, float* highest,
-                                  double* remaining, int64_t rows, int64_t count) {
     for (int64_t row = 0; row < rows; row++) {
         Mass pieces[PIECES];
         std::memcpy((void*)pieces, masses + row * count * 3, count * sizeof(Mass));
         const Choice choice = choose(pieces, count, uniforms[row]);
-        chosen[row] = choice.piece, highest[row] = choice.highest, remaining[row] = choice.remaining;
+        const int64_t first = bounds[choice.piece], stop = bounds[choice.piece + 1];
+        const bool held = first >= 0 && stop <= part;
+        tokens[row] = held ? walk(logits + row * part, first, stop, inverse_temperatures[row], uniforms[row] < 0, choice)
+                           : -1;
     }
-}
-
-// Of each row from `firsts` to `stops`, where its chosen piece lies here; of an empty stretch, its beginning.
-template <class T>
-static void draw_within(const T* logits, const float* inverse_temperatures, const double* uniforms, const int64_t* firsts,
-                        const int64_t* stops, const float* highest, const double* remaining, int64_t* tokens,
-                        int64_t rows, int64_t vocab) {
-#pragma omp parallel for
-    for (int64_t row = 0; row < rows; row++)
-        tokens[row] = walk(logits + row * vocab, firsts[row], stops[row], inverse_temperatures[row], uniforms[row] < 0,
-                           Choice{0, highest[row], remaining[row]});
 }
 
 #define EXPORT(T, suffix)                                                                                             \
@@ -232,14 +214,9 @@ static void draw_within(const T* logits, const float* inverse_temperatures, cons
         log_probs_backward<T>(logits, targets, inverse_temperatures, normalizers, grad_out, rows, vocab);             \
     }                                                                                                                 \
     extern "C" void draw##suffix(const T* logits, const float* inverse_temperatures, const double* uniforms,          \
-                                 const int64_t* bounds, int64_t* tokens, int64_t rows, int64_t vocab,                 \
-                                 int64_t count) {                                                                     \
-        draw<T>(logits, inverse_temperatures, uniforms, bounds, tokens, rows, vocab, count);                          \
-    }                                                                                                                 \
-    extern "C" void draw_within##suffix(const T* logits, const float* inverse_temperatures, const double* uniforms,   \
-                                        const int64_t* firsts, const int64_t* stops, const float* highest,            \
-                                        const double* remaining, int64_t* tokens, int64_t rows, int64_t vocab) {      \
-        draw_within<T>(logits, inverse_temperatures, uniforms, firsts, stops, highest, remaining, tokens, rows, vocab); \
+                                 const float* masses, const int64_t* bounds, int64_t* tokens, int64_t rows,           \
+                                 int64_t part, int64_t count) {                                                       \
+        draw<T>(logits, inverse_temperatures, uniforms, masses, bounds, tokens, rows, part, count);                   \
     }
 
 EXPORT(float, _f32)

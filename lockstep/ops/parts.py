@@ -1,0 +1,52 @@
+"""Which part of the vocabulary's logits a process holds, and what it learns of the others."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from lockstep.ops.logprobs import piece_bounds
+
+
+@runtime_checkable
+class VocabularyPart(Protocol):
+    """Tokens `first` to `stop` of `vocab`, held by the `rank`-th of the processes that hold ascending parts."""
+
+    vocab: int
+    first: int
+    stop: int
+    rank: int
+
+    def gather(self, own: Tensor) -> Tensor:
+        """What each process has, by rank: `[parts, *shape]`."""
+
+    def gather_masses(self, own: Tensor) -> Tensor:
+        """The masses `[rows, pieces, 3]` of the whole vocabulary, from those of this part."""
+
+    def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row the token of the vocabulary and its logit, of the one process whose token is not negative."""
+
+
+class Whole:
+    """All of the vocabulary, in one process."""
+
+    first, rank = 0, 0
+
+    def __init__(self, vocab: int):
+        self.vocab = self.stop = vocab
+
+    def gather(self, own: Tensor) -> Tensor:
+        return own[None]
+
+    def gather_masses(self, own: Tensor) -> Tensor:
+        return own
+
+    def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens, scaled
+
+
+def own_pieces(part: VocabularyPart, device: torch.device) -> Tensor:
+    """Where the vocabulary's pieces lie in this part."""
+    return piece_bounds(part.vocab, device, part.first, part.stop)
