@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.ops.linear import linear_gradients
 from lockstep.ops.logprobs import join_masses, logits_gradient, masses, piece_bounds, row_factors, row_slices
+from lockstep.parallel.exchange import gather_rows
 
 
 def sharded_token_log_probs(
@@ -61,14 +62,12 @@ class Part:
         ranks = dist.get_world_size(self.group)
         counts = [len(self.pieces(rank, own.device)) - 1 for rank in range(ranks)]
         padded = torch.nn.functional.pad(own, (0, 0, 0, max(counts) - own.shape[1]))
-        everyone = padded.new_empty(ranks, *padded.shape)
-        dist.all_gather(list(everyone.unbind()), padded, group=self.group)
+        everyone = gather_rows(padded, self.group).unflatten(0, (ranks, -1))
         return torch.cat([masses[:, :count] for masses, count in zip(everyone, counts)], 1)
 
     def of_holders(self, own: Tensor, tokens: Tensor) -> Tensor:
         """Of each row what the rank that holds its token has in `own`."""
-        everyone = own.new_empty(dist.get_world_size(self.group), *own.shape)
-        dist.all_gather(list(everyone.unbind()), own, group=self.group)
+        everyone = gather_rows(own, self.group).unflatten(0, (dist.get_world_size(self.group), -1))
         return everyone[tokens // self.length, torch.arange(len(tokens), device=tokens.device)]
 
     def places(self, tokens: Tensor) -> Tensor:
