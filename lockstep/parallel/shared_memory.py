@@ -3,9 +3,9 @@
 A message of a decode step is some kilobytes: over TCP it takes as long as waking gloo's thread and the waiting rank,
 some hundred microseconds, through memory a tenth of that. What is moved are bytes, so results are those of gloo.
 
-The memory is a file without a name (`memfd`): nothing is left behind however a rank ends, and it counts as memory of the
-processes, not of `/dev/shm`, which is small in containers. The ranks open it by its first holder's entry in `/proc`, so
-they share it exactly if they can: on other hosts, or where processes do not see each other, gloo serves.
+The memory is a file outside every folder (`memfd`): nothing is left behind however a rank ends, and it counts as memory
+of the processes, not of `/dev/shm`, which is small in containers. The ranks open it by its first holder's entry in
+`/proc`, so they share it exactly if they can: on other hosts, or where processes do not see each other, gloo serves.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_turns_follow_each_other_at_any_pace_and_past_the_end_of_their_numbers(r
 def lose_a_rank(rank, ranks, port, said, dies):
     os.environ |= ranks_environment(rank, ranks, port)
     torch.set_num_threads(1)
-    world, group = opened()
+    _, group = opened()
     for _ in range(3):
         gather_rows(torch.ones(4), group)
     if rank == 1:
