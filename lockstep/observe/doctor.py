@@ -42,8 +42,8 @@ OPTIONAL = {
 }
 """Packages and what they are for."""
 VARIABLES = (
-    "LOCKSTEP_ISA", "LOCKSTEP_NATIVE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
-    "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME",
+    "LOCKSTEP_ISA", "LOCKSTEP_NATIVE", "LOCKSTEP_SHARED_MEMORY", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME",
 )  # fmt: skip
 """Settings of the environment that change speed, bits or places."""
 PORT = 8000

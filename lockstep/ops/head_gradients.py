@@ -53,10 +53,7 @@ def head_gradients(
     for rows in slices:
         logits = linear(hidden[rows], head)
         of_logits = logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grad[rows])
-        if one_order.is_asked():
-            grad_hidden[rows] = join(_sums_by_piece(of_logits, head, bounds)).to(hidden.dtype)
-        else:
-            grad_hidden[rows] = input_gradient(of_logits, head)
+        grad_hidden[rows] = hidden_gradient(of_logits, head, bounds, join)
         if shared is None:
             sums = _added(sums, weight_gradient(of_logits, hidden[rows]))
     if shared is None:
@@ -72,6 +69,18 @@ def head_gradients(
     if sums is not None:
         grad_head[own] = sums.to(head.dtype)
     return grad_hidden, grad_head
+
+
+def hidden_gradient(
+    of_logits: Float[Tensor, "rows part"],
+    head: Float[Tensor, "part dim"],
+    bounds: Int[Tensor, "bounds"],
+    join: Join = lambda sums: tree_sum(sums.unbind()),
+) -> Float[Tensor, "rows dim"]:
+    """The gradient of hidden states from that of their logits; for `bounds` and `join` see `head_gradients`."""
+    if not one_order.is_asked():
+        return input_gradient(of_logits, head)
+    return join(_sums_by_piece(of_logits, head, bounds)).to(head.dtype)
 
 
 def _sums_by_piece(grad: Tensor, head: Tensor, bounds: Tensor) -> Float32[Tensor, "pieces rows dim"]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.head_gradients import head_gradients, logits_gradient, row_slices
-from lockstep.ops.linear import input_gradient, linear, weight_gradient
+from lockstep.ops.head_gradients import head_gradients, hidden_gradient, logits_gradient, row_slices
+from lockstep.ops.linear import linear, weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
 
@@ -62,9 +62,8 @@ def log_prob_sum(
     The weight is known on the way forward, so the gradient is made there, while a slice's logits are at hand, and
     they are computed once instead of twice. In the one order it is the sum over all ranks' targets, on each of them.
     """
-    if one_order.is_asked():
-        log_probs, shared = token_log_probs(hidden, head, targets)[0], one_order.shared_targets()
-        return total(log_probs if shared is None else shared.whole(log_probs)) * weight
+    if (shared := one_order.shared_targets()) is not None:
+        return total(shared.whole(token_log_probs(hidden, head, targets)[0])) * weight
     plain = type(hidden) is Tensor and type(head) in (Tensor, torch.nn.Parameter)
     if plain and torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
         return _LogProbSum.apply(hidden, head, targets, weight)
@@ -197,13 +196,13 @@ class _LogProbSum(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_head: Tensor | None = None
         ones = torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        parts = []
+        parts, bounds = [], piece_bounds(head.shape[0])
         for rows in row_slices(len(hidden), head.shape[0], head.element_size()):
             logits = linear(hidden[rows], head)
             log_probs, _, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
             parts.append(log_probs)
             grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
-            grad_hidden[rows], part = input_gradient(grad, head), weight_gradient(grad, hidden[rows])
+            grad_hidden[rows], part = hidden_gradient(grad, head, bounds), weight_gradient(grad, hidden[rows])
             grad_head = part if grad_head is None else grad_head.float().add_(part)
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.ops import one_order
 from lockstep.ops.linear import tree_sum
 from lockstep.ops.opaque import library
+from lockstep.parallel.shared_memory import memory_of
 
 # What torch 2.13 calls them; before, they had the names that it warns of.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,15 +45,26 @@ def rows_are_whole() -> bool:
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks, one rank's after the other; each has as many."""
     out = own.new_empty(dist.get_world_size(group) * own.shape[0], *own.shape[1:])
-    all_gather(out, own.contiguous(), group=group)
+    if (memory := memory_of(group, own)) is not None:
+        memory.gather(own.contiguous(), out)
+    else:
+        all_gather(out, own.contiguous(), group=group)
     return out
+
+
+def swap_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Equally many rows of `x` to each rank, in the ranks' order; returns what comes, in that order too."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if (memory := memory_of(group, x)) is not None:
+        memory.swap(x.contiguous(), received)
+    else:
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+    return received
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's share of the rows of the sum over ranks: added in float32 in a tree and rounded once."""
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=group)
-    parts = received.unflatten(0, (dist.get_world_size(group), -1)).float()
+    parts = swap_rows(x, group).unflatten(0, (dist.get_world_size(group), -1)).float()
     return tree_sum(parts.unbind()).to(x.dtype)
 
 

@@ -18,7 +18,7 @@ from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product, product_sums, token_weight_gradient, tree_sum
 from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
 from lockstep.ops.opaque import library
-from lockstep.parallel.exchange import gather_rows, group_named
+from lockstep.parallel.exchange import gather_rows, group_named, swap_rows
 
 
 class ContextRows:
@@ -102,8 +102,7 @@ def _own_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) 
 def _shared_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     sums = product_sums(grad, weight.T, one_order.gradient_chunks() // ranks)
-    received = torch.empty_like(sums)
-    dist.all_to_all_single(received, sums, group=group)
+    received = swap_rows(sums, group)
     whole = grad.new_zeros(sums.shape)
     whole.chunk(ranks)[dist.get_rank(group)].copy_(tree_sum(received.unflatten(0, (ranks, -1)).unbind()))
     return whole
@@ -132,9 +131,9 @@ class _TensorRows:
         self.is_first = dist.get_rank(group) == 0 and (tokens is None or tokens.is_first)
 
     def gather(self, own: Tensor) -> Tensor:
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, own.contiguous(), group=self.group)
-        rows, tokens = torch.cat(parts, self.cut), one_order.shared_tokens()
+        rows, tokens = gather_rows(own, self.group), one_order.shared_tokens()
+        if self.cut:
+            rows = torch.cat(rows.chunk(dist.get_world_size(self.group)), 1)
         return rows if tokens is None else tokens.gather(rows)
 
 

@@ -72,13 +72,14 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
             f"parallel.tensor {ranks} does not divide the {tokens.shape[0]} tokens of a micro-batch, which its ranks "
             f"share; pad them to a multiple of {ROW_MULTIPLE}"
         )
-    first = dist.get_rank(group) * -(-weight.shape[0] // ranks)
+    length = -(-weight.shape[0] // ranks)
+    first = dist.get_rank(group) * length
     held = (tokens >= first) & (tokens < first + own.shape[0])
     found = found_rows(torch.where(held, tokens - first, 0), own)
     found = torch.where(held[:, None], found, 0.0)
     if rows_are_whole():
-        dist.all_reduce(found, group=group)
-        return found
+        everyone = gather_rows(found, group).unflatten(0, (ranks, -1))
+        return everyone[tokens // length, torch.arange(len(tokens), device=tokens.device)]
     return exchanged(found, group, sum_rows, gather_rows)
 
 

@@ -19,7 +19,7 @@ from lockstep.ops.asked import asked_for
 from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, tree_sum
 from lockstep.ops.opaque import library
-from lockstep.parallel.exchange import all_gather, gather_rows, group_named, rows_are_whole
+from lockstep.parallel.exchange import all_gather, gather_rows, group_named, rows_are_whole, sum_rows
 
 OVERLAPPED = 4
 """Slices of a rank's tokens. The first product and the last sum are not hidden: a quarter of each remains."""
@@ -69,6 +69,8 @@ class _RowProduct(torch.autograd.Function):
 
 
 def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
+    if _slices == 1:
+        return sum_rows(product_sums(x, weight, chunks // dist.get_world_size(group)), group).to(x.dtype)
     ranks = dist.get_world_size(group)
     by_rank = x.unflatten(0, (ranks, -1))
     out = x.new_empty(by_rank.shape[1], weight.shape[0])
@@ -87,6 +89,9 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, of_x: bool = True, of_weight: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
+    if _slices == 1:
+        whole = gather_rows(grad, group)
+        return input_gradient(whole, weight) if of_x else None, token_weight_gradient(whole, x) if of_weight else None
     own, ranks = grad.contiguous(), dist.get_world_size(group)
     under_way = []
     for rows in _row_slices(own.shape[0]):

@@ -17,7 +17,7 @@ from lockstep import ops
 from lockstep.ops.head_gradients import head_gradients, row_slices
 from lockstep.ops.linear import tree_sum
 from lockstep.ops.logprobs import join_masses, masses, piece_bounds, row_factors
-from lockstep.parallel.exchange import gather_rows
+from lockstep.parallel.exchange import gather_rows, swap_rows
 
 
 def sharded_token_log_probs(
@@ -58,9 +58,7 @@ class Part:
 
     def gather(self, own: Tensor) -> Tensor:
         """What each rank has, equally shaped: `[ranks, *shape]`."""
-        everyone = own.new_empty(self.ranks, *own.shape)
-        dist.all_gather(list(everyone.unbind()), own.contiguous(), group=self.group)
-        return everyone
+        return gather_rows(own[None], self.group)
 
     def gather_masses(self, own: Tensor) -> Tensor:
         """The masses `[rows, pieces, 3]` of the whole vocabulary, from each rank's."""
@@ -87,8 +85,7 @@ class Part:
         # Each rank adds up a share of the rows, as many on each.
         padded = torch.nn.functional.pad(own, (0, 0, 0, -rows % ranks, 0, max(counts) - len(own)))
         sent = padded.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        received = swap_rows(sent, self.group)
         parts = [part for of_rank, count in zip(received, counts) for part in of_rank[:count].unbind()]
         return gather_rows(tree_sum(parts), self.group)[:rows]
 

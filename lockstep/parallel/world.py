@@ -24,6 +24,7 @@ from lockstep.model.device import open_device
 from lockstep.observe.machine import memory_bytes
 from lockstep.parallel.messages import arrays_from_rank_0, from_all, from_rank_0, others_wait, wait_for_rank_0
 from lockstep.parallel.orphans import end_with_torchrun
+from lockstep.parallel.shared_memory import close_memory, share_memory
 
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
@@ -90,6 +91,11 @@ class World:
             return shard
         assert self.mesh is not None and shard.mesh_dim_names is not None
         return self.mesh["data_replicate", shard.mesh_dim_names[0]]
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the matrices; None where each has them whole."""
+        return self.mesh.get_group("tensor") if self.mesh is not None and self.degrees["tensor"] > 1 else None
 
     @property
     def stage_groups(self) -> list[dist.ProcessGroup]:
@@ -175,6 +181,8 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
             backend, store=_store(), rank=int(os.environ["RANK"]), world_size=size, timeout=PATIENCE
         )
     world = World(chosen, degrees, _mesh(chosen, degrees), config.reduce_gradients)
+    if world.tensor_group is not None and chosen.type == "cpu":
+        share_memory(world.tensor_group, PATIENCE)
     return replace(world, memory=int(world.from_main(lambda: str(_memory(chosen)))))
 
 
@@ -241,6 +249,8 @@ def generating_world(ranks: RanksConfig, device: str = "") -> Iterator[World]:
 def close_world(world: World) -> None:
     """Leaves the process group."""
     if world.mesh is not None and dist.is_initialized():
+        if world.tensor_group is not None:
+            close_memory(world.tensor_group)
         dist.destroy_process_group()
 
 

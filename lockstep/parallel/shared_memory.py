@@ -1,0 +1,158 @@
+"""Exchanges of a group whose ranks are on one host, through memory that they share instead of gloo's connections.
+
+A message of a decode step is some kilobytes: over TCP it takes as long as waking gloo's thread and the waiting rank,
+some hundred microseconds, through memory a tenth of that. What is moved are bytes, so results are those of gloo.
+
+The memory is a file outside every folder (`memfd`): nothing is left behind however a rank ends, and it counts as memory
+of the processes, not of `/dev/shm`, which is small in containers. The ranks open it by its first holder's entry in
+`/proc`, so they share it exactly if they can: on other hosts, or where processes do not see each other, gloo serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.parallel.messages import from_all
+
+SLOT = 1 << 20
+"""Bytes that a rank lays out at once; it has two such slots. Longer messages go in pieces."""
+PLACES = 4096
+"""Bytes before the slots, in which the ranks say how far they are."""
+PROBLEMS = {
+    1: "rank {} has ended, or left the group",
+    2: "rank {} did not come within {}",
+    3: "rank {} sent a message of another length: the ranks no longer do the same",
+}
+
+
+class SharedMemory:
+    """This rank's side of the memory of a group. One thread calls it at a time, and all ranks in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, file: int, patience: timedelta):
+        self._rank, self._ranks, self._file, self._patience = group.rank(), group.size(), file, patience
+        self._names = dist.get_process_group_ranks(group)
+        # For as long as this process lives and takes part. The system drops it when the process ends, however it does,
+        # and does not give it to processes that it forks.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
+        self._memory: mmap.mmap | None = mmap.mmap(file, _size(self._ranks))
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._function = native.function("exchange_parts")
+        integer, pointer = ctypes.c_int64, ctypes.c_void_p
+        self._function.argtypes = [pointer, *[integer] * 4, pointer, pointer, *[integer] * 3]
+        self._function.restype = integer
+        self._busy = threading.Lock()
+        self._close_file = weakref.finalize(self, os.close, file)
+
+    def gather(self, own: Tensor, out: Tensor) -> None:
+        """Every rank's `own` into `out`, in the ranks' order. Both are contiguous and on the CPU."""
+        self._exchange(own, out, 1)
+
+    def swap(self, x: Tensor, out: Tensor) -> None:
+        """Part r of `x` to rank r, and what comes into `out`, in the ranks' order. Both are contiguous, on the CPU."""
+        self._exchange(x, out, self._ranks)
+
+    def _exchange(self, source: Tensor, out: Tensor, parts: int) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("two threads exchange with the same group of ranks at once")
+        try:
+            if self._memory is None:
+                raise RuntimeError("the ranks' shared memory is closed, after an error or the end of the world")
+            length, limit = source.nbytes // parts, int(self._patience.total_seconds() * 1000)
+            place = self._address, self._file, self._rank, self._ranks, parts
+            outcome = self._function(*place, source.data_ptr(), out.data_ptr(), length, SLOT, limit)
+            if outcome:
+                self._leave()  # the ranks are no longer at the same turn, and the others hear of it
+                rank = self._names[outcome // 4]
+                raise RuntimeError("an exchange of ranks failed: " + PROBLEMS[outcome % 4].format(rank, self._patience))
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """Leaves the group: whoever still waits for this rank gets an error."""
+        with self._busy:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+            self._close_file()
+
+
+# By the group itself: a name can be another group's after `destroy_process_group`.
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.WeakKeyDictionary()
+
+
+def share_memory(group: dist.ProcessGroup, patience: timedelta) -> bool:
+    """Lets exchanges of `group` go through shared memory from now on, if all of its ranks can. They all call it.
+
+    An exchange that takes longer than `patience` is an error. LOCKSTEP_SHARED_MEMORY=0 on any rank leaves it to gloo.
+    """
+    wanted = os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0" and hasattr(os, "memfd_create")
+    able = wanted and native.library() is not None
+    own = _created(group.size()) if able and group.rank() == 0 else None
+    where = from_all(own, group)[0]
+    memory = _joined(group, where, patience) if able and where is not None else None
+    everywhere = all(from_all(memory is not None, group))
+    if everywhere and memory is not None:
+        _shared[group] = memory
+    elif memory is not None:
+        memory.close()
+    return everywhere
+
+
+def _size(ranks: int) -> int:
+    return PLACES + 2 * ranks * SLOT
+
+
+def _created(ranks: int) -> tuple[int, int, str] | None:
+    """A new file and where others find it: the process, its number there, and its name, which no other file has."""
+    name = f"lockstep-{secrets.token_hex(16)}"
+    try:
+        file = os.memfd_create(name)
+    except OSError:  # forbidden in this container
+        return None
+    os.ftruncate(file, _size(ranks))
+    return os.getpid(), file, name
+
+
+def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: timedelta) -> SharedMemory | None:
+    file = where[1] if group.rank() == 0 else None
+    try:
+        file = _opened(*where) if file is None else file
+        return SharedMemory(group, file, patience)
+    except OSError:  # another host or container, or one in which processes do not see each other
+        if file is not None:
+            os.close(file)
+        return None
+
+
+def _opened(process: int, file: int, name: str) -> int:
+    """Another process's file. Raises OSError where this is not it, which can only be so if the process is another."""
+    path = f"/proc/{process}/fd/{file}"
+    if name not in os.readlink(path):
+        raise OSError(f"{path} is not {name}")
+    return os.open(path, os.O_RDWR)
+
+
+def memory_of(group: dist.ProcessGroup, tensor: Tensor) -> SharedMemory | None:
+    """What `group` shares, if it does and `tensor` is of a kind that goes through it."""
+    return _shared.get(group) if tensor.device.type == "cpu" else None
+
+
+def close_memory(group: dist.ProcessGroup) -> None:
+    """Leaves the memory of `group`, if it has one: the ranks that still wait for this one get an error."""
+    if (memory := _shared.pop(group, None)) is not None:
+        memory.close()
