@@ -38,8 +38,8 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
 
-    Both float32; the log-probabilities carry a gradient, the entropies none. The gradient recomputes the logits
-    slice by slice.
+    Both float32 and with a gradient, which recomputes the logits slice by slice. The entropies' costs nothing where
+    they are not used.
     """
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature)
@@ -184,18 +184,19 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse)
-        ctx.save_for_backward(hidden, head, targets, inverse, normalizers)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, head, targets, inverse, normalizers, entropies)
+        ctx.set_materialize_grads(False)
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, head, targets, inverse, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+        hidden, head, targets, inverse, normalizers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_head: Tensor | None = None
         for rows in row_slices(hidden.shape[0], head):
             logits = linear(hidden[rows], head)
-            grad = logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grads[0][rows])
+            of_rows = targets[rows], inverse[rows], normalizers[rows], entropies[rows]
+            grad = both_gradients(logits, *of_rows, *(None if g is None else g[rows] for g in grads))
             grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
             # Slices add up in float32; one slice alone needs no wider copy.
             grad_head = part if grad_head is None else grad_head.float().add_(part)
@@ -226,6 +227,30 @@ class _LogProbSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grads[0], grad_head * grads[0], None, None
+
+
+def both_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    inverse: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    grad: Tensor | None,
+    entropy_grad: Tensor | None,
+) -> Tensor:
+    """`logits_gradient`, and that of the entropies where they have one; None stands for zeros. Overwrites `logits`."""
+    grad = torch.zeros_like(entropies) if grad is None else grad
+    if entropy_grad is None:
+        return logits_gradient(logits, targets, inverse, normalizers, grad)
+    own = _entropy_gradient(logits, inverse, normalizers, entropies, entropy_grad)
+    return (logits_gradient(logits, targets, inverse, normalizers, grad).float() + own).to(logits.dtype)
+
+
+def _entropy_gradient(logits: Tensor, inverse: Tensor, normalizers: Tensor, entropies: Tensor, grad: Tensor) -> Tensor:
+    """d entropy / d logits = −p (log p + entropy) / temperature, times the incoming gradient; float32."""
+    log_p = logits.float() * inverse[:, None] - normalizers[:, None]
+    p = plain.exp(log_p)
+    return (p * (log_p + entropies[:, None])).masked_fill(p == 0, 0.0) * -(grad * inverse)[:, None]
 
 
 def logits_gradient(logits: Tensor, targets: Tensor, inverse: Tensor, normalizers: Tensor, grad: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops.linear import linear_gradients
-from lockstep.ops.logprobs import join_masses, logits_gradient, masses, piece_bounds, row_factors, row_slices
+from lockstep.ops.logprobs import both_gradients, join_masses, masses, piece_bounds, row_factors, row_slices
 
 
 def sharded_token_log_probs(
@@ -98,18 +98,19 @@ class _ShardedLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse, part)
-        ctx.save_for_backward(hidden, head, part.places(targets), inverse, normalizers)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, head, part.places(targets), inverse, normalizers, entropies)
+        ctx.set_materialize_grads(False)
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, head, places, inverse, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, head, places, inverse, normalizers, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_head: Tensor | None = None
         for rows in row_slices(hidden.shape[0], head):
             logits = ops.linear(hidden[rows], head)
-            grad = logits_gradient(logits, places[rows], inverse[rows], normalizers[rows], grads[0][rows])
+            of_rows = places[rows], inverse[rows], normalizers[rows], entropies[rows]
+            grad = both_gradients(logits, *of_rows, *(None if g is None else g[rows] for g in grads))
             grad_hidden[rows], part = linear_gradients(grad, hidden[rows], head)
             grad_head = part if grad_head is None else grad_head.float().add_(part)
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
