@@ -9,7 +9,7 @@ from lockstep.config.algorithm import AlgorithmName
 
 STEPS = 60
 NOISE = 0.08
-"""Of an accuracy over 256 held-out sums about a half, two and a half standard deviations."""
+"""Of an accuracy over some 220 held-out sums about a half, two and a half standard deviations."""
 
 
 @pytest.fixture(scope="module")
