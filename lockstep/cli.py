@@ -227,7 +227,7 @@ def data(arguments: list[str]) -> int:
 
 
 def rl(arguments: list[str]) -> int:
-    """GRPO on gsm8k, on sums of digits, or on a task of your own (--environment my_task.py:MyTask)"""
+    """GRPO and other algorithms on gsm8k, sums of digits, or a task of your own (--environment my_task.py:MyTask)"""
     from lockstep.config import RLConfig
     from lockstep.rl.controller import reinforce
     from lockstep.rl.parity import ParityError

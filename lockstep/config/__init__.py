@@ -4,6 +4,7 @@ A run is described by one flat dataclass with nested ones (`train`, `engine`, `c
 under a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
 """
 
+from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
@@ -17,6 +18,8 @@ from lockstep.config.toml import from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
 
 __all__ = [
+    "ALGORITHMS",
+    "Algorithm",
     "Arithmetic",
     "CheckpointConfig",
     "CompileConfig",
@@ -34,6 +37,7 @@ __all__ = [
     "SFTConfig",
     "ServeConfig",
     "TrainConfig",
+    "algorithm_of",
     "from_toml",
     "recorded_run",
     "to_toml",

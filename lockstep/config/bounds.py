@@ -52,6 +52,10 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(config):
         value, name, hint = getattr(config, field.name), prefix + field.name, hints[field.name]
         kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if type(None) in (kinds := get_args(kind)):
+            if value is None:
+                continue
+            kind = kinds[0]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not isinstance(value, kind):
             yield f"{name} is {value!r:.60}; give a {kind.__name__}"
         elif dataclasses.is_dataclass(value):

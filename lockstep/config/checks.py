@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.config.algorithm import algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
@@ -53,14 +54,40 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield "model is empty; give a Hugging Face folder with --model DIR"
     if isinstance(config, SFTConfig) and not config.data:
         yield "data is empty; give conversations with --data FILE"
+    if isinstance(config, RLConfig):
+        yield from _algorithm_problems(config)
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
+
+
+def _algorithm_problems(config: RLConfig) -> Iterator[str]:
+    algorithm = algorithm_of(config)
+    given = f"advantage {algorithm.advantage}" + (f" of {config.algorithm}" if not config.advantage else "")
+    if algorithm.normalize_advantages and algorithm.advantage in ("leave_one_out", "best", "teacher"):
+        yield f"{given} is not divided by a deviation; leave normalize_advantages out"
+    if (algorithm.advantage == "teacher") != bool(config.teacher):
+        yield (
+            f'{given} and teacher is "{config.teacher}"; give the folder of a model as teacher, and '
+            "algorithm distillation, or neither"
+        )
+    if algorithm.advantage == "teacher" and algorithm.extra_rounds:
+        yield "extra_rounds drops groups of equal reward, from which a teacher's advantages learn as well; leave it out"
+    if algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0 and algorithm.advantage in ("best", "teacher"):
+        yield f'{given} does not count a KL divergence in the reward; set kl_in = "loss"'
+    if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:
+        yield (
+            "loss clip_sequence takes one advantage per completion, and the KL divergence in the rewards of advantage "
+            'batch gives each token its own; set kl_in = "loss"'
+        )
+    if config.kl_reference != "start" and not config.kl_coefficient:
+        yield f"kl_reference is {config.kl_reference} and kl_coefficient is 0, so it would not count; give one"
 
 
 def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
     """What a run would read from the folder that it empties first."""
     output = Path(config.output).resolve()
-    for name in ("model", "tokenizer", "data", "validation_data", "template", "environment"):
+    read = ("model", "tokenizer", "data", "validation_data", "template", "environment", "teacher", "kl_reference")
+    for name in read:
         value = str(getattr(config, name, ""))
         for part in value.split(","):
             path = Path(part.rpartition("=")[0] or part.partition(":")[0] or part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from lockstep.config.algorithm import AlgorithmName
 from lockstep.config.bounds import Above, AtLeast, AtMost, Below
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.data import DataConfig
@@ -94,7 +95,7 @@ class SFTConfig(PretrainConfig):
 
 @dataclass
 class RLConfig:
-    """A GRPO run: sample groups of completions, reward them, move the policy towards the better ones."""
+    """A reinforcement run: sample groups of completions, reward them, move the policy towards the better ones."""
 
     output: str = "run"
     """Folder the run writes."""
@@ -123,16 +124,59 @@ class RLConfig:
     """Sample from the smallest set of tokens with this probability; 1: off."""
     min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
     """Sample from tokens at least this likely relative to the likeliest; 0: off."""
-    normalize_advantages: bool = True
-    """Divide a group's advantages by the standard deviation (the population's) of its rewards."""
-    clip_low: Annotated[float, AtLeast(0), Below(1)] = 0.2
-    """The importance ratio is clipped below at 1 - clip_low."""
-    clip_high: Annotated[float, AtLeast(0)] = 0.2
-    """The importance ratio is clipped above at 1 + clip_high."""
+    algorithm: AlgorithmName = "grpo"
+    """Ready-made choice of the settings from `advantage` to `overlong_share`, of which any can be given beside it;
+    docs/algorithms.md says what each is for."""
+    advantage: Literal["", "group", "leave_one_out", "batch", "group_batch", "best", "teacher"] = ""
+    """What a completion's reward is compared with; empty: the algorithm's. `group`: the mean of its group,
+    `leave_one_out`: that of the others of its group, `batch`: that of the step's tokens, `group_batch`: its group's,
+    then as `batch`. `best`: 1 for the best of a group, else 0. `teacher`: each token's, by the teacher."""
+    normalize_advantages: bool | None = None
+    """Divide advantages by the (population) standard deviation of the group's rewards, or of the step's tokens for
+    `batch` and `group_batch`; None: as the algorithm does."""
+    loss: Literal["", "clip", "clip_sequence", "clip_weight", "reinforce"] = ""
+    """Empty: the algorithm's. `clip`: the importance ratio of each token is clipped; `clip_sequence`: that of the
+    whole completion (GSPO); `clip_weight`: the ratio as a weight of the log-probability, clipped (CISPO); `reinforce`:
+    the log-probability times the advantage, without a ratio."""
+    loss_average: Literal["", "token", "sequence", "budget"] = ""
+    """Empty: the algorithm's. Average the loss over all tokens, or over each completion first; `budget`: divide each
+    completion's sum by max_new_tokens, whatever its length."""
+    clip_low: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    """The importance ratio is clipped below at 1 - clip_low; 1: not at all; None: the algorithm's."""
+    clip_high: Annotated[float | None, AtLeast(0)] = None
+    """The importance ratio is clipped above at 1 + clip_high; None: the algorithm's."""
+    kl_in: Literal["", "loss", "reward"] = ""
+    """Where the KL divergence is charged: in the loss, or taken from the reward, of each token for advantage `batch`
+    and of the whole completion for the others; empty: the algorithm's."""
+    kl_estimator: Literal["", "k1", "k2", "k3"] = ""
+    """Of the KL divergence from one sampled token, d = log p - log p_reference: k1 = d, k2 = d²/2,
+    k3 = exp(-d) + d - 1; empty: the algorithm's."""
+    extra_rounds: Annotated[int | None, AtLeast(0)] = None
+    """Dynamic sampling: groups whose completions all have the same reward are replaced by others, drawn in so many
+    further rounds at most; 0: such groups stay; None: the algorithm's."""
+    overlong_share: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    """The last share of max_new_tokens is charged for: the reward falls by up to 1 over it; None: the algorithm's."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
-    """Weight of the KL divergence to the starting model; 0: no reference model is kept."""
-    loss_average: Literal["token", "sequence"] = "token"
-    """Average the loss over all tokens, or over each completion first."""
+    """Weight of the KL divergence to the reference model; 0: no reference model is kept."""
+    kl_reference: str = "start"
+    """`start`: the weights that the run began with; `average`: a moving average of the run's own; or the folder of a
+    model with the same vocabulary."""
+    kl_average_decay: Annotated[float, AtLeast(0), Below(1)] = 0.99
+    """`kl_reference = "average"`: the share of the average that a step keeps."""
+    teacher: str = ""
+    """Folder of the model to distil from, with the same vocabulary (algorithm distillation)."""
+    entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
+    """Weight of the policy's entropy, in nats, that is taken off the loss."""
+    off_policy: Literal["none", "truncate", "mask"] = "none"
+    """Correction for completions from older weights or another engine, by p / p_sampler of the weights before the
+    step: cut at off_policy_high, or the tokens outside the bounds left out; none: the sampler's log-probabilities
+    are taken as the policy's."""
+    off_policy_level: Literal["token", "sequence"] = "token"
+    """Of each token, or of the whole completion: the product over its tokens."""
+    off_policy_low: Annotated[float, AtLeast(0), AtMost(1)] = 0.5
+    """mask: smallest ratio that counts."""
+    off_policy_high: Annotated[float, AtLeast(1)] = 2.0
+    """truncate: largest factor; mask: largest ratio that counts."""
     inner_steps: Annotated[int, Above(0)] = 1
     """Optimizer steps on each batch of rollouts; from the second on, the ratio leaves 1 and clipping bites."""
     on_parity_error: Literal["stop", "warn"] = "stop"

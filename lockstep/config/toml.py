@@ -19,9 +19,14 @@ MOST_BYTES, MOST_ALIASES = 2**16, 10
 
 
 def to_toml(config: PretrainConfig | RLConfig) -> str:
-    """The resolved configuration as TOML: plain fields first, then a table for each nested one."""
+    """The resolved configuration as TOML: plain fields first, then a table for each nested one.
+
+    What is None is left out, as TOML has no word for it.
+    """
     plain, tables = [], []
     for name, value in dataclasses.asdict(config).items():
+        if value is None:
+            continue
         if isinstance(value, dict):
             tables += [f"\n[{name}]"] + [f"{k} = {_toml_value(v)}" for k, v in value.items()]
         else:
@@ -116,7 +121,7 @@ def _plain(value: Any) -> list[Any]:
 
 
 def _own(value: Any, before: Any) -> Any:
-    if isinstance(before, float) and isinstance(value, str):
+    if isinstance(before, float | None) and isinstance(value, str):
         try:
             return float(value)  # YAML takes 1e-5, without a point, for a text
         except ValueError:

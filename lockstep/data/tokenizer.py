@@ -52,6 +52,10 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's number by its name."""
+        ...
+
     def save(self, folder: str | Path) -> None: ...
 
 
@@ -69,6 +73,10 @@ class ByteTokenizer:
 
     def __init__(self, carried: dict[str, str] | None = None):
         self.carried = carried or {}
+
+    def vocabulary(self) -> dict[str, int]:
+        """A name for every byte, and the end of a text."""
+        return {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: 256}
 
     def encode(self, text: str) -> list[int]:
         first, *others = text.split(END_OF_TEXT)
@@ -223,6 +231,11 @@ class HuggingFaceTokenizer:
         for name in special:
             if isinstance(name, str) and name not in added and self._backend.token_to_id(name) is not None:
                 self._backend.add_tokens([AddedToken(name, special=True)])
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's number by its name, added tokens included."""
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def _token_id(self, token: str | int | None) -> int | None:
         found: int | None

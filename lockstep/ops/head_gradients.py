@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from lockstep.ops import cuda, native, one_order
+from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.linear import input_gradient, linear, product_sums, tree_sum, weight_gradient
 
 SLICE_BYTES = 1 << 27
@@ -29,42 +30,55 @@ def row_slices(rows: int, vocab: int, element_size: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
+class ScoredRows(NamedTuple):
+    """What is known of each row that was scored, and the gradients of its log-probability and of its entropy."""
+
+    targets: Int[Tensor, "rows"]
+    """Rows of the head, or of a part of it: -1 then where another part holds them."""
+    inverse_temperature: Float[Tensor, "rows"]
+    normalizers: Float[Tensor, "rows"]
+    entropies: Float[Tensor, "rows"]
+    grad: Float[Tensor, "rows"] | None
+    """None where it is zero, as for the next."""
+    entropy_grad: Float[Tensor, "rows"] | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> ScoredRows:
+        """Of every column what `function` makes of it."""
+        columns: list[Any] = [None if column is None else function(column) for column in self]
+        return ScoredRows(*columns)
+
+    def of(self, rows: slice) -> ScoredRows:
+        return self.map(lambda column: column[rows])
+
+
 def head_gradients(
     hidden: Float[Tensor, "rows dim"],
     head: Float[Tensor, "part dim"],
-    targets: Int[Tensor, "rows"],
-    inverse: Float[Tensor, "rows"],
-    normalizers: Float[Tensor, "rows"],
-    grad: Float[Tensor, "rows"],
+    scored: ScoredRows,
     vocab: int,
     bounds: Int[Tensor, "bounds"],
     join: Join = lambda sums: tree_sum(sums.unbind()),
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "part dim"]]:
-    """Gradients of `hidden` and `head`, given that of the log-probabilities.
+    """Gradients of `hidden` and `head`, given those of the log-probabilities and entropies.
 
-    `head` is a part of a vocabulary of `vocab` tokens; `targets` are its rows, or -1 where another part holds them.
-    `bounds` are where the vocabulary's pieces lie in the part, `join` adds up the sums of all parts' pieces. Without
-    one order the gradient of `hidden` is that of this part alone.
+    `head` is a part of a vocabulary of `vocab` tokens. `bounds` are where the vocabulary's pieces lie in the part,
+    `join` adds up the sums of all parts' pieces. Without one order the gradient of `hidden` is that of this part alone.
     """
     grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
     shared = one_order.shared_targets()
-    slices = row_slices(len(hidden), vocab, head.element_size())
     sums: Tensor | None = None
-    for rows in slices:
-        logits = linear(hidden[rows], head)
-        of_logits = logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grad[rows])
+    for rows in row_slices(len(hidden), vocab, head.element_size()):
+        of_logits = _both_gradients(linear(hidden[rows], head), scored.of(rows))
         grad_hidden[rows] = hidden_gradient(of_logits, head, bounds, join)
         if shared is None:
             sums = _added(sums, weight_gradient(of_logits, hidden[rows]))
     if shared is None:
         return grad_hidden, grad_head if sums is None else sums.to(head.dtype)
-    own = shared.part(len(head))
-    targets = shared.gather(targets)
-    targets = torch.where((targets >= own.start) & (targets < own.stop), targets - own.start, -1)
-    hidden, inverse, normalizers, grad = (shared.gather(x) for x in (hidden, inverse, normalizers, grad))
+    own, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)
+    held = (scored.targets >= own.start) & (scored.targets < own.stop)
+    scored = scored._replace(targets=torch.where(held, scored.targets - own.start, -1))
     for rows in row_slices(len(hidden), vocab, head.element_size()):
-        logits = linear(hidden[rows], head[own])
-        of_logits = logits_gradient(logits, targets[rows], inverse[rows], normalizers[rows], grad[rows])
+        of_logits = _both_gradients(linear(hidden[rows], head[own]), scored.of(rows))
         sums = _added(sums, weight_gradient(of_logits, hidden[rows]))
     if sums is not None:
         grad_head[own] = sums.to(head.dtype)
@@ -93,6 +107,23 @@ def _sums_by_piece(grad: Tensor, head: Tensor, bounds: Tensor) -> Float32[Tensor
 def _added(sums: Tensor | None, part: Tensor) -> Tensor:
     """Slices add up in float32; one slice alone needs no wider copy."""
     return part if sums is None else sums.float().add_(part)
+
+
+def _both_gradients(logits: Tensor, scored: ScoredRows) -> Tensor:
+    """`logits_gradient`, and that of the entropies where they have one. Overwrites `logits`."""
+    targets, inverse, normalizers, entropies, grad, entropy_grad = scored
+    grad = torch.zeros_like(entropies) if grad is None else grad
+    if entropy_grad is None:
+        return logits_gradient(logits, targets, inverse, normalizers, grad)
+    own = _entropy_gradient(logits, inverse, normalizers, entropies, entropy_grad)
+    return (logits_gradient(logits, targets, inverse, normalizers, grad).float() + own).to(logits.dtype)
+
+
+def _entropy_gradient(logits: Tensor, inverse: Tensor, normalizers: Tensor, entropies: Tensor, grad: Tensor) -> Tensor:
+    """d entropy / d logits = −p (log p + entropy) / temperature, times the incoming gradient; float32."""
+    log_p = logits.float() * inverse[:, None] - normalizers[:, None]
+    p = plain.exp(log_p)
+    return (p * (log_p + entropies[:, None])).masked_fill(p == 0, 0.0) * -(grad * inverse)[:, None]
 
 
 def logits_gradient(

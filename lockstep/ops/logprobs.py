@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.head_gradients import head_gradients, hidden_gradient, logits_gradient, row_slices
+from lockstep.ops.head_gradients import ScoredRows, head_gradients, hidden_gradient, logits_gradient, row_slices
 from lockstep.ops.linear import linear, weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
@@ -37,8 +37,8 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
 
-    Both float32; the log-probabilities carry a gradient, the entropies none. The gradient recomputes the logits
-    slice by slice.
+    Both float32 and with a gradient, which recomputes the logits slice by slice. The entropies' costs nothing where
+    they are not used.
     """
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature)
@@ -178,16 +178,15 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse)
-        ctx.save_for_backward(hidden, head, targets, inverse, normalizers)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, head, targets, inverse, normalizers, entropies)
+        ctx.set_materialize_grads(False)
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, head, targets, inverse, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+        hidden, head, *scored = ctx.saved_tensors
         vocab = head.shape[0]
-        saved = (hidden, head, targets, inverse, normalizers, grads[0])
-        return *head_gradients(*saved, vocab, piece_bounds(vocab)), None, None
+        return *head_gradients(hidden, head, ScoredRows(*scored, *grads), vocab, piece_bounds(vocab)), None, None
 
 
 class _LogProbSum(torch.autograd.Function):

@@ -14,7 +14,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.ops.head_gradients import head_gradients, row_slices
+from lockstep.ops.head_gradients import ScoredRows, head_gradients, row_slices
 from lockstep.ops.linear import tree_sum
 from lockstep.ops.logprobs import join_masses, masses, piece_bounds, row_factors
 from lockstep.parallel.exchange import gather_rows, swap_rows
@@ -116,15 +116,15 @@ class _ShardedLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, inverse: Tensor, part: Part
     ) -> tuple[Tensor, Tensor]:
         log_probs, entropies, normalizers = _forward(hidden, head, targets, inverse, part)
-        ctx.save_for_backward(hidden, head, part.places(targets), inverse, normalizers)
+        ctx.save_for_backward(hidden, head, part.places(targets), inverse, normalizers, entropies)
         ctx.part = part
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, head, places, inverse, normalizers = ctx.saved_tensors
-        saved = (hidden, head, places, inverse, normalizers, grads[0])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden, head, *scored = ctx.saved_tensors
         part: Part = ctx.part
         bounds = part.pieces(dist.get_rank(part.group), hidden.device)
-        return *head_gradients(*saved, part.vocab, bounds, part.join_sums), None, None, None, None
+        rows = ScoredRows(*scored, *grads)
+        return *head_gradients(hidden, head, rows, part.vocab, bounds, part.join_sums), None, None, None, None

@@ -40,18 +40,18 @@ class DemoConfig:
     """Replace an earlier demo in `output`."""
 
 
-def run_demo(config: DemoConfig) -> Path:
-    """Runs both stages and returns the run's folder, whose summary.json holds the times and tokens of both."""
-    first = PretrainConfig(
-        output=f"{config.output}-pretrain",
+def careless_start(output: str, seed: int, device: str = "") -> PretrainConfig:
+    """The pretraining that reinforcement on sums of digits begins with; its text is `pretraining_text`."""
+    return PretrainConfig(
+        output=output,
         model="qwen3:micro",
         steps=PRETRAIN_STEPS,
         tokens_per_step=1024,
         sequence_length=512,
         loader=DataConfig(packing="whole"),
         dtype="float32",
-        seed=config.seed,
-        device=config.device,
+        seed=seed,
+        device=device,
         # Muon learns the sums in a quarter of the tokens that AdamW needs. Many small steps do more than few large
         # ones, and a micro-batch of 1024 tokens keeps a core's cache and the memory small.
         train=TrainConfig(
@@ -61,8 +61,13 @@ def run_demo(config: DemoConfig) -> Path:
             warmup_steps=20,
             tokens_per_microbatch=1024,
         ),
-        overwrite=config.overwrite and Path(f"{config.output}-pretrain").is_dir(),
     )
+
+
+def run_demo(config: DemoConfig) -> Path:
+    """Runs both stages and returns the run's folder, whose summary.json holds the times and tokens of both."""
+    first = careless_start(f"{config.output}-pretrain", config.seed, config.device)
+    first.overwrite = config.overwrite and Path(first.output).is_dir()
     second = digit_sum()
     second.output, second.seed, second.device = config.output, config.seed, config.device
     second.overwrite = config.overwrite and Path(config.output).is_dir()

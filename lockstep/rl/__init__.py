@@ -1,9 +1,8 @@
 """Reinforcement learning: environments, rewards, advantages, the policy loss and the loop."""
 
-from lockstep.rl.advantages import group_advantages
+from lockstep.rl.algorithms import PolicyLossInputs, group_advantages, objective, policy_loss, token_weights
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.load_environment import load_environment
-from lockstep.rl.losses import PolicyLossInputs, policy_loss, token_weights
 from lockstep.rl.rewards import Grade, grade
 from lockstep.rl.rollouts import Rollout, write_rollouts
 
@@ -16,6 +15,7 @@ __all__ = [
     "grade",
     "group_advantages",
     "load_environment",
+    "objective",
     "policy_loss",
     "token_weights",
     "write_rollouts",

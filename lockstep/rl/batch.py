@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.config import RLConfig
-from lockstep.model import Decoder, ScoringModel
-from lockstep.rl.losses import PolicyLossInputs, policy_loss, token_weights
+from lockstep.config import RLConfig, algorithm_of
+from lockstep.model import ScoringModel
+from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout
 from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
@@ -28,69 +28,92 @@ class PolicyBatch:
     """The generator's own, from sampling."""
     advantages: Float[Tensor, "targets"]
     weights: Float[Tensor, "targets"]
-    """Share of each token in the loss; over the whole step they add up to 1."""
+    """Share of each token in the loss; over the whole step they add up to 1, but for `loss_average = "budget"`."""
     reference_log_probs: Float[Tensor, "targets"] | None
+    before_step: Float[Tensor, "targets"] | None = None
+    """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
 
 
 def policy_batches(
-    rollouts: Sequence[Rollout], config: RLConfig, reference: Decoder | None = None, device: str | torch.device = "cpu"
+    rollouts: Sequence[Rollout], config: RLConfig, device: str | torch.device = "cpu"
 ) -> list[PolicyBatch]:
-    """Packs rollouts into micro-batches of at most `train.tokens_per_microbatch` tokens."""
-    weights = token_weights([len(r.token_ids) for r in rollouts], config.loss_average)
+    """Packs rollouts into micro-batches of at most `train.tokens_per_microbatch` tokens, of whole completions."""
+    average = algorithm_of(config).loss_average
+    weights = token_weights([len(r.token_ids) for r in rollouts], average, config.max_new_tokens)
     lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     batches = []
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
         chosen = rollouts[part]
-        row = pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], device)
-        reference_log_probs = None
-        if reference is not None:
-            with torch.no_grad():
-                reference_log_probs, _ = target_log_probs(reference, row, config.temperature)
-        counts = torch.tensor([len(r.token_ids) for r in chosen])
+        reference = [x for r in chosen for x in r.reference_logprobs]
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
-                row=row,
+                row=pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], device),
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
-                advantages=torch.tensor([r.advantage for r in chosen]).repeat_interleave(counts).to(device),
+                advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat(weights[part]).to(device),
-                reference_log_probs=reference_log_probs,
+                reference_log_probs=torch.tensor(reference, device=device) if reference else None,
             )
         )
     return batches
 
 
 class PolicyLoss:
-    """The loss of a micro-batch, as `Trainer.step` calls it; keeps the metrics and the parity of one step."""
+    """The loss of a micro-batch, as `Trainer.step` calls it; keeps the metrics and the parity of one inner step."""
 
     def __init__(self, config: RLConfig, compare: bool):
-        self.config = config
+        self.temperature = config.temperature
+        self.algorithm = algorithm_of(config)
         self.compare = compare
         self.parity = Parity()
-        self.sums: dict[str, float] = {}
-        self.ratio_max = 0.0
+        self.found: dict[str, float] = {}
+        self.weight = 0.0
 
     def __call__(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
-        log_probs, entropy = target_log_probs(model, batch.row, self.config.temperature)
+        log_probs, entropies = target_log_probs(model, batch.row, self.temperature)
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts)
-        loss, metrics = policy_loss(
-            PolicyLossInputs(
-                log_probs=log_probs,
-                old_log_probs=batch.old_log_probs,
-                advantages=batch.advantages,
-                weights=batch.weights,
-                reference_log_probs=batch.reference_log_probs,
-            ),
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
-            kl_coefficient=self.config.kl_coefficient,
+        old, sampler = batch.old_log_probs, None
+        if self.algorithm.off_policy != "none":
+            if batch.before_step is None:
+                batch.before_step = log_probs.detach()
+            old, sampler = batch.before_step, batch.old_log_probs
+        inputs = PolicyLossInputs(
+            log_probs=log_probs,
+            old_log_probs=old,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            reference_log_probs=batch.reference_log_probs,
+            lengths=[len(r.token_ids) for r in batch.rollouts],
+            sampler_log_probs=sampler,
+            entropies=entropies,
         )
-        metrics["policy/entropy"] = ops.total(entropy * batch.weights)
-        self.ratio_max = max(self.ratio_max, float(metrics.pop("policy/ratio_max")))
+        loss, metrics = objective(inputs, self.algorithm)
+        self.weight += float(ops.total(batch.weights))
         for name, value in metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+            self.found[name] = _joined(name, self.found.get(name), float(value))
         return loss
 
+    @property
+    def ratio_max(self) -> float:
+        """The largest importance ratio so far."""
+        return self.found.get("policy/ratio_max", 0.0)
+
     def metrics(self) -> dict[str, float]:
-        return {"policy/ratio_max": self.ratio_max, **self.sums}
+        """Of all micro-batches so far, the sums as means over the tokens' weights."""
+        extremes = ("_min", "_max")
+        # The weights of the other averages add up to 1, and dividing by their rounded sum would change bits.
+        weight = self.weight if self.algorithm.loss_average == "budget" and self.weight > 0 else 1.0
+        means = {n: v if n.endswith(extremes) else v / weight for n, v in self.found.items()}
+        for name in [n for n in means if n.endswith("_square")]:
+            stem, square = name.removesuffix("_square"), means.pop(name)
+            means[f"{stem}_effective"] = means[f"{stem}_mean"] * means[f"{stem}_mean"] / square if square else 0.0
+        return means
+
+
+def _joined(name: str, before: float | None, value: float) -> float:
+    if before is None:
+        return value
+    if name.endswith("_max"):
+        return max(before, value)
+    return min(before, value) if name.endswith("_min") else before + value

@@ -19,7 +19,7 @@ from lockstep.rl.rollouts import Rollout
 
 
 class Stopwatch:
-    """Seconds between laps, and in all; each lap is also a phase of `timeline`."""
+    """Seconds between laps, and in all; each lap is also a phase of `timeline`, and laps of one name add up."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -28,7 +28,7 @@ class Stopwatch:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self._laps[name] = now - self._last
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._timeline.add(name.removeprefix("time/"), self._last, now)
         self._last = now
 
@@ -100,8 +100,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
         "reward_name": rewards[0] if len(rewards) == 1 else "reward",
         "tokens": {
             "generated": sum(m.get("rollout/tokens", 0) for m in compared),
-            "trained": inner_steps
-            * sum(m.get("rollout/tokens", 0) + m.get("rollout/prompt_tokens", 0) for m in compared),
+            "trained": inner_steps * sum(m.get("rollout/tokens_trained", 0) for m in compared),
         },
         "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
         "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),

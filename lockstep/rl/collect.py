@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from lockstep.config import RLConfig
+from lockstep.config import Algorithm, RLConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine, SamplingParams
-from lockstep.rl.advantages import group_advantages
+from lockstep.rl.algorithms import (
+    best_of_group,
+    distillation_advantages,
+    divergences,
+    group_advantages,
+    leave_one_out_advantages,
+    overlong_penalty,
+    rewards_to_go,
+    whitened,
+)
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards import grade
 from lockstep.rl.rollouts import Rollout
@@ -24,12 +34,15 @@ def collect(
     tokenizer: Tokenizer,
     config: RLConfig,
     step: int,
+    extra_round: int = 0,
 ) -> list[Rollout]:
     """`samples_per_prompt` completions of each example, one group after the other.
 
-    The draws are a function of (config.seed, step), whatever the engine's batches look like.
+    The draws are a function of (config.seed, step) and of the round of dynamic sampling, whatever the engine's batches
+    look like.
     """
-    return _sample(examples, config.samples_per_prompt, [config.seed, step], environment, engine, tokenizer, config)
+    seed = [config.seed, step, extra_round] if extra_round else [config.seed, step]
+    return _sample(examples, config.samples_per_prompt, seed, environment, engine, tokenizer, config)
 
 
 def assign_rewards(rollouts: Sequence[Rollout], environment: Environment) -> None:
@@ -39,12 +52,56 @@ def assign_rewards(rollouts: Sequence[Rollout], environment: Environment) -> Non
         rollout.rewards, rollout.reward = graded.by_name, graded.total
 
 
-def assign_advantages(rollouts: Sequence[Rollout], normalize: bool) -> None:
-    """Group-relative advantages; the rollouts stand group by group, all groups of one size."""
-    groups = rollouts[-1].group + 1
-    rewards = torch.tensor([r.reward for r in rollouts]).view(groups, -1)
-    for rollout, advantage in zip(rollouts, group_advantages(rewards, normalize).flatten().tolist()):
+def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> None:
+    """Adds the penalty of completions that use the last `share` of `limit` tokens, as a reward named `overlong`."""
+    for rollout in rollouts if share > 0 else ():
+        rollout.rewards["overlong"] = penalty = overlong_penalty(len(rollout.token_ids), limit, share)
+        rollout.reward += penalty
+
+
+def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None:
+    """Advantages by `algorithm.advantage`; the rollouts stand group by group, all groups of one size.
+
+    Rewards, and `reference_logprobs` and `teacher_logprobs` where the algorithm takes them, have been assigned.
+    """
+    if algorithm.advantage == "teacher":
+        _assign(rollouts, [distillation_advantages(r.logprobs, r.teacher_logprobs) for r in rollouts])
+        return
+    charges = _charges(rollouts, algorithm)
+    if algorithm.advantage == "batch":
+        to_go = [rewards_to_go(r.reward, own) for r, own in zip(rollouts, charges)]
+        _assign(rollouts, whitened(to_go, algorithm.normalize_advantages))
+        return
+    totals = torch.tensor([r.reward - math.fsum(own) for r, own in zip(rollouts, charges)])
+    rewards = totals.view(len({r.group for r in rollouts}), -1)
+    if algorithm.advantage == "leave_one_out":
+        relative = leave_one_out_advantages(rewards)
+    elif algorithm.advantage == "best":
+        relative = best_of_group(rewards)
+    else:
+        relative = group_advantages(rewards, algorithm.advantage == "group" and algorithm.normalize_advantages)
+    for rollout, advantage in zip(rollouts, relative.flatten().tolist()):
         rollout.advantage = advantage
+    if algorithm.advantage == "group_batch":
+        _assign(rollouts, whitened([r.advantages_of_tokens() for r in rollouts], algorithm.normalize_advantages))
+
+
+def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[float]]:
+    """What the KL divergence takes from the reward at each token."""
+    if algorithm.kl_in == "loss" or algorithm.kl_coefficient == 0:
+        return [[0.0] * len(r.token_ids) for r in rollouts]
+    own, reference = (
+        torch.tensor([x for r in rollouts for x in logprobs(r)])
+        for logprobs in (lambda r: r.logprobs, lambda r: r.reference_logprobs)
+    )
+    charged = divergences(own, reference, algorithm.kl_estimator).double() * algorithm.kl_coefficient
+    return [part.tolist() for part in charged.split([len(r.token_ids) for r in rollouts])]
+
+
+def _assign(rollouts: Sequence[Rollout], of_tokens: Sequence[list[float]]) -> None:
+    for rollout, own in zip(rollouts, of_tokens):
+        rollout.token_advantages = own
+        rollout.advantage = math.fsum(own) / max(len(own), 1)
 
 
 def evaluate(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lockstep.checkpoint import Checkpoints
-from lockstep.config import RLConfig, to_toml, validate
+from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
 from lockstep.model import arithmetic_of, load_model, open_device
@@ -30,10 +30,18 @@ from lockstep.observe import (
 from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
-from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
+from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
 from lockstep.rl.environment import Environment
+from lockstep.rl.ledger import Ledger
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
+from lockstep.rl.reference import (
+    assign_reference_scores,
+    assign_teacher_scores,
+    load_reference,
+    load_teacher,
+    moving_average,
+)
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
@@ -54,7 +62,7 @@ def reinforce(
     progress: Progress | None = None,
     on_metrics: OnMetrics | None = None,
 ) -> Path:
-    """Trains `config.model` on `environment`, or the one that `config` names, with GRPO; returns the run's folder.
+    """Trains `config.model` on `environment`, or the one that `config` names; returns the run's folder.
 
     Calls `on_metrics(step, metrics)` after the validation before the first step (step 0) and after every step. Raises
     UserError for bad input, ParityError where trainer and generator disagree (unless set to warn), and RunStopped where
@@ -76,16 +84,19 @@ def _reinforce(
     refuse_ranks("rl")
     device = open_device(config.device)
     config = settle(config, World(device))
+    algorithm = algorithm_of(config)
     environment = environment or load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
     model = load_model(config.model, config.dtype, device)
     apply_compile(model, config.compile)
-    reference = load_model(config.model, config.dtype, device) if config.kl_coefficient > 0 else None
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
+    reference = load_reference(config, model, tokenizer)
+    teacher = load_teacher(config, model, tokenizer)
     # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.
     engine = Engine(model, config.engine, tokenizer)
     trainer = Trainer(model, config.train, config.steps * config.inner_steps)
+    average = moving_average(config, reference, trainer)
 
     require_observers(config.observe, model.device)
     run = opened.enter_context(claim_run(config.output, to_toml(config), config.resume, config.overwrite))
@@ -94,6 +105,8 @@ def _reinforce(
     if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
         start = state["step"]
         engine.weights_changed(start)
+        if average:
+            average.write()
     if config.resume:
         # Without a checkpoint the validation before the first step is made again, too.
         run.truncate(start or -1)
@@ -125,12 +138,29 @@ def _reinforce(
         for step in range(start + 1, config.steps + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(observer.timeline)
-                rollouts = collect(prompts.next(config.prompts_per_step), environment, engine, tokenizer, config, step)
-                stopwatch.lap("time/generate")
-                assign_rewards(rollouts, environment)
-                assign_advantages(rollouts, config.normalize_advantages)
-                stopwatch.lap("time/reward")
-                batches = policy_batches(rollouts, config, reference, device)
+                ledger = Ledger(config.prompts_per_step)
+                for extra_round in range(algorithm.extra_rounds + 1):
+                    asked = prompts.next(ledger.missing)
+                    drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round)
+                    stopwatch.lap("time/generate")
+                    assign_rewards(drawn, environment)
+                    stopwatch.lap("time/reward")
+                    ledger.add(drawn)
+                    if algorithm.extra_rounds or algorithm.advantage == "best":
+                        ledger.drop_equal_rewards()
+                    if not ledger.missing:
+                        break
+                ledger.keep_some()
+                charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
+                if reference:
+                    assign_reference_scores(ledger.trained, reference, config)
+                if teacher:
+                    assign_teacher_scores(ledger.trained, teacher, config)
+                assign_advantages(ledger.trained, algorithm)
+                if algorithm.advantage == "best":
+                    ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
+                    ledger.keep_some()
+                batches = policy_batches(ledger.trained, config, device)
                 metrics: dict[str, float] = {}
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0)
@@ -139,11 +169,13 @@ def _reinforce(
                     if inner == 0:
                         metrics |= accepted(loss.parity, config, step, model).metrics()
                         metrics["policy/ratio_first_max"] = loss.ratio_max
+                if average:
+                    average.update()
                 stopwatch.lap("time/train")
                 engine.weights_changed(step)
                 stopwatch.lap("time/weight_sync")
 
-                metrics |= rollout_metrics(rollouts) | stopwatch.metrics()
+                metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics() | stopwatch.metrics()
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if due(step, config.validation_every, config.steps):
                     validation = evaluate(held_out, environment, engine, tokenizer, config)
@@ -154,7 +186,7 @@ def _reinforce(
                     log.warning(NOTHING_LEARNT, silent_steps)
                 observer.write(step, metrics)
                 stopped_by = stop.agreed(trainer.world)
-                write_rollouts(run.rollouts_path(step), rollouts)
+                write_rollouts(run.rollouts_path(step), ledger.rollouts)
                 if stopped_by or checkpoints.due(step):
                     checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
             bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
@@ -167,5 +199,5 @@ def _reinforce(
             "arithmetic": arithmetic_of(device),
         }
         run.summary.write_text(json.dumps(summary, indent=1))
-        write_report(run.path, f"GRPO on {config.environment}")
+        write_report(run.path, f"{config.algorithm} on {config.environment}")
     return run.path

@@ -28,6 +28,19 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
+    """Of the completion; the mean over its tokens where they have their own."""
+    token_advantages: list[float] = field(default_factory=list)
+    """Of each token, where they differ; else empty."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    """Of each token, by the KL divergence's reference model; empty without one."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """Of each token, by the teacher; empty without one."""
+    dropped: str = ""
+    """Why it is not trained on; empty: it is."""
+
+    def advantages_of_tokens(self) -> list[float]:
+        """One advantage per sampled token."""
+        return self.token_advantages or [self.advantage] * len(self.token_ids)
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
@@ -43,6 +56,8 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "rewards": rollout.rewards,
                 "reward": rollout.reward,
                 "advantage": rollout.advantage,
+                **({"token_advantages": rollout.token_advantages} if rollout.token_advantages else {}),
+                **({"dropped": rollout.dropped} if rollout.dropped else {}),
                 "finish_reason": rollout.finish_reason,
                 "group": rollout.group,
                 "version": rollout.version,

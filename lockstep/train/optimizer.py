@@ -47,6 +47,8 @@ class MasterOptimizer:
         self.state: dict[str, State] = {
             n: kinds[self.settings[n].optimizer](m.detach(), dtype) for n, m in self.masters.items()
         }
+        self.averages: dict[str, Tensor] = {}
+        """Moving averages of masters by name, where a run keeps any: saved and loaded with them."""
         self._learning_rate = 0.0
         self.gradients = self._gradients()
 
@@ -127,7 +129,7 @@ class MasterOptimizer:
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for name, state in self.state.items():
             tensors |= {f"{key}.{name}": value for key, value in state.items()}
-        return tensors
+        return tensors | {f"average.{name}": average for name, average in self.averages.items()}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -136,7 +138,7 @@ class MasterOptimizer:
         if missing := sorted(own.keys() - tensors.keys()):
             raise UserError(
                 f"the checkpoint lacks {len(missing)} of the optimizer's tensors, such as {missing[0]}; "
-                "train.optimizer and train.rules must be those that it was made with"
+                "train.optimizer, train.rules and a kl_reference of averages must be those that it was made with"
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

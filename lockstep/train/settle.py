@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.checkpoint import folder_if_model, name_other_chunks
-from lockstep.config import PretrainConfig, RLConfig
+from lockstep.config import PretrainConfig, RLConfig, algorithm_of
 from lockstep.errors import UserError
 from lockstep.model import choose_dtype, is_auto, read_config, set_arithmetic
 from lockstep.observe.run_folder import CONFIG
@@ -20,10 +20,11 @@ Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
 
 
 def settle(config: Config, world: World) -> Config:
-    """`config` with models' folders, `arithmetic`, `reduction_chunks` and `dtype` as a run's config.toml records them.
+    """`config` with models' folders, `arithmetic`, `reduction_chunks`, `dtype` and its algorithm's settings.
 
-    A resumed run keeps its own, unless others are given. Rank 0 chooses the dtype; where ranks would compute in
-    different arithmetics, all take the portable one. Raises UserError for what cannot be had here.
+    A run's config.toml records them. A resumed run keeps its own, unless others are given. Rank 0 chooses the dtype;
+    where ranks would compute in different arithmetics, all take the portable one. Raises UserError for what cannot be
+    had here.
     """
     folders: Any = _folders(config, world)
     config = dataclasses.replace(config, **folders)
@@ -41,6 +42,8 @@ def settle(config: Config, world: World) -> Config:
     settled: Any = {"arithmetic": arithmetic, "dtype": dtype}
     if isinstance(config, PretrainConfig):
         settled["parallel"] = dataclasses.replace(config.parallel, reduction_chunks=_chunks(config, world))
+    else:
+        settled |= dataclasses.asdict(algorithm_of(config))
     return dataclasses.replace(config, **settled)
 
 
@@ -56,7 +59,10 @@ def _chunks(config: PretrainConfig, world: World) -> int:
 
 def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
     """The settings that name a model, with its folder instead; rank 0 downloads what is not there."""
-    named = {name: str(getattr(config, name)) for name in ("model", "tokenizer") if hasattr(config, name)}
+    settings = ("model", "tokenizer", "teacher", "kl_reference")
+    named = {name: str(getattr(config, name)) for name in settings if hasattr(config, name)}
+    if named.get("kl_reference") in ("start", "average"):
+        del named["kl_reference"]
     for value in named.values():
         world.on_main(partial(folder_if_model, value))
     return {name: folder_if_model(value) for name, value in named.items()}

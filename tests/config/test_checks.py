@@ -73,7 +73,7 @@ def test_every_number_is_finite_and_has_a_lower_bound(config):
         (PretrainConfig(), "faults.on_spike", "rollback", "checkpoint.every is 0, so there would be no checkpoint"),
         (PretrainConfig(), "template", "\udcff {text}", "which is no text in UTF-8; write it as one"),
         (RLConfig(model="m"), "top_p", 0.0, "top_p is 0.0; it must be above 0"),
-        (RLConfig(model="m"), "clip_low", 1.0, "clip_low is 1.0; it must be below 1"),
+        (RLConfig(model="m"), "clip_low", 1.1, "clip_low is 1.1; it must be 1 or less"),
         (ServeConfig(model="m"), "port", 65536, "port is 65536; it must be 65535 or less"),
     ],
 )

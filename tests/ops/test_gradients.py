@@ -60,24 +60,23 @@ def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [5, 258, 2050])
-def test_log_probabilities_and_entropy(dtype, vocab):
+@pytest.mark.parametrize("share", [0.0, 1.0], ids=["log_probs", "both"])
+def test_log_probabilities_and_entropy(dtype, vocab, share):
     hidden, head = _leaf(0, 50, 64, dtype=dtype), _leaf(1, vocab, 64, dtype=dtype)
     targets = torch.randint(vocab, (50,), generator=torch.Generator().manual_seed(2))
-    grad = torch.randn(50, generator=torch.Generator().manual_seed(3))
+    grad, entropy_grad = torch.randn(2, 50, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [share]])
     log_probs, entropy = ops.token_log_probs(hidden, head, targets, 1.3)
-    log_probs.backward(grad)
+    kept = [log_probs] if share == 0 else [log_probs, entropy]
+    torch.autograd.backward(kept, [grad, entropy_grad][: len(kept)])
 
     exact = _doubles(hidden, head)
     table = torch.log_softmax(exact[0] @ exact[1].T / 1.3, -1)
     expected = table.gather(1, targets[:, None])[:, 0]
-    expected.backward(grad.double())
-    _agree(
-        [log_probs, entropy, hidden.grad, head.grad],
-        [expected, -(table.exp() * table).sum(-1), *(x.grad for x in exact)],
-        dtype,
-    )
+    entropies = -(table.exp() * table).sum(-1)
+    torch.autograd.backward([expected, entropies], [grad.double(), entropy_grad.double()])
+    ours, theirs = [log_probs, entropy, hidden.grad, head.grad], [expected, entropies, *(x.grad for x in exact)]
+    _agree([x.detach() for x in ours], [x.detach() for x in theirs], dtype)
     assert log_probs.dtype == entropy.dtype == torch.float32
-    assert not entropy.requires_grad
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,6 +34,8 @@ def test_a_recipe_is_valid_and_its_model_exists(command, name):
     else:
         config.model = config.model or "DIR"
     config.data = config.data or "DATA"
+    if getattr(config, "algorithm", "") == "distillation":
+        config.teacher = "TEACHER"
     validate(config)
 
 

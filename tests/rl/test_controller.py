@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
-from lockstep.config import CheckpointConfig, EngineConfig, RLConfig, TrainConfig, from_toml
+from lockstep.config import CheckpointConfig, EngineConfig, RLConfig, TrainConfig, algorithm_of, from_toml
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.parity import Parity, ParityError
@@ -66,7 +66,8 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
         and {"prompt", "completion", "token_ids", "log_probs", "rewards", "advantage"} <= rollouts[0].keys()
     )
     assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["log_probs"])
-    assert from_toml(folder / "config.toml", RLConfig()) == replace(config, arithmetic=summary["arithmetic"])
+    settled = asdict(algorithm_of(config)) | {"arithmetic": summary["arithmetic"]}
+    assert from_toml(folder / "config.toml", RLConfig()) == replace(config, **settled)
     assert "Parity of trainer and generator" in (folder / "report.html").read_text()
 
 

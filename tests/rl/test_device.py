@@ -9,10 +9,10 @@ import torch
 from lockstep.config import RLConfig
 from lockstep.errors import UserError
 from lockstep.model import arithmetic_of
+from lockstep.rl.algorithms import PolicyLossInputs, policy_loss
 from lockstep.rl.batch import policy_batches
 from lockstep.rl.controller import reinforce
 from lockstep.rl.environment import Example
-from lockstep.rl.losses import PolicyLossInputs, policy_loss
 from lockstep.rl.rollouts import Rollout
 
 

@@ -22,7 +22,7 @@ def _inputs(lengths, average, seed=0):
 
 
 def _part(inputs, begin, end):
-    parts = {name: value.detach()[begin:end].clone() for name, value in vars(inputs).items()}
+    parts = {n: v.detach()[begin:end].clone() for n, v in vars(inputs).items() if v is not None}
     parts["log_probs"].requires_grad_()
     return PolicyLossInputs(**parts)
 

@@ -1,0 +1,84 @@
+"""What a reinforcement algorithm is made of, and the ready-made ones by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lockstep.config.runs import RLConfig
+
+AlgorithmName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce++",
+    "reinforce++-baseline",
+    "rejection",
+    "distillation",
+]
+Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "best", "teacher"]
+LossName = Literal["clip", "clip_sequence", "clip_weight", "reinforce"]
+Average = Literal["token", "sequence", "budget"]
+KLEstimator = Literal["k1", "k2", "k3"]
+KLIn = Literal["loss", "reward"]
+OffPolicy = Literal["none", "truncate", "mask"]
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A reinforcement algorithm as plain values, each described at the setting of the same name in `RLConfig`.
+
+    The defaults are GRPO's. Losses and advantages are pure functions of it; nothing of a run's other settings counts.
+    """
+
+    advantage: Advantage = "group"
+    normalize_advantages: bool = True
+    loss: LossName = "clip"
+    loss_average: Average = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coefficient: float = 0.0
+    kl_in: KLIn = "loss"
+    kl_estimator: KLEstimator = "k3"
+    entropy_coefficient: float = 0.0
+    extra_rounds: int = 0
+    overlong_share: float = 0.0
+    off_policy: OffPolicy = "none"
+    off_policy_level: Level = "token"
+    off_policy_low: float = 0.5
+    off_policy_high: float = 2.0
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(),
+    "dr_grpo": Algorithm(normalize_advantages=False, loss_average="budget"),
+    "dapo": Algorithm(clip_high=0.28, extra_rounds=3, overlong_share=0.2),
+    "gspo": Algorithm(loss="clip_sequence", loss_average="sequence", clip_low=3e-4, clip_high=4e-4),
+    "cispo": Algorithm(loss="clip_weight", clip_low=1.0, clip_high=4.0),
+    "rloo": Algorithm(
+        advantage="leave_one_out",
+        normalize_advantages=False,
+        loss="reinforce",
+        loss_average="budget",
+        kl_in="reward",
+        kl_estimator="k1",
+    ),
+    "reinforce++": Algorithm(advantage="batch", kl_in="reward", kl_estimator="k1"),
+    "reinforce++-baseline": Algorithm(advantage="group_batch", kl_estimator="k2"),
+    "rejection": Algorithm(advantage="best", normalize_advantages=False, loss="reinforce"),
+    "distillation": Algorithm(advantage="teacher", normalize_advantages=False, loss="reinforce"),
+}
+"""By the names of `RLConfig.algorithm`; docs/algorithms.md has their papers."""
+
+
+def algorithm_of(config: RLConfig) -> Algorithm:
+    """The run's algorithm: `config.algorithm`, with the settings that `config` gives put over it."""
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Algorithm)}
+    chosen = {name: value for name, value in given.items() if value is not None and value != ""}
+    return dataclasses.replace(ALGORITHMS[config.algorithm], **chosen)

@@ -1,0 +1,101 @@
+"""How much better a completion, or a token of it, is than what it is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+EPSILON = 1e-4
+"""Added to a group's standard deviation."""
+
+
+def group_advantages(
+    rewards: Float[Tensor, "prompts samples"], normalize: bool = True
+) -> Float[Tensor, "prompts samples"]:
+    """Rewards less their group's mean, divided by the group's standard deviation where `normalize` is set.
+
+    The deviation is the population's, √(Σ(r − mean)² / n), plus 1e-4. TRL takes the sample's, with n − 1: its
+    advantages are √((n − 1) / n) times these, 0.94 in groups of 8.
+
+    With the division: GRPO (arXiv 2402.03300, section 4.1.2). Without: Dr. GRPO (arXiv 2503.20783, section 3.2), which
+    does not weigh groups of nearly equal rewards up. A group of equal rewards gets exactly 0.
+    """
+    return _of_each_group(rewards, lambda group: _relative(group, normalize))
+
+
+def leave_one_out_advantages(rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "prompts samples"]:
+    """Each reward less the mean of the others of its group (RLOO, arXiv 2402.14740, section 2.2).
+
+    A group of equal rewards gets exactly 0, and so does a group of one.
+    """
+    return _of_each_group(rewards, lambda group: [len(group) / max(len(group) - 1, 1) * a for a in _relative(group)])
+
+
+def best_of_group(rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "prompts samples"]:
+    """1 for the completions with the highest reward of their group, else 0 (RAFT, arXiv 2304.06767, algorithm 1).
+
+    Where several are the best, all count, as correct ones do in rejection-sampling fine-tuning (arXiv 2308.01825). A
+    group of equal rewards has nothing to choose from and gets 0.
+    """
+
+    def best(group: list[float]) -> list[float]:
+        return [float(reward == max(group) and min(group) < max(group)) for reward in group]
+
+    return _of_each_group(rewards, best)
+
+
+def whitened(advantages: Sequence[Sequence[float]], normalize: bool = True) -> list[list[float]]:
+    """Each token's advantage less the mean over all tokens of the step, divided by their standard deviation.
+
+    REINFORCE++, arXiv 2501.03262: its normalisation over the global batch. The deviation is the population's; without
+    `normalize` nothing is divided. Where all are equal they become exactly 0.
+    """
+    everything = [a for completion in advantages for a in completion]
+    if not everything or all(a == everything[0] for a in everything):
+        return [[0.0] * len(completion) for completion in advantages]
+    mean = math.fsum(everything) / len(everything)
+    deviation = math.sqrt(math.fsum((a - mean) * (a - mean) for a in everything) / len(everything))
+    scale = deviation if normalize else 1.0
+    return [[(a - mean) / scale for a in completion] for completion in advantages]
+
+
+def rewards_to_go(reward: float, charges: Sequence[float]) -> list[float]:
+    """Of each token, a completion's reward less the `charges` of that token and of those after it.
+
+    REINFORCE++, arXiv 2501.03262: A_t = r − β Σ KL(i) over i ≥ t, where `charges` are β KL.
+    """
+    sums = list(accumulate(reversed(charges)))
+    return [reward - charge for charge in reversed(sums)]
+
+
+def distillation_advantages(log_probs: Sequence[float], teacher_log_probs: Sequence[float]) -> list[float]:
+    """log p_teacher − log p of each token, which the policy sampled: minus its k1 estimate of KL(policy ‖ teacher).
+
+    With the loss −A log p this is the gradient of the reverse KL divergence of each next-token distribution, on the
+    policy's own completions (on-policy distillation, arXiv 2306.13649, equation 3 with the reverse KL; the single-step
+    part of MiniLLM's gradient, arXiv 2306.08543, section 2.2).
+    """
+    return [teacher - own for teacher, own in zip(teacher_log_probs, log_probs, strict=True)]
+
+
+def _of_each_group(rewards: Tensor, advantages: Callable[[list[float]], list[float]]) -> Tensor:
+    rows = [advantages(row) for row in rewards.tolist()]
+    return torch.tensor(rows, dtype=rewards.dtype, device=rewards.device).reshape(rewards.shape)
+
+
+def _relative(rewards: list[float], normalize: bool = False) -> list[float]:
+    # A group of equal rewards may have a mean that is rounded; its advantages are 0 all the same.
+    if all(reward == rewards[0] for reward in rewards):
+        return [0.0] * len(rewards)
+    # Sums without rounding, so that no library's order of adding counts.
+    mean = math.fsum(rewards) / len(rewards)
+    centered = [reward - mean for reward in rewards]
+    if not normalize:
+        return centered
+    deviation = math.sqrt(math.fsum(c * c for c in centered) / len(rewards))
+    return [c / (deviation + EPSILON) for c in centered]

@@ -1,0 +1,72 @@
+"""The whole loss of a micro-batch: policy, correction, KL divergence and entropy, from plain data."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.config import Algorithm
+from lockstep.rl.algorithms.inputs import PolicyLossInputs
+from lockstep.rl.algorithms.kl import divergences
+from lockstep.rl.algorithms.losses import Loss, clip, clip_sequence, clip_weight, reinforce
+from lockstep.rl.algorithms.off_policy import correction, ratio_metrics, ratios
+
+Metrics = dict[str, Float[Tensor, ""]]
+
+
+def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Tensor, ""], Metrics]:
+    """Σ w · c · loss + kl_coefficient · Σ w · KL − entropy_coefficient · Σ w · entropy, over the tokens.
+
+    The token's loss is `algorithm.loss`, c is the off-policy correction where there is one, and KL counts where
+    `algorithm.kl_in` is the loss. Also returns metrics, without gradient: names that end in `_min` and `_max` combine
+    over micro-batches by minimum and maximum, all others are weighted sums.
+
+    Everything is a sum over this micro-batch's tokens with weights of the whole step, and whatever spans a completion
+    is taken over that completion alone: losses, gradients and sums of micro-batches of whole completions add up to the
+    step's, however it was cut.
+    """
+    losses, clipped = _token_losses(inputs, algorithm)
+    weights = inputs.weights
+    ratio = ratios(inputs.log_probs, inputs.old_log_probs, inputs.of_completions)
+    metrics = ratio_metrics(ratio, weights, "policy/ratio")
+    metrics["policy/clip_fraction"] = ops.total(clipped.to(weights.dtype) * weights)
+    if algorithm.off_policy != "none" and inputs.sampler_log_probs is not None:
+        between = inputs.old_log_probs, inputs.sampler_log_probs, inputs.of_completions
+        bounds = algorithm.off_policy_low, algorithm.off_policy_high
+        factor = correction(*between, algorithm.off_policy, algorithm.off_policy_level, *bounds)
+        losses = losses * factor
+        ratio = ratios(*between, algorithm.off_policy_level)
+        metrics |= ratio_metrics(ratio, weights, "off_policy/ratio")
+        metrics["off_policy/corrected"] = ops.total((factor != ratio).to(weights.dtype) * weights)
+    loss = ops.total(losses * weights)
+    if inputs.reference_log_probs is not None:
+        divergence = divergences(inputs.log_probs, inputs.reference_log_probs, algorithm.kl_estimator)
+        total = ops.total(divergence * weights)
+        if algorithm.kl_in == "loss":
+            loss = loss + algorithm.kl_coefficient * total
+        metrics["policy/kl"] = total.detach()
+    if inputs.entropies is not None:
+        entropy = ops.total(inputs.entropies * weights)
+        if algorithm.entropy_coefficient > 0:
+            loss = loss - algorithm.entropy_coefficient * entropy
+        metrics["policy/entropy"] = entropy.detach()
+    return loss, metrics
+
+
+def policy_loss(
+    inputs: PolicyLossInputs, clip_low: float, clip_high: float, kl_coefficient: float = 0.0
+) -> tuple[Float[Tensor, ""], Metrics]:
+    """`objective` of GRPO with these bounds: the clipped loss, and the KL divergence by its estimator k3."""
+    return objective(inputs, Algorithm(clip_low=clip_low, clip_high=clip_high, kl_coefficient=kl_coefficient))
+
+
+def _token_losses(inputs: PolicyLossInputs, algorithm: Algorithm) -> Loss:
+    bounds = algorithm.clip_low, algorithm.clip_high
+    if algorithm.loss == "clip":
+        return clip(inputs, *bounds)
+    if algorithm.loss == "clip_sequence":
+        return clip_sequence(inputs, *bounds)
+    if algorithm.loss == "clip_weight":
+        return clip_weight(inputs, *bounds)
+    return reinforce(inputs)

@@ -1,0 +1,110 @@
+"""Other models that score what the policy sampled: the reference of the KL divergence, and a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.config import RLConfig
+from lockstep.data import Tokenizer, load_tokenizer
+from lockstep.errors import UserError
+from lockstep.model import Decoder, load_model
+from lockstep.rl.rollouts import Rollout
+from lockstep.train import Trainer
+from lockstep.train.packing import pack, split_by_tokens, target_log_probs
+
+START, AVERAGE = "start", "average"
+"""Of `RLConfig.kl_reference`; anything else is a folder."""
+
+
+def load_reference(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Decoder | None:
+    """The model that the KL divergence is measured from; None where it has no weight.
+
+    Raises UserError for a folder whose model has another vocabulary.
+    """
+    if config.kl_coefficient == 0:
+        return None
+    if config.kl_reference in (START, AVERAGE):
+        return load_model(config.model, config.dtype, model.device)
+    return load_with_vocabulary(config.kl_reference, "kl_reference", config, model, tokenizer)
+
+
+def load_teacher(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Decoder | None:
+    """The model to distil from; None where there is none. Raises UserError as `load_reference` does."""
+    return load_with_vocabulary(config.teacher, "teacher", config, model, tokenizer) if config.teacher else None
+
+
+def load_with_vocabulary(folder: str, setting: str, config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Decoder:
+    """A model of the policy's vocabulary, without gradient. Raises UserError, naming `setting`, for any other."""
+    other = load_model(folder, config.dtype, model.device)
+    theirs = load_tokenizer(folder, other.config.vocab_size)
+    sizes = other.config.vocab_size, model.config.vocab_size
+    if sizes[0] != sizes[1] or theirs.vocabulary() != tokenizer.vocabulary():
+        difference = f"{sizes[0]} tokens, not {sizes[1]}" if sizes[0] != sizes[1] else "other tokens under its numbers"
+        raise UserError(
+            f"{setting} {folder}: its vocabulary is not that of {config.model} ({difference}), so it cannot score what "
+            "that model samples; give a model with the same tokenizer"
+        )
+    return other
+
+
+def assign_reference_scores(rollouts: Sequence[Rollout], reference: Decoder, config: RLConfig) -> None:
+    """The reference's log-probability of each sampled token."""
+    for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config)):
+        rollout.reference_logprobs = scores
+
+
+def assign_teacher_scores(rollouts: Sequence[Rollout], teacher: Decoder, config: RLConfig) -> None:
+    """The teacher's log-probability of each sampled token."""
+    for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config)):
+        rollout.teacher_logprobs = scores
+
+
+@torch.no_grad()
+def score_rollouts(model: Decoder, rollouts: Sequence[Rollout], config: RLConfig) -> list[list[float]]:
+    """The model's log-probability of each sampled token of each rollout, at the run's temperature."""
+    scores: list[list[float]] = []
+    lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
+    for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
+        chosen = rollouts[part]
+        row = pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], model.device)
+        log_probs, _ = target_log_probs(model, row, config.temperature)
+        scores += [own.tolist() for own in log_probs.split([len(r.token_ids) for r in chosen])]
+    return scores
+
+
+def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer) -> MovingAverage | None:
+    """What makes `reference` follow the policy, where the run's settings ask for it."""
+    if reference is None or config.kl_reference != AVERAGE:
+        return None
+    return MovingAverage(reference, trainer, config.kl_average_decay)
+
+
+class MovingAverage:
+    """A reference whose weights are the moving average of the policy's own: a ← decay · a + (1 − decay) · θ.
+
+    Averaged in float32 from the trainer's masters, and saved with them (`MasterOptimizer.averages`).
+    """
+
+    def __init__(self, reference: Decoder, trainer: Trainer, decay: float):
+        self.reference, self.decay = reference, decay
+        self.masters = trainer.optimizer.masters
+        self.averages = trainer.optimizer.averages
+        for name, master in self.masters.items():
+            self.averages[name] = master.detach().clone()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step's last update."""
+        for name, master in self.masters.items():
+            # Two roundings: a fused multiply and add would have one, on some processors only.
+            self.averages[name].mul_(self.decay).add_(master * (1 - self.decay))
+        self.write()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Rounds the averages into the reference's weights; also after they were read from a checkpoint."""
+        for name, parameter in self.reference.named_parameters():
+            if name in self.averages:
+                parameter.copy_(self.averages[name])

@@ -1,0 +1,97 @@
+"""A step's loss and gradient do not depend on how it was cut into micro-batches, for every algorithm and average."""
+
+import pytest
+import torch
+
+from lockstep import build_model
+from lockstep.config import ALGORITHMS, RLConfig, TrainConfig, algorithm_of
+from lockstep.model import ModelConfig
+from lockstep.rl import Example
+from lockstep.rl.batch import PolicyLoss, policy_batches
+from lockstep.rl.collect import assign_advantages
+from lockstep.rl.reference import score_rollouts
+from lockstep.rl.rollouts import Rollout
+from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced
+
+AVERAGES = ("token", "sequence", "budget")
+CORRECTIONS = [{}, {"off_policy": "truncate", "off_policy_level": "sequence"}, {"off_policy": "mask"}]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=["none", "truncate", "mask"])
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_parts_of_whole_completions_add_up_to_the_step(name, average, correction):
+    algorithm = named(name, loss_average=average, kl_coefficient=0.1, entropy_coefficient=0.01, **correction)
+    whole = inputs_of(drawn_step(seed=5), algorithm)
+    loss, gradient, metrics = loss_and_gradient(whole, algorithm)
+    count = len(whole.lengths)
+    for size in (1, 2, 5):
+        parts = [sliced(whole, first, min(first + size, count)) for first in range(0, count, size)]
+        found = [loss_and_gradient(part, algorithm) for part in parts]
+        # A token's gradient is its own, and what spans a completion is taken over it alone: the same bits.
+        assert torch.equal(torch.cat([g for _, g, _ in found]), gradient)
+        assert abs(sum(part for part, _, _ in found) - loss) < 1e-12
+        for metric, value in metrics.items():
+            values = [m[metric] for _, _, m in found]
+            joined = max(values) if metric.endswith("_max") else min(values) if metric.endswith("_min") else sum(values)
+            assert abs(joined - value) < 1e-12, metric
+
+
+SHAPE = ModelConfig(
+    family="qwen3", vocab_size=40, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+    intermediate_size=48, qk_norm=True, max_positions=64,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """A step of a small model, sampled by one that differs a little."""
+    policy, other = (build_model(SHAPE, dtype="float32", seed=seed) for seed in (0, 1))
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for group in range(3):
+        for _ in range(4):
+            length = int(torch.randint(1, 9, (), generator=draw))
+            tokens = torch.randint(40, (length + 3,), generator=draw).tolist()
+            reward = float(torch.randint(3, (), generator=draw))
+            made.append(Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, reward=reward))
+    config = RLConfig(model="m")
+    scores = score_rollouts(policy, made, config), score_rollouts(other, made, config)
+    for rollout, own, others in zip(made, *scores):
+        noise = 0.1 * torch.randn(len(own), generator=draw)
+        rollout.logprobs = (torch.tensor(own) + noise).tolist()
+        rollout.reference_logprobs = rollout.teacher_logprobs = others
+    return made
+
+
+def _gradients(rollouts, name, average, tokens):
+    """Summed in float64 over micro-batches of so many tokens."""
+    config = RLConfig(
+        model="m", algorithm=name, loss_average=average, kl_coefficient=0.1, entropy_coefficient=0.01,
+        off_policy="truncate", max_new_tokens=9, train=TrainConfig(tokens_per_microbatch=tokens),
+    )  # fmt: skip
+    assign_advantages(rollouts, algorithm_of(config))
+    model = build_model(SHAPE, dtype="float32", seed=0)
+    sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters()}
+    batches = policy_batches(rollouts, config)
+    step = PolicyLoss(config, compare=False)
+    for batch in batches:
+        model.zero_grad()
+        step(model, batch).backward()
+        for name_, parameter in model.named_parameters():
+            sums[name_] += parameter.grad.double()
+    return sums, len(batches)
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_models_gradient_is_that_of_one_completion_at_a_time(rollouts, name, average):
+    alone, count = _gradients(rollouts, name, average, 1)
+    assert count == len(rollouts)
+    for tokens in (10**6, 40):
+        together, count = _gradients(rollouts, name, average, tokens)
+        assert (count == 1) == (tokens == 10**6)
+        for parameter, gradient in alone.items():
+            # float32 sums over up to 100 rows, 6e-8 each, against float64 ones over completions.
+            error = (together[parameter] - gradient).abs().max() / gradient.abs().max()
+            assert error < 1e-6, (parameter, float(error))

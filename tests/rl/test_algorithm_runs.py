@@ -1,0 +1,253 @@
+"""Whole runs of every algorithm on a small random model: what is drawn, dropped, charged and compared."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from lockstep.config import ALGORITHMS, CheckpointConfig, EngineConfig, RLConfig, TrainConfig, algorithm_of, from_toml
+from lockstep.config import validate as validate_config
+from lockstep.data import ByteTokenizer
+from lockstep.errors import UserError
+from lockstep.model import ModelConfig, build_model, load_model, save_model
+from lockstep.rl import Environment, Example
+from lockstep.rl.controller import reinforce
+from lockstep.rl.ledger import Ledger
+from lockstep.rl.rollouts import Rollout
+
+
+class EvenBytes(Environment):
+    """The share of bytes with an even number; prompts that begin with `=` earn nothing, whatever is said."""
+
+    words = ("stone", "river", "cloud", "apple", "paper", "glass")
+
+    def examples(self, split):
+        for word in self.words if split == "train" else ("light", "music"):
+            yield Example(prompt=f"{word}:")
+
+    def reward(self, example, completion):
+        if example.prompt.startswith("="):
+            return 0.0
+        return sum(ord(c) % 2 == 0 for c in completion) / max(1, len(completion))
+
+
+class Half(EvenBytes):
+    words = tuple(f"{'=' * (n % 2)}{n}" for n in range(40))
+
+
+class Hopeless(EvenBytes):
+    words = tuple(f"={n}" for n in range(8))
+
+
+def _folder(path, seed=0, vocab=258):
+    shape = ModelConfig(
+        family="qwen3", vocab_size=vocab, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        intermediate_size=48, qk_norm=True, max_positions=64,
+    )  # fmt: skip
+    model = build_model(shape, dtype="float32", seed=seed)
+    with torch.no_grad():
+        model.head_weight.mul_(1 + 7 * seed)  # the other one is sure of what it says
+    save_model(model, path)
+    ByteTokenizer().save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A policy, another model of its vocabulary, and one of another."""
+    root = tmp_path_factory.mktemp("models")
+    return _folder(root / "policy"), _folder(root / "other", seed=1), _folder(root / "larger", vocab=300)
+
+
+def _config(output, model, **changes):
+    defaults = dict(
+        output=str(output), model=str(model), steps=2, prompts_per_step=3, samples_per_prompt=4, max_new_tokens=5,
+        validation_examples=2, dtype="float32",
+        train=TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64),
+        engine=EngineConfig(max_sequences=16, cache_tokens=2048), checkpoint=CheckpointConfig(last_model_only=False),
+    )  # fmt: skip
+    return RLConfig(**(defaults | changes))
+
+
+def _metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def _rollouts(folder, step):
+    return [json.loads(line) for line in (folder / f"rollouts/step_{step:08}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings(tmp_path, folders, name):
+    teacher = {"teacher": str(folders[1])} if name == "distillation" else {}
+    kl = {} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
+    changes = {"algorithm": name, "inner_steps": 2, "off_policy": "truncate", "entropy_coefficient": 0.01}
+    config = _config(tmp_path / "run", folders[0], **changes, **teacher, **kl)
+    folder = reinforce(config, EvenBytes())
+    for metrics in _metrics(folder):
+        assert metrics["parity/tokens_different"] == 0 < metrics["parity/tokens_checked"]
+        assert metrics["policy/ratio_first_max"] == 1.0 < metrics["policy/ratio_max"]
+        assert metrics["off_policy/ratio_min"] == metrics["off_policy/ratio_max"] == 1.0, "the sampler is the policy"
+        assert metrics["skipped_steps"] == 0 and metrics["grad_norm"] > 0
+        dropped = sum(v for k, v in metrics.items() if k.startswith("rollout/prompts_dropped"))
+        assert metrics["rollout/prompts_drawn"] == metrics["rollout/prompts_trained"] + dropped
+    recorded = from_toml(folder / "config.toml", RLConfig())
+    assert algorithm_of(recorded) == algorithm_of(config)
+    assert all(getattr(recorded, setting) == value for setting, value in asdict(algorithm_of(config)).items())
+    before, after = load_model(folders[0]), load_model(folder / "checkpoints" / "step_00000002")
+    assert not torch.equal(before.head_weight, after.head_weight)
+
+
+def test_groups_of_equal_reward_are_replaced_and_every_prompt_is_accounted_for(tmp_path, folders):
+    changes = dict(algorithm="dapo", extra_rounds=8, steps=3, overlong_share=0.0)
+    folder = reinforce(_config(tmp_path / "run", folders[0], **changes), Half())
+    dropped = 0.0
+    for step, metrics in enumerate(_metrics(folder), 1):
+        dropped += metrics.get("rollout/prompts_dropped/equal_rewards", 0.0)
+        assert metrics["rollout/prompts_trained"] == 3
+        assert metrics["rollout/prompts_drawn"] == 3 + metrics.get("rollout/prompts_dropped/equal_rewards", 0.0)
+        rollouts = _rollouts(folder, step)
+        assert len(rollouts) == 4 * metrics["rollout/prompts_drawn"]
+        assert sorted({r["group"] for r in rollouts}) == list(range(int(metrics["rollout/prompts_drawn"])))
+        for group in {r["group"] for r in rollouts}:
+            own = [r for r in rollouts if r["group"] == group]
+            equal = len({r["reward"] for r in own}) == 1
+            assert {r.get("dropped", "") for r in own} == {"equal_rewards" if equal else ""}
+        assert metrics["parity/tokens_checked"] == sum(len(r["token_ids"]) for r in rollouts if "dropped" not in r)
+        assert metrics["rollout/completions_trained"] == 12
+    assert dropped > 0
+
+
+def test_a_task_without_spread_is_drawn_a_bounded_number_of_times_and_the_step_is_made(tmp_path, folders):
+    folder = reinforce(_config(tmp_path / "run", folders[0], algorithm="dapo", extra_rounds=2, steps=1), Hopeless())
+    (metrics,) = _metrics(folder)
+    assert metrics["rollout/prompts_drawn"] == 9 and metrics["rollout/prompts_trained"] == 3
+    assert metrics["rollout/prompts_dropped/equal_rewards"] == 6
+    rewards = [r["rewards"] for r in _rollouts(folder, 1)]
+    # Five tokens of five, the last of which is the share of 0.2.
+    assert {r["overlong"] for r in rewards} <= {-1.0, 0.0} and any(r["overlong"] for r in rewards)
+
+
+def test_rejection_keeps_the_best_completions_only(tmp_path, folders):
+    folder = reinforce(_config(tmp_path / "run", folders[0], algorithm="rejection", steps=1), EvenBytes())
+    rollouts = _rollouts(folder, 1)
+    for group in range(3):
+        own = [r for r in rollouts if r["group"] == group]
+        best = max(r["reward"] for r in own)
+        if min(r["reward"] for r in own) < best:
+            assert [r.get("dropped") is None for r in own] == [r["reward"] == best for r in own]
+    (metrics,) = _metrics(folder)
+    assert 0 < metrics["rollout/completions_trained"] < 12
+
+
+def test_distilling_from_oneself_changes_nothing(tmp_path, folders):
+    config = _config(tmp_path / "run", folders[0], algorithm="distillation", teacher=str(folders[0]), steps=1)
+    folder = reinforce(config, EvenBytes())
+    (metrics,) = _metrics(folder)
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["advantage/abs_max"] == 0.0
+
+
+def test_distillation_moves_towards_the_teacher(tmp_path, folders):
+    changes = dict(algorithm="distillation", teacher=str(folders[1]), steps=30, prompts_per_step=6, max_new_tokens=8)
+    changes["train"] = TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=1024)
+    metrics = _metrics(reinforce(_config(tmp_path / "run", folders[0], **changes), EvenBytes()))
+    # Minus the mean advantage estimates KL(policy ‖ teacher).
+    first, last = (sum(m["advantage/mean"] for m in part) / 10 for part in (metrics[:10], metrics[-10:]))
+    assert first < 0 and last > 0.95 * first, (first, last)
+
+
+def test_a_moving_average_follows_the_policy_and_a_run_with_it_resumes_to_the_same_bits(tmp_path, folders):
+    changes = dict(kl_coefficient=0.1, kl_reference="average", kl_average_decay=0.5, steps=4)
+    changes |= dict(checkpoint=CheckpointConfig(every=2, last_model_only=False))
+    whole = reinforce(_config(tmp_path / "whole", folders[0], **changes), EvenBytes())
+    start = reinforce(_config(tmp_path / "start", folders[0], **(changes | {"kl_reference": "start"})), EvenBytes())
+    far, near = ([m["policy/kl"] for m in _metrics(run)] for run in (start, whole))
+    assert far[0] == near[0] == 0.0 and near[1] > 0 and near[-1] < far[-1]
+    (whole / "checkpoints" / "step_00000004").rename(whole / "checkpoints" / "step_00000004.partial")
+    losses = [m["loss"] for m in _metrics(whole)]
+    reinforce(_config(whole, folders[0], resume=True, **changes), EvenBytes())
+    assert [m["loss"] for m in _metrics(whole)] == losses and [m["policy/kl"] for m in _metrics(whole)] == near
+
+
+def test_the_divergence_from_a_folder_is_that_models(tmp_path, folders):
+    changes = dict(kl_coefficient=0.1, kl_reference=str(folders[1]), steps=1)
+    assert _metrics(reinforce(_config(tmp_path / "run", folders[0], **changes), EvenBytes()))[0]["policy/kl"] > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kl_reference": "", "kl_coefficient": 0.1}, {"algorithm": "distillation", "teacher": ""}], ids=str
+)
+def test_a_model_of_another_vocabulary_is_refused_by_its_setting(tmp_path, folders, changes):
+    (setting,) = (name for name, value in changes.items() if value == "")
+    config = _config(tmp_path / "run", folders[0], **(changes | {setting: str(folders[2])}))
+    with pytest.raises(UserError, match=rf"{setting} .*larger: its vocabulary is not that of .*300 tokens, not 258"):
+        reinforce(config, EvenBytes())
+
+
+def test_the_same_number_of_other_tokens_is_another_vocabulary(tmp_path, folders, bpe_tokenizer):
+    from lockstep.data import train_bpe
+
+    model = _folder(tmp_path / "bytes", vocab=512)
+    bpe_tokenizer.save(model)
+    (model / "byte_tokenizer.json").unlink(missing_ok=True)
+    other = _folder(tmp_path / "other", vocab=512)
+    train_bpe(["quite another text, of other words and letters " * 50], bpe_tokenizer.vocab_size).save(other)
+    (other / "byte_tokenizer.json").unlink(missing_ok=True)
+    config = _config(tmp_path / "run", model, kl_coefficient=0.1, kl_reference=str(other))
+    with pytest.raises(UserError, match="other tokens under its numbers"):
+        reinforce(config, EvenBytes())
+
+
+def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
+    (tmp_path / "run.toml").write_text('algorithm = "dapo"\nclip_high = 0.3\n')
+    config = from_toml(tmp_path / "run.toml", RLConfig())
+    algorithm = algorithm_of(config)
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.extra_rounds) == (0.2, 0.3, 3)
+    assert algorithm_of(RLConfig(algorithm="dapo", extra_rounds=0)).extra_rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "gpro"}, 'algorithm is "gpro"; give grpo, '),
+        ({"clip_low": 1.5}, "clip_low is 1.5; it must be 1 or less"),
+        ({"clip_low": "x"}, "clip_low is 'x'; it must be a number"),
+        ({"extra_rounds": 1.5}, "extra_rounds is 1.5; it must be a whole number"),
+        ({"algorithm": "rloo", "normalize_advantages": True}, "advantage leave_one_out of rloo is not divided by"),
+        ({"algorithm": "distillation"}, 'advantage teacher of distillation and teacher is ""; give the folder'),
+        ({"teacher": "DIR"}, 'advantage group of grpo and teacher is "DIR"'),
+        ({"algorithm": "distillation", "teacher": "D", "extra_rounds": 1}, "extra_rounds drops groups of equal"),
+        ({"algorithm": "rejection", "kl_in": "reward", "kl_coefficient": 0.1}, "does not count a KL divergence in"),
+        ({"kl_reference": "average"}, "kl_reference is average and kl_coefficient is 0"),
+        ({"algorithm": "reinforce++", "loss": "clip_sequence", "kl_coefficient": 0.1}, "loss clip_sequence takes one"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together_are_refused(changes, message):
+    config = RLConfig(model="m")
+    for name, value in changes.items():  # as a file may give them, of any type
+        setattr(config, name, value)
+    with pytest.raises(UserError, match=message):
+        validate_config(config)
+
+
+def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
+    def drawn(*rewards):
+        return [
+            Rollout(Example("p"), group, [1], [2], [-1.0], "stop", "", 0, reward=reward)
+            for group, own in enumerate(rewards)
+            for reward in own
+        ]
+
+    ledger = Ledger(2)
+    ledger.add(drawn([1.0, 1.0], [0.0, 1.0]))
+    ledger.drop_equal_rewards()
+    assert ledger.missing == 1
+    ledger.add(drawn([1.0, 0.0]))
+    ledger.drop_equal_rewards()
+    assert ledger.missing == 0 and [r.group for r in ledger.trained] == [1, 1, 2, 2]
+    assert ledger.metrics() == {
+        "rollout/prompts_drawn": 3.0, "rollout/prompts_trained": 2.0, "rollout/prompts_dropped/equal_rewards": 1.0,
+        "rollout/completions_trained": 4.0, "rollout/tokens_trained": 8.0,
+    }  # fmt: skip
