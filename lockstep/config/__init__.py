@@ -12,6 +12,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
+from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
@@ -31,6 +32,7 @@ __all__ = [
     "RLConfig",
     "RanksConfig",
     "RecomputeConfig",
+    "RewardConfig",
     "SFTConfig",
     "ServeConfig",
     "TrainConfig",

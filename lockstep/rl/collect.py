@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
 
-from lockstep.config import RLConfig
+from lockstep.config import RewardConfig, RLConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine, SamplingParams
 from lockstep.rl.advantages import group_advantages
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards import grade
+from lockstep.rl.ledger import FAILED_REWARDS, Ledger
+from lockstep.rl.rewards import Grader, grade_here, refuse_too_many, totals
 from lockstep.rl.rollouts import Rollout
 
 
@@ -32,30 +34,65 @@ def collect(
     return _sample(examples, config.samples_per_prompt, [config.seed, step], environment, engine, tokenizer, config)
 
 
-def assign_rewards(rollouts: Sequence[Rollout], environment: Environment) -> None:
-    """Grades every rollout. Raises UserError as `grade` does."""
-    grades = grade(environment, [r.example for r in rollouts], [r.completion for r in rollouts])
-    for rollout, graded in zip(rollouts, grades):
-        rollout.rewards, rollout.reward = graded.by_name, graded.total
+def assign_rewards(
+    rollouts: Sequence[Rollout],
+    environment: Environment,
+    config: RewardConfig | None = None,
+    grader: Grader | None = None,
+) -> None:
+    """Grades every rollout, with `grader` where one is given, else in this process; marks those whose reward failed.
+
+    Raises UserError where a larger share than `failure_limit` failed, and as `totals` does.
+    """
+    config = config or RewardConfig()
+    jobs = [(r.example, r.completion) for r in rollouts]
+    outcomes = grader(jobs) if grader else grade_here(environment, jobs, config.seconds)
+    refuse_too_many(outcomes, config.failure_limit)
+    for rollout, graded in zip(rollouts, totals(environment, jobs, outcomes)):
+        rollout.rewards, rollout.reward, rollout.failure = graded.by_name, graded.total, graded.failure
+        rollout.counts = not graded.failure or config.on_failure == "zero"
+
+
+def without_failures(rollouts: Sequence[Rollout], ledger: Ledger) -> list[Rollout]:
+    """The rollouts to train on: those that count, of groups in which two or more do. The ledger gets the others."""
+    kept: list[Rollout] = []
+    for _, members in groupby(rollouts, key=lambda r: r.group):
+        counting = [r for r in members if r.counts]
+        if len(counting) >= 2:
+            kept += counting
+        else:
+            ledger.drop(FAILED_REWARDS)
+    if not kept:
+        raise UserError(
+            f"no group of this step has two rewards that did not fail ({len(rollouts)} rollouts), so there is nothing "
+            'to train on; mend the reward, or set rewards.on_failure = "zero"'
+        )
+    return kept
 
 
 def assign_advantages(rollouts: Sequence[Rollout], normalize: bool) -> None:
-    """Group-relative advantages; the rollouts stand group by group, all groups of one size."""
-    groups = rollouts[-1].group + 1
-    rewards = torch.tensor([r.reward for r in rollouts]).view(groups, -1)
-    for rollout, advantage in zip(rollouts, group_advantages(rewards, normalize).flatten().tolist()):
-        rollout.advantage = advantage
+    """Group-relative advantages; the rollouts stand group by group."""
+    for _, members in groupby(rollouts, key=lambda r: r.group):
+        group = list(members)
+        rewards = torch.tensor([[r.reward for r in group]])
+        for rollout, advantage in zip(group, group_advantages(rewards, normalize)[0].tolist()):
+            rollout.advantage = advantage
 
 
 def evaluate(
-    examples: Sequence[Example], environment: Environment, engine: Engine, tokenizer: Tokenizer, config: RLConfig
+    examples: Sequence[Example],
+    environment: Environment,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    config: RLConfig,
+    grader: Grader | None = None,
 ) -> list[Rollout]:
     """Graded completions of held-out examples: one each, sampled as in training.
 
     The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
     """
     rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, tokenizer, config)
-    assign_rewards(rollouts, environment)
+    assign_rewards(rollouts, environment, config.rewards, grader)
     return rollouts
 
 

@@ -30,10 +30,12 @@ from lockstep.observe import (
 from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
-from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate
+from lockstep.rl.collect import assign_advantages, assign_rewards, collect, evaluate, without_failures
 from lockstep.rl.environment import Environment
+from lockstep.rl.ledger import Ledger
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
+from lockstep.rl.rewards.workers import open_grader
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
@@ -76,6 +78,7 @@ def _reinforce(
     refuse_ranks("rl")
     device = open_device(config.device)
     config = settle(config, World(device))
+    is_given = environment is not None
     environment = environment or load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
@@ -99,6 +102,7 @@ def _reinforce(
         run.truncate(start or -1)
         run.record(to_toml(config))
 
+    grader = opened.enter_context(open_grader(config, environment, is_given, run.path))
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
@@ -119,18 +123,22 @@ def _reinforce(
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0:
-            validation = evaluate(held_out, environment, engine, tokenizer, config)
+            validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
             write_rollouts(run.validation_path(0), validation)
             observer.write(0, validation_metrics(validation, environment))
         for step in range(start + 1, config.steps + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(observer.timeline)
-                rollouts = collect(prompts.next(config.prompts_per_step), environment, engine, tokenizer, config, step)
+                drawn = prompts.next(config.prompts_per_step)
+                ledger = Ledger(len(drawn))
+                rollouts = collect(drawn, environment, engine, tokenizer, config, step)
                 stopwatch.lap("time/generate")
-                assign_rewards(rollouts, environment)
-                assign_advantages(rollouts, config.normalize_advantages)
+                assign_rewards(rollouts, environment, config.rewards, grader)
+                trained = without_failures(rollouts, ledger)
+                assign_advantages(trained, config.normalize_advantages)
                 stopwatch.lap("time/reward")
-                batches = policy_batches(rollouts, config, reference, device)
+                batches = policy_batches(trained, config, reference, device)
+                ledger.train(r.group for batch in batches for r in batch.rollouts)
                 metrics: dict[str, float] = {}
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0)
@@ -143,10 +151,10 @@ def _reinforce(
                 engine.weights_changed(step)
                 stopwatch.lap("time/weight_sync")
 
-                metrics |= rollout_metrics(rollouts) | stopwatch.metrics()
+                metrics |= rollout_metrics(rollouts) | ledger.metrics() | stopwatch.metrics()
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if due(step, config.validation_every, config.steps):
-                    validation = evaluate(held_out, environment, engine, tokenizer, config)
+                    validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
                 silent_steps = silent_steps + 1 if metrics["reward/groups_without_spread"] == 1 else 0
