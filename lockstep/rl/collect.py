@@ -12,10 +12,11 @@ from lockstep.config import RewardConfig, RLConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine, SamplingParams
+from lockstep.observe import log
 from lockstep.rl.advantages import group_advantages
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.ledger import FAILED_REWARDS, Ledger
-from lockstep.rl.rewards import Grader, grade_here, refuse_too_many, totals
+from lockstep.rl.rewards import Grader, failures, grade_here, refuse_too_many, totals
 from lockstep.rl.rollouts import Rollout
 
 
@@ -48,6 +49,8 @@ def assign_rewards(
     jobs = [(r.example, r.completion) for r in rollouts]
     outcomes = grader(jobs) if grader else grade_here(environment, jobs, config.seconds)
     refuse_too_many(outcomes, config.failure_limit)
+    if said := failures(outcomes):
+        log.warning("%s", said)
     for rollout, graded in zip(rollouts, totals(environment, jobs, outcomes)):
         rollout.rewards, rollout.reward, rollout.failure = graded.by_name, graded.total, graded.failure
         rollout.counts = not graded.failure or config.on_failure == "zero"

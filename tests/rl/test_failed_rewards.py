@@ -67,9 +67,8 @@ def test_a_ledger_that_does_not_add_up_stops_the_run():
 
 
 def test_too_many_failures_end_the_run_with_their_causes_and_the_first():
-    with pytest.raises(
-        UserError, match=r"2 of 4 rewards failed \(2 raised\), more .*limit 0.25 .*example 'p0' \(Value"
-    ):
+    said = r"more rewards .*limit 0.25 allows: 2 of 4 rewards failed \(2 raised\). The first: .*'p0' \(ValueError"
+    with pytest.raises(UserError, match=said):
         assign_rewards(_rollouts(["1", "bad", "bad", "0"]), Says())
     assign_rewards(_rollouts(["1", "bad", "1", "0"]), Says())
 
@@ -86,6 +85,20 @@ def test_rewards_may_be_functions_by_name_and_coroutines():
     assert grade.by_name == {"right": 1.0, "judged": 0.4} and grade.total == 1.2
 
 
+def test_coroutines_of_all_steps_share_a_loop_also_where_one_runs_already():
+    import asyncio
+
+    class Loops(rl.Environment):
+        async def reward(self, example, completion):
+            return float(id(asyncio.get_running_loop()))
+
+    async def notebook():
+        return [rl.grade(Loops(), [rl.Example("p")], [""])[0].total for _ in range(2)]
+
+    first, second = asyncio.run(notebook())
+    assert first == second
+
+
 def test_a_coroutine_that_takes_too_long_fails_by_itself():
     class Slow(rl.Environment):
         async def reward(self, example, completion):
@@ -99,19 +112,28 @@ def test_a_coroutine_that_takes_too_long_fails_by_itself():
     assert [r.failure for r in rollouts] == ["", "timeout", "", ""]
 
 
-@pytest.mark.parametrize("on_failure", ["drop", "zero"])
-def test_a_run_with_failures_trains_on_and_its_ledger_adds_up_in_every_step(tmp_path, model_folder, on_failure):
+@pytest.mark.parametrize(
+    ("on_failure", "isolate", "fault", "cause"),
+    [
+        ("drop", "never", "raise ValueError", "raised"),
+        ("zero", "never", "raise ValueError", "raised"),
+        ("drop", "auto", "import os; os._exit(1)", "killed"),
+    ],
+)
+def test_a_run_with_failures_trains_on_and_its_ledger_adds_up_in_every_step(
+    tmp_path, model_folder, on_failure, isolate, fault, cause
+):
     # One prompt's reward always fails, and so do some others'.
-    fails = 'if example.prompt == "stone:" or len(completion) % 4 == 0: raise ValueError("no reward")\n        return'
+    fails = f'if example.prompt == "stone:" or len(completion) % 4 == 0: {fault}\n        return'
     (tmp_path / "task.py").write_text(TASK.replace("return completion", f"{fails} completion"))
-    rewards = RewardConfig(isolate="never", on_failure=on_failure, failure_limit=0.9)
+    rewards = RewardConfig(isolate=isolate, on_failure=on_failure, failure_limit=0.9)
     changes = dict(environment=f"{tmp_path / 'task.py'}:Vowels", prompts_per_step=4, dtype="float32", rewards=rewards)
     run = reinforce(_config(tmp_path / "run", model_folder, "", **changes))
     for metrics in _metrics(run)[1:]:
         lines = (run / "rollouts" / f"step_{metrics['step']:08}.jsonl").read_text().splitlines()
         rollouts = [json.loads(line) for line in lines]
         failed = sum("failure" in r for r in rollouts)
-        assert metrics["reward/failed/raised"] == failed >= 4
+        assert metrics[f"reward/failed/{cause}"] == failed >= 4
         groups = [[r for r in rollouts if r["group"] == g] for g in range(4)]
         left = [g for g in groups if on_failure == "zero" or sum("failure" not in r for r in g) >= 2]
         dropped = metrics.get("groups/dropped/failed_rewards", 0)

@@ -9,7 +9,9 @@ import pytest
 
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
-from lockstep.rl import Example
+from lockstep.rl import Environment, Example, Rollout
+from lockstep.rl.collect import assign_rewards, without_failures
+from lockstep.rl.ledger import Ledger
 from lockstep.rl.processes import descendants
 from lockstep.rl.rewards.workers import open_workers
 
@@ -167,7 +169,7 @@ BAD = dict(
 )  # fmt: skip
 
 
-def test_of_a_thousand_rewards_two_hundred_bad_ones_fail_and_no_other(graded):
+def test_of_a_thousand_rewards_two_hundred_bad_ones_fail_and_no_other(graded, task, tmp_path):
     kinds = [kind for kind, (_, count) in BAD.items() for _ in range(count)]
     assert len(kinds) == 200
     completions = ["fine"] * 1000
@@ -175,7 +177,18 @@ def test_of_a_thousand_rewards_two_hundred_bad_ones_fail_and_no_other(graded):
         completions[(place * 37) % 1000] = kind  # 37 and 1000 share no factor: every place is another
     expected = [BAD[text][0] if text in BAD else "" for text in completions]
     assert Counter(expected)[""] == 800
-    assert graded(completions, seconds=2.0) == expected
+    rollouts = [Rollout(Example("p"), i // 5, [1], [2], [-0.5], "stop", text, 0) for i, text in enumerate(completions)]
+    limits = RewardConfig(**LIMITS | {"seconds": 2.0})
+    with open_workers(RLConfig(environment=f"{task}:Task", rewards=limits), tmp_path) as grader:
+        assign_rewards(rollouts, Environment(), limits, grader)
+    assert [r.failure for r in rollouts] == expected
+    ledger = Ledger(200)
+    trained = without_failures(rollouts, ledger)
+    ledger.train(r.group for r in trained)
+    whole = [members for members in zip(*[iter(expected)] * 5) if members.count("") >= 2]
+    assert len(trained) == sum(members.count("") for members in whole), "every good one of a group that is left"
+    metrics = ledger.metrics()
+    assert metrics["groups/trained"] == len(whole) == 200 - metrics.get("groups/dropped/failed_rewards", 0)
 
 
 def test_workers_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
@@ -187,7 +200,9 @@ def test_workers_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
 import os, sys, threading
 from pathlib import Path
 from lockstep.config import RewardConfig, RLConfig
-from lockstep.rl import Example
+from lockstep.rl import Environment, Example, Rollout
+from lockstep.rl.collect import assign_rewards, without_failures
+from lockstep.rl.ledger import Ledger
 from lockstep.rl.processes import descendants
 from lockstep.rl.rewards.workers import open_workers
 config = RLConfig(environment="{task}:Task", rewards=RewardConfig(workers=1, seconds=900))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
+from lockstep.rl.processes import descendants
 from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
 from lockstep.rl.sandbox.namespaces import open_to_all
 from lockstep.rl.sandbox.run import _run
@@ -207,6 +208,26 @@ def test_code_that_does_not_end_is_ended_with_all_it_started():
     result = run_code(code, "", SandboxLimits(seconds=0.5))
     assert (result.cause, result.exit) == ("timeout", None) and time.monotonic() - began < 100
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"main.py" in _content(p)]
+
+
+def test_code_ends_with_who_runs_it_even_when_that_is_killed():
+    script = (
+        "from lockstep.rl.sandbox import *; run_code('import time; time.sleep(600)', '', SandboxLimits(seconds=900))"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", script])
+    until = time.monotonic() + 100
+    try:
+        while not (
+            started := [p for p in descendants(runner.pid) if b"main.py" in _content(Path(f"/proc/{p}/cmdline"))]
+        ):
+            assert time.monotonic() < until and runner.poll() is None, "it does not start"
+            time.sleep(0.02)
+    finally:
+        runner.kill()
+        runner.wait()
+    while any(b"main.py" in _content(Path(f"/proc/{p}/cmdline")) for p in started):
+        assert time.monotonic() < until, "the code outlives who runs it"
+        time.sleep(0.02)
 
 
 def test_it_has_no_more_memory_than_the_limit():

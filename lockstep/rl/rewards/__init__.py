@@ -4,7 +4,7 @@ Nothing here imports torch: worker processes start in a fraction of a second.
 """
 
 from lockstep.rl.rewards.calling import LARGEST, Grader, Job, Outcome, call_rewards
-from lockstep.rl.rewards.grading import Grade, grade, grade_here, refuse_too_many, totals
+from lockstep.rl.rewards.grading import Grade, failures, grade, grade_here, refuse_too_many, totals
 
 __all__ = [
     "LARGEST",
@@ -13,6 +13,7 @@ __all__ = [
     "Job",
     "Outcome",
     "call_rewards",
+    "failures",
     "grade",
     "grade_here",
     "refuse_too_many",

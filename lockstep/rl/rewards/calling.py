@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -50,6 +51,8 @@ def call_rewards(
         for index, (example, completion) in enumerate(jobs):
             try:
                 outcome = _outcome(environment.reward(example, completion), environment, example)
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:  # SystemExit too is the reward's
                 outcome = _failed(error, environment, example)
             report(index, outcome)
@@ -67,9 +70,15 @@ def call_rewards(
         places = asyncio.Semaphore(concurrent)
         await asyncio.gather(*(call(index, job, places) for index, job in enumerate(jobs)))
 
-    # In a thread of its own: a notebook has a loop that runs already.
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, call_all()).result()
+    asyncio.run_coroutine_threadsafe(call_all(), _loop()).result()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all steps: network clients belong to the loop that they were made in. A notebook has one of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
 
 
 def is_async(environment: Environment) -> bool:
@@ -87,8 +96,6 @@ async def _value(environment: Environment, example: Example, completion: str) ->
 
 
 def _failed(error: BaseException, environment: Environment, example: Example) -> Outcome:
-    if isinstance(error, KeyboardInterrupt):
-        raise error
     if isinstance(error, MemoryError):
         return Outcome(cause=MEMORY, message=about(environment, example, "ran out of memory"))
     if isinstance(error, TimeoutError | asyncio.TimeoutError) and is_async(environment):

@@ -83,14 +83,17 @@ def _total(environment: Environment, example: Example, by_name: dict[str, float]
     return total
 
 
-def refuse_too_many(outcomes: Sequence[Outcome], limit: float) -> None:
-    """Raises UserError where a larger share than `limit` failed, counting the causes and showing the first."""
+def failures(outcomes: Sequence[Outcome]) -> str:
+    """How many rewards failed, by cause, and the first, in a sentence; empty where none did."""
     causes = Counter(o.cause for o in outcomes if o.cause)
-    if causes.total() <= limit * len(outcomes):
-        return
+    if not causes:
+        return ""
     counted = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
     first = next(o.message for o in outcomes if o.cause)
-    raise UserError(
-        f"{causes.total()} of {len(outcomes)} rewards failed ({counted}), more than rewards.failure_limit {limit:g} "
-        f"allows. The first: {first}"
-    )
+    return f"{causes.total()} of {len(outcomes)} rewards failed ({counted}). The first: {first}"
+
+
+def refuse_too_many(outcomes: Sequence[Outcome], limit: float) -> None:
+    """Raises UserError where a larger share than `limit` failed."""
+    if sum(bool(o.cause) for o in outcomes) > limit * len(outcomes):
+        raise UserError(f"more rewards failed than rewards.failure_limit {limit:g} allows: {failures(outcomes)}")

@@ -1,14 +1,15 @@
 """The process that keeps one worker: loads the environment once, forks the worker from it, and enforces the limits.
 
-Started by `workers.py`. A worker that hangs, dies, forks too much or prints too
-much is killed with everything below it, and the next one is there in milliseconds, whatever the environment imports.
-What was at fault is the one job that the worker had begun and not answered. It may be innocent where earlier jobs left
-something behind (memory, threads, processes): then it is graded again by a new worker, alone, before it is blamed.
+Started by `workers.py`. A worker that hangs, dies, forks too much or prints too much is killed with everything below
+it, and the next one is there in milliseconds, whatever the environment imports. What was at fault is the job that the
+worker had begun. It may be innocent where earlier jobs left something behind (memory, threads, processes): then it is
+graded again by a new worker, alone, before it is blamed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import select
 import time
@@ -19,8 +20,8 @@ from lockstep.rl.environment import Environment
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.processes import adopt_orphans, descendants, end_tree
 from lockstep.rl.rewards.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, is_async
-from lockstep.rl.rewards.frames import Closed, receive, send, take
-from lockstep.rl.rewards.worker import work
+from lockstep.rl.rewards.frames import Closed, decode, receive, receive_body, send, take
+from lockstep.rl.rewards.worker import BEGUN, work
 
 POLL_SECONDS = 0.1
 """How often a worker's processes are counted while a reward runs."""
@@ -35,6 +36,7 @@ class Worker:
     """A forked worker and the ends of its pipes."""
 
     def __init__(self, environment: Environment, limits: dict[str, Any], trainer: tuple[int, int]):
+        self.begun = mmap.mmap(-1, BEGUN.size)
         requests, self.requests = os.pipe()
         self.replies, replies = os.pipe()
         self.output, output = os.pipe()
@@ -43,7 +45,7 @@ class Worker:
             try:
                 for end in (self.requests, self.replies, self.output, *trainer):
                     os.close(end)
-                work(environment, limits, requests, replies, output)
+                work(environment, limits, self.begun, requests, replies, output)
             finally:
                 os._exit(1)
         for end in (requests, replies, output):
@@ -51,7 +53,7 @@ class Worker:
         for end in (self.requests, self.output):
             os.set_blocking(end, False)
         self.buffer = bytearray()
-        self.answered = 0
+        self.unused = True
 
     def end(self, spared: frozenset[int]) -> None:
         end_tree(self.process, spared)
@@ -70,90 +72,92 @@ class Keeper:
         self.own = frozenset(descendants(os.getpid()))
         self.log_left = limits["output_kib"] * 1024
 
-    def grade(self, jobs: list[Any]) -> list[Answer]:
-        """The answer to each job, in order."""
+    def grade(self, count: int, chunk: bytes) -> list[Answer]:
+        """The answer to each of the `count` jobs of a chunk, which is JSON, in order."""
         answers: dict[int, Answer] = {}
-        waiting, suspects = deque(range(len(jobs))), deque[int]()
+        jobs: list[Any] = []  # read only where some are to be asked again
+        waiting, suspects = list(range(count)), deque[int]()
         while waiting or suspects:
             if suspects:
                 self.end_worker()
                 asked = [suspects.popleft()]
             else:
-                asked = list(waiting)
-                waiting.clear()
+                asked, waiting = waiting, []
             worker = self.worker = self.worker or Worker(self.environment, self.limits, self.trainer)
-            fresh = worker.answered == 0
-            cause = self._ask(worker, asked, jobs, answers)
-            left = [index for index in asked if index not in answers]
+            fresh, worker.unused = worker.unused, False
+            whole = len(asked) == count
+            cause, begun = self._ask(worker, asked, chunk if whole else [jobs[index] for index in asked], answers)
             if not cause:
                 continue
             self.end_worker()
-            # Plain functions run in order; of coroutines each that has not answered may be the one.
-            begun = left if self.all_at_once else left[:1]
-            waiting.extend(index for index in left if index not in begun)
-            first = fresh and begun == asked[:1]
-            if first or (cause == TIMEOUT and not self.all_at_once):
-                answers[begun[0]] = [{}, cause, self._message(cause, jobs[begun[0]])]
+            jobs = jobs or decode(chunk)
+            # Of coroutines, each that has not answered may be the one.
+            begun_jobs = [i for i in asked if i not in answers] if self.all_at_once else [asked[begun]]
+            waiting += [i for i in asked if i not in answers and i not in begun_jobs]
+            first = fresh and begun_jobs == asked[:1]
+            if begun_jobs and (first or (cause == TIMEOUT and not self.all_at_once)):
+                answers[begun_jobs[0]] = [{}, cause, self._message(cause, jobs[begun_jobs[0]])]
             else:
-                suspects.extend(begun)
+                suspects.extend(begun_jobs)
         if self.worker and _data_bytes(self.worker.process) > self.limits["memory_gib"] * 2**29:
             self.end_worker()  # it leaks: half of the limit is gone
-        return [answers[index] for index in range(len(jobs))]
+        return [answers[index] for index in range(count)]
 
     def end_worker(self) -> None:
         if self.worker:
             self.worker.end(self.own)
             self.worker = None
 
-    def _ask(self, worker: Worker, asked: list[int], jobs: list[Any], answers: dict[int, Answer]) -> str:
-        """Fills `answers` in; returns the cause that ended the worker before all were there, or an empty string."""
+    def _ask(self, worker: Worker, asked: list[int], jobs: Any, answers: dict[int, Answer]) -> tuple[str, int]:
+        """Fills `answers` in; returns the cause that ended the worker before all were there, if any, and the place in
+        `asked` of the job that it had begun."""
+        # A worker that dies before it begins has begun the first.
+        worker.begun[:] = BEGUN.pack(0)
         try:
-            send(worker.requests, [jobs[index] for index in asked], self.limits["seconds"])
+            send(worker.requests, jobs, self.limits["seconds"])
         except Closed:
-            return KILLED
+            return KILLED, 0
         # Coroutines end by their own clock, unless one of them holds up the others.
         patience = self.limits["seconds"] + (1.0 if self.all_at_once else 0.0)
-        until, counted, printed = time.monotonic() + patience, time.monotonic(), 0
-        missing = len(asked)
+        began = counted = time.monotonic()
+        begun, seen, printed, missing = 0, 0, 0, len(asked)
         while missing:
-            now = time.monotonic()
-            if now >= until:
-                return TIMEOUT
+            pipes = [worker.replies, worker.output, self.trainer[0]]
+            ready, _, _ = select.select(pipes, [], [], min(POLL_SECONDS, patience))
+            if self.trainer[0] in ready:  # nothing is due from there but its end: the trainer is gone
+                self.end_worker()
+                os._exit(0)
+            now, (newly,) = time.monotonic(), BEGUN.unpack(worker.begun[:])
+            if newly != seen or (self.all_at_once and worker.replies in ready):
+                began, printed, seen, begun = now, 0, newly, min(max(newly, 0), len(asked) - 1)
             if now - counted >= POLL_SECONDS:
                 counted = now
                 # Below this process, which adopts what a worker's children leave behind; the worker is one of them.
                 if len(descendants(os.getpid())) - len(self.own) - 1 > self.limits["processes"]:
-                    return PROCESSES
-            orders = self.trainer[0]
-            pipes = [worker.replies, worker.output, orders]
-            ready, _, _ = select.select(pipes, [], [], min(POLL_SECONDS, until - now))
-            if orders in ready:  # nothing is due from there but its end: the trainer is gone
-                self.end_worker()
-                os._exit(0)
+                    return PROCESSES, begun
             # What was printed comes before the answer that follows it.
             printed += self._read_output(worker)
             if printed > self.limits["output_kib"] * 1024:
-                return OUTPUT
-            if worker.replies not in ready:
-                continue
-            read = os.read(worker.replies, 2**16)
-            if not read:
-                return KILLED
-            worker.buffer += read
-            try:
-                while (answer := take(worker.buffer, ANSWER_BYTES)) is not None:
-                    index, *result = answer
-                    if asked[index] in answers:
-                        return KILLED
-                    if result[1] == MEMORY:
-                        return MEMORY
-                    answers[asked[index]] = result
-                    worker.answered += 1
-                    missing -= 1
-                    until, printed = time.monotonic() + patience, 0
-            except (Closed, LookupError, TypeError, ValueError):
-                return KILLED  # by a reward that writes into its worker's pipes
-        return ""
+                return OUTPUT, begun
+            if worker.replies in ready:
+                read = os.read(worker.replies, 2**16)
+                if not read:
+                    return KILLED, begun
+                worker.buffer += read
+                try:
+                    while (batch := take(worker.buffer, ANSWER_BYTES)) is not None:
+                        for place, *result in batch:
+                            if asked[place] in answers:
+                                return KILLED, begun
+                            if result[1] == MEMORY:
+                                return MEMORY, place
+                            answers[asked[place]] = result
+                            missing -= 1
+                except (Closed, LookupError, TypeError, ValueError):
+                    return KILLED, begun  # by a reward that writes into its worker's pipes
+            elif now >= began + patience:
+                return TIMEOUT, begun
+        return "", 0
 
     def _read_output(self, worker: Worker) -> int:
         """Takes what was printed, keeps the beginning of it, and returns how many bytes it was."""
@@ -208,6 +212,7 @@ def main() -> None:
         keeper = Keeper(environment, start["limits"], orders, answers)
         try:
             while True:
-                send(answers, keeper.grade(receive(orders, buffer)))
+                count = receive(orders, buffer)
+                send(answers, keeper.grade(count, receive_body(orders, buffer)))
         finally:
             keeper.end_worker()

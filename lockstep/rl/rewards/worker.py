@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
+import struct
 import sys
+import time
 from typing import Any
 
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.processes import die_with_parent
-from lockstep.rl.rewards.calling import Outcome, call_rewards
+from lockstep.rl.rewards.calling import Outcome, call_rewards, is_async
 from lockstep.rl.rewards.frames import encode, receive
 
+BEGUN = struct.Struct("<q")
+ANSWER_SECONDS = 0.02
+"""Answers of plain functions wait so long for others: a message for each would cost more than a cheap reward."""
 
-def work(environment: Environment, limits: dict[str, Any], requests: int, replies: int, output: int) -> None:
-    """Grades what comes from `requests` and answers each job, as it is done, in `replies`. It never returns."""
+
+def work(
+    environment: Environment, limits: dict[str, Any], begun: mmap.mmap, requests: int, replies: int, output: int
+) -> None:
+    """Grades what comes from `requests` and answers in `replies`; never returns.
+
+    `begun` is shared with the keeper and holds the index of the job that a plain function has begun.
+    """
     os.setsid()  # a group of its own, to be killed as one
     die_with_parent()
     for stream in (1, 2):
@@ -22,16 +34,28 @@ def work(environment: Environment, limits: dict[str, Any], requests: int, replie
     _limit_memory(int(limits["memory_gib"] * 2**30))
     own = os.getpid()
 
-    def report(index: int, outcome: Outcome) -> None:
-        if os.getpid() != own:
-            os._exit(0)  # a reward forked and returned twice: this is not the process that was asked
-        for printed in (sys.stdout, sys.stderr):
-            printed.flush()  # so that what this reward printed arrives before its answer
-        _write(replies, encode([index, outcome.rewards, outcome.cause, outcome.message]))
-
+    answers: list[list[Any]] = []
+    wait = 0.0 if is_async(environment) else ANSWER_SECONDS
     buffer = bytearray()
     while True:
         jobs = [(Example(**example), completion) for example, completion in receive(requests, buffer)]
+        missing, last = len(jobs), time.monotonic()
+
+        def report(index: int, outcome: Outcome) -> None:
+            nonlocal missing, last
+            if os.getpid() != own:
+                os._exit(0)  # a reward forked and returned twice: this is not the process that was asked
+            for printed in (sys.stdout, sys.stderr):
+                printed.flush()  # while this job is still the one that has begun
+            answers.append([index, outcome.rewards, outcome.cause, outcome.message])
+            missing -= 1
+            begun[:] = BEGUN.pack(index + 1)
+            if not missing or time.monotonic() >= last + wait:
+                _write(replies, encode(answers))
+                answers.clear()
+                last = time.monotonic()
+
+        begun[:] = BEGUN.pack(0)
         call_rewards(environment, jobs, report, limits["seconds"], limits["concurrent"])
 
 

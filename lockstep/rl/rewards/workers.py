@@ -76,7 +76,7 @@ def _grade(keepers: Sequence[_Keeper], jobs: Sequence[Job]) -> list[Outcome]:
 
     def chunk() -> list[int]:
         with lock:
-            size = min(CHUNK, -(-len(waiting) // (2 * len(keepers))))
+            size = min(CHUNK, -(-len(waiting) // len(keepers)))
             return [waiting.popleft() for _ in range(size)]
 
     def drive(keeper: _Keeper) -> None:
@@ -119,6 +119,7 @@ class _Keeper:
         if not self.ready:
             self._await_ready()
         assert self.process and self.process.stdin and self.process.stdout
+        send(self.process.stdin.fileno(), len(messages))
         send(self.process.stdin.fileno(), messages)
         # Each job takes its time at most twice, in a worker with others and alone.
         patience = 60.0 + 2 * len(messages) * (self.config.seconds + 2.0)

@@ -34,15 +34,16 @@ def main(settings: dict[str, Any], source: int, status: int) -> None:
     missing: dict[str, str] = {}
     scratch = ""
     adopt_orphans()
-    _try(settings, missing, NAMESPACES, namespaces.leave)
+    die_with_parent()
+    number = os.getpid()
+    may_drop = USER not in settings["without"] and namespaces.open_to_all(settings["python"])
+    _try(settings, missing, NAMESPACES, lambda: namespaces.leave(number, may_drop))
     if missing:
         scratch = tempfile.mkdtemp(prefix="sandbox-")
         os.chmod(scratch, 0o777)
-    number = os.getpid()
     first = os.fork()
     if first == 0:
         try:
-            die_with_parent()
             _first(settings, text, status, missing, scratch, number)
         except BaseException as error:
             _say(status, {"error": f"{type(error).__name__}: {error}"})
@@ -67,7 +68,7 @@ def _first(
     settings: dict[str, Any], text: bytes, status: int, missing: dict[str, str], scratch: str, number: int
 ) -> None:
     """Confines itself, starts the code and waits for it."""
-    readable, was_root = settings["readable"], os.getuid() == 0
+    readable, above = settings["readable"], 1 if os.getuid() == 0 else 2
     if not missing:
         _try(settings, missing, FILES, lambda: namespaces.build_root(readable, settings["scratch_mib"] * 2**20))
     else:
@@ -81,6 +82,7 @@ def _first(
         _try(settings, missing, USER, lambda: namespaces.drop_root(number))
     elif os.getuid() == 0:
         missing[USER] = f"only root can run {settings['python']} without a root of its own"
+    die_with_parent()  # only now: another user has to say so again
     here, seen = os.getcwd(), ["/"] if own_root else readable
     _try(settings, missing, LANDLOCK, lambda: landlock.restrict(seen, [here, *namespaces.DEVICES]))
     _say(status, {"missing": missing})
@@ -90,9 +92,9 @@ def _first(
         file.write(text)
     code = os.fork()
     if code == 0:
-        dropped, alone = USER not in missing and was_root, NAMESPACES not in missing
-        # Those of the user: the one above it, and where that is no other user, the first.
-        _limit(settings, settings["processes"] + (1 if dropped else 2) if dropped or alone else None)
+        # Of the same user are the one above the code and, unless that is root, the first.
+        alone = NAMESPACES not in missing or (settings["root"] and USER not in missing)
+        _limit(settings, settings["processes"] + above if alone else None)
         os.execve(settings["python"], [settings["python"], "-I", "-S", "main.py"], {})
     # It may run as many processes as it likes to end; the first to end is the code.
     while True:

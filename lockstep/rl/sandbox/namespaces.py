@@ -20,24 +20,33 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MNT_DETACH = 442, -100, 0x8000, 2
 FIRST_USER, USERS = 61184, 4336
 """The numbers that systemd keeps for users that live as long as a process: root becomes one of them, so that the limit
 of processes, which the kernel counts per user and does not apply to root, holds for each sandbox by itself."""
+PR_SET_DUMPABLE = 4
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SCRATCH = "/scratch"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def leave() -> None:
+def leave(number: int, may_drop: bool) -> None:
     """Leaves the namespaces of network, mounts, IPC and names; the next child is the first of its own processes.
 
-    Raises OSError where the kernel, or what confines this process already, does not allow it.
+    Root who is not allowed to, as in a container, becomes the user `number` at once, if he may, and does it as any user
+    does. Raises OSError where the kernel, or what confines this process already, does not allow it.
     """
+    flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
+    if os.getuid() == 0:
+        try:
+            return _call("unshare", flags)
+        except PermissionError:
+            if not may_drop:
+                raise
+            drop_root(number)
+            _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would still be root's
     user, group = os.getuid(), os.getgid()
-    of_user = 0 if user == 0 else NEWUSER
-    _call("unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | of_user)
-    if of_user:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _call("unshare", flags | NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
 def build_root(readable: Sequence[str], scratch_bytes: int) -> None:
@@ -105,4 +114,4 @@ def _set_attributes(path: str, attributes: int, flags: int) -> None:
 def _call(name: str, *arguments: object) -> None:
     if getattr(libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        raise OSError(number, os.strerror(number), name)

@@ -104,6 +104,7 @@ def _run(
     settings: dict[str, Any] = {
         **dataclasses.asdict(limits),
         "python": python,
+        "root": os.getuid() == 0,
         "readable": [*SYSTEM, *_interpreter(python), *map(os.path.abspath, readable)],
         "allow_unprotected": allow_unprotected,
         "probe": probe,
