@@ -65,6 +65,8 @@ def _described(name: str, value: Any) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return ""
     return str(inspect.signature(value)).replace("'", "").replace("(self, ", "(").replace("(self)", "()")
 
 
