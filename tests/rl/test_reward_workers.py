@@ -152,8 +152,12 @@ def test_a_reward_that_leaks_fails_nothing_before_the_limit_and_not_its_neighbou
     assert graded(["leaks"] * 12 + ["fine"] * 4, workers=1) == [""] * 16
 
 
-def test_a_reward_that_forks_and_returns_twice_is_answered_once(graded):
-    assert graded(["fine", "returns_twice", "fine"], workers=1) == [""] * 3
+def test_a_reward_that_forks_and_returns_twice_is_answered_once(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        for _ in range(5):  # a second answer would be taken for that of the next one
+            assert grader([(Example("p"), "returns_twice")])[0].rewards == {"one": 1.0}
+            assert grader([(Example("p"), "raises")])[0].cause == "raised"
 
 
 @pytest.mark.parametrize(
