@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_name("api.md")
-MODULES = ("lockstep", "lockstep.config", "lockstep.rl", "lockstep.data", "lockstep.model", "lockstep.train")
+MODULES = (
+    "lockstep",
+    "lockstep.config",
+    "lockstep.rl",
+    "lockstep.rl.sandbox",
+    "lockstep.data",
+    "lockstep.model",
+    "lockstep.train",
+)
 ABOUT = """# API reference
 
 Made from the docstrings by `make api`. Shapes stand in the annotations, in
@@ -57,6 +65,8 @@ def _described(name: str, value: Any) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return ""
     return str(inspect.signature(value)).replace("'", "").replace("(self, ", "(").replace("(self)", "()")
 
 

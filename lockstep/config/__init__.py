@@ -13,6 +13,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
+from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.toml import from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
@@ -34,6 +35,7 @@ __all__ = [
     "RLConfig",
     "RanksConfig",
     "RecomputeConfig",
+    "RewardConfig",
     "SFTConfig",
     "ServeConfig",
     "TrainConfig",

@@ -14,6 +14,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
+from lockstep.config.rewards import RewardConfig
 from lockstep.config.train import Arithmetic, ModelDtype, TrainConfig
 
 
@@ -193,6 +194,7 @@ class RLConfig:
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
     validation_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: Annotated[int, Above(0)] = 256

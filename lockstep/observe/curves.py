@@ -149,7 +149,7 @@ def panels_of(metrics: Sequence[dict[str, Any]]) -> list[Panel]:
     names = {name for m in metrics for name in m}
     if "reward/mean" not in names:
         return _with_data([LOSS, *TRAINING], metrics)
-    parts = tuple(sorted(n for n in names if n.startswith("reward/") and n.count("/") == 2))
+    parts = tuple(sorted(n for n in names if n.startswith("reward/") and n.endswith("/mean") and n.count("/") == 2))
     panels = []
     for panel in REINFORCEMENT:
         if panel.title == "Rewards by name":

@@ -1,10 +1,29 @@
 """Reinforcement learning: environments, rewards, advantages, the policy loss and the loop."""
 
-from lockstep.rl.algorithms import PolicyLossInputs, group_advantages, objective, policy_loss, token_weights
-from lockstep.rl.environment import Environment, Example
-from lockstep.rl.load_environment import load_environment
-from lockstep.rl.rewards import Grade, grade
-from lockstep.rl.rollouts import Rollout, write_rollouts
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.rl.algorithms import PolicyLossInputs, group_advantages, objective, policy_loss, token_weights
+    from lockstep.rl.environment import Environment, Example
+    from lockstep.rl.load_environment import load_environment
+    from lockstep.rl.rewards import Grade, grade
+    from lockstep.rl.rollouts import Rollout, write_rollouts
+
+# Imported at first use: a file with an environment imports this package in every reward worker, which needs no torch.
+_HOMES = {
+    "Environment": "lockstep.rl.environment",
+    "Example": "lockstep.rl.environment",
+    "Grade": "lockstep.rl.rewards",
+    "PolicyLossInputs": "lockstep.rl.algorithms",
+    "Rollout": "lockstep.rl.rollouts",
+    "grade": "lockstep.rl.rewards",
+    "group_advantages": "lockstep.rl.algorithms",
+    "load_environment": "lockstep.rl.load_environment",
+    "objective": "lockstep.rl.algorithms",
+    "policy_loss": "lockstep.rl.algorithms",
+    "token_weights": "lockstep.rl.algorithms",
+    "write_rollouts": "lockstep.rl.rollouts",
+}
 
 __all__ = [
     "Environment",
@@ -20,3 +39,15 @@ __all__ = [
     "token_weights",
     "write_rollouts",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep.rl' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -56,18 +57,20 @@ def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder) -> Par
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over a step's rollouts, under the run's metric names."""
-    rewards = [r.reward for r in rollouts]
-    advantages = [r.advantage for r in rollouts]
+    """Means over a step's rollouts, under the run's metric names; of rewards, over those that count."""
+    counting = [r for r in rollouts if r.counts]
+    rewards = [r.reward for r in counting]
+    advantages = [r.advantage for r in counting]
     count = len(rollouts)
-    mean = math.fsum(rewards) / count
-    groups = [{r.reward for r in group} for _, group in groupby(rollouts, key=lambda r: r.group)]
+    mean = math.fsum(rewards) / len(rewards)
+    groups = [{r.reward for r in group} for _, group in groupby(counting, key=lambda r: r.group)]
     return {
         "reward/mean": mean,
-        "reward/std": math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / count),
+        "reward/std": math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / len(rewards)),
         "reward/groups_without_spread": sum(len(group) == 1 for group in groups) / len(groups),
-        **{f"reward/{name}/mean": sum(r.rewards[name] for r in rollouts) / count for name in rollouts[0].rewards},
-        "advantage/mean": math.fsum(advantages) / count,
+        **{f"reward/{name}/mean": value for name, value in _means(rollouts).items()},
+        **_failures("reward", rollouts),
+        "advantage/mean": math.fsum(advantages) / len(advantages),
         "advantage/abs_max": max(map(abs, advantages)),
         "rollout/tokens": sum(len(r.token_ids) for r in rollouts),
         "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rollouts),
@@ -78,13 +81,29 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) -> dict[str, float]:
-    """Mean rewards of held-out completions as `validation/…`, and the accuracy where the environment knows of one."""
-    count = len(rollouts)
-    means = {f"validation/{n}": sum(r.rewards[n] for r in rollouts) / count for n in rollouts[0].rewards}
-    if environment.knows_correct(rollouts[0].rewards):
-        means["validation/accuracy"] = sum(environment.is_correct(r.rewards) for r in rollouts) / count
-    means["validation/reward"] = sum(r.reward for r in rollouts) / count
-    return means
+    """Mean rewards of held-out completions as `validation/…`, and the accuracy where the environment knows of one.
+
+    A completion whose reward failed is no right answer where failures are zeros; else it is left out.
+    """
+    counting = [r for r in rollouts if r.counts]
+    means = {f"validation/{name}": value for name, value in _means(rollouts).items()}
+    if any(r.rewards and environment.knows_correct(r.rewards) for r in counting):
+        right = sum(not r.failure and environment.is_correct(r.rewards) for r in counting)
+        means["validation/accuracy"] = right / len(counting)
+    means["validation/reward"] = sum(r.reward for r in counting) / max(1, len(counting))
+    return means | _failures("validation", rollouts)
+
+
+def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of each named reward, over the rollouts that have it: all but those whose reward failed."""
+    graded = [r for r in rollouts if not r.failure]
+    return {name: sum(r.rewards[name] for r in graded) / len(graded) for name in (graded[0].rewards if graded else ())}
+
+
+def _failures(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How many rewards failed, by cause; nothing where none did."""
+    causes = Counter(r.failure for r in rollouts if r.failure)
+    return {f"{prefix}/failed/{cause}": count for cause, count in sorted(causes.items())}
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
@@ -92,7 +111,14 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
     validations = [m for m in metrics if "validation/reward" in m]
     compared = [m for m in metrics if "parity/tokens_checked" in m]
     measured = ("reward", "accuracy") if "validation/accuracy" in validations[0] else ("reward",)
-    rewards = sorted({n.split("/")[1] for m in compared for n in m if n.startswith("reward/") and n.count("/") == 2})
+    rewards = sorted(
+        {
+            n.split("/")[1]
+            for m in compared
+            for n in m
+            if n.startswith("reward/") and n.endswith("/mean") and n.count("/") == 2
+        }
+    )
     return {
         **{f"{n}_before": validations[0][f"validation/{n}"] for n in measured},
         **{f"{n}_after": validations[-1][f"validation/{n}"] for n in measured},

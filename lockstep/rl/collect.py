@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lockstep.config import Algorithm, RLConfig
+from lockstep.config import Algorithm, RewardConfig, RLConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine, SamplingParams
+from lockstep.observe import log
 from lockstep.rl.algorithms import (
     best_of_group,
     distillation_advantages,
@@ -23,7 +26,7 @@ from lockstep.rl.algorithms import (
     whitened,
 )
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards import grade
+from lockstep.rl.rewards import Grader, failures, grade_here, refuse_too_many, totals
 from lockstep.rl.rollouts import Rollout
 
 
@@ -45,11 +48,25 @@ def collect(
     return _sample(examples, config.samples_per_prompt, seed, environment, engine, tokenizer, config)
 
 
-def assign_rewards(rollouts: Sequence[Rollout], environment: Environment) -> None:
-    """Grades every rollout. Raises UserError as `grade` does."""
-    grades = grade(environment, [r.example for r in rollouts], [r.completion for r in rollouts])
-    for rollout, graded in zip(rollouts, grades):
-        rollout.rewards, rollout.reward = graded.by_name, graded.total
+def assign_rewards(
+    rollouts: Sequence[Rollout],
+    environment: Environment,
+    config: RewardConfig | None = None,
+    grader: Grader | None = None,
+) -> None:
+    """Grades every rollout, with `grader` where one is given, else in this process; marks those whose reward failed.
+
+    Raises UserError where a larger share than `failure_limit` failed, and as `totals` does.
+    """
+    config = config or RewardConfig()
+    jobs = [(r.example, r.completion) for r in rollouts]
+    outcomes = grader(jobs) if grader else grade_here(environment, jobs, config.seconds)
+    refuse_too_many(outcomes, config.failure_limit)
+    if said := failures(outcomes):
+        log.warning("%s", said)
+    for rollout, graded in zip(rollouts, totals(environment, jobs, outcomes)):
+        rollout.rewards, rollout.reward, rollout.failure = graded.by_name, graded.total, graded.failure
+        rollout.counts = not graded.failure or config.on_failure == "zero"
 
 
 def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> None:
@@ -60,7 +77,7 @@ def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> No
 
 
 def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None:
-    """Advantages by `algorithm.advantage`; the rollouts stand group by group, all groups of one size.
+    """Advantages by `algorithm.advantage`; the rollouts stand group by group.
 
     Rewards, and `reference_logprobs` and `teacher_logprobs` where the algorithm takes them, have been assigned.
     """
@@ -72,18 +89,22 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
         to_go = [rewards_to_go(r.reward, own) for r, own in zip(rollouts, charges)]
         _assign(rollouts, whitened(to_go, algorithm.normalize_advantages))
         return
-    totals = torch.tensor([r.reward - math.fsum(own) for r, own in zip(rollouts, charges)])
-    rewards = totals.view(len({r.group for r in rollouts}), -1)
-    if algorithm.advantage == "leave_one_out":
-        relative = leave_one_out_advantages(rewards)
-    elif algorithm.advantage == "best":
-        relative = best_of_group(rewards)
-    else:
-        relative = group_advantages(rewards, algorithm.advantage == "group" and algorithm.normalize_advantages)
-    for rollout, advantage in zip(rollouts, relative.flatten().tolist()):
-        rollout.advantage = advantage
+    for _, members in groupby(zip(rollouts, charges), key=lambda member: member[0].group):
+        group = list(members)
+        # A group alone: of one whose rewards failed in part, fewer are left than of others.
+        rewards = torch.tensor([[r.reward - math.fsum(own) for r, own in group]])
+        for (rollout, _), advantage in zip(group, _relative(rewards, algorithm)[0].tolist()):
+            rollout.advantage = advantage
     if algorithm.advantage == "group_batch":
         _assign(rollouts, whitened([r.advantages_of_tokens() for r in rollouts], algorithm.normalize_advantages))
+
+
+def _relative(rewards: Tensor, algorithm: Algorithm) -> Tensor:
+    if algorithm.advantage == "leave_one_out":
+        return leave_one_out_advantages(rewards)
+    if algorithm.advantage == "best":
+        return best_of_group(rewards)
+    return group_advantages(rewards, algorithm.advantage == "group" and algorithm.normalize_advantages)
 
 
 def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[float]]:
@@ -105,14 +126,19 @@ def _assign(rollouts: Sequence[Rollout], of_tokens: Sequence[list[float]]) -> No
 
 
 def evaluate(
-    examples: Sequence[Example], environment: Environment, engine: Engine, tokenizer: Tokenizer, config: RLConfig
+    examples: Sequence[Example],
+    environment: Environment,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    config: RLConfig,
+    grader: Grader | None = None,
 ) -> list[Rollout]:
     """Graded completions of held-out examples: one each, sampled as in training.
 
     The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
     """
     rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, tokenizer, config)
-    assign_rewards(rollouts, environment)
+    assign_rewards(rollouts, environment, config.rewards, grader)
     return rollouts
 
 

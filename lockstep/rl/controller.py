@@ -42,6 +42,7 @@ from lockstep.rl.reference import (
     load_teacher,
     moving_average,
 )
+from lockstep.rl.rewards.workers import open_grader
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
@@ -85,6 +86,7 @@ def _reinforce(
     device = open_device(config.device)
     config = settle(config, World(device))
     algorithm = algorithm_of(config)
+    is_given = environment is not None
     environment = environment or load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
@@ -112,6 +114,7 @@ def _reinforce(
         run.truncate(start or -1)
         run.record(to_toml(config))
 
+    grader = opened.enter_context(open_grader(config, environment, is_given, run.path))
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
@@ -132,7 +135,7 @@ def _reinforce(
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0:
-            validation = evaluate(held_out, environment, engine, tokenizer, config)
+            validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
             write_rollouts(run.validation_path(0), validation)
             observer.write(0, validation_metrics(validation, environment))
         for step in range(start + 1, config.steps + 1):
@@ -143,9 +146,10 @@ def _reinforce(
                     asked = prompts.next(ledger.missing)
                     drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round)
                     stopwatch.lap("time/generate")
-                    assign_rewards(drawn, environment)
+                    assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")
                     ledger.add(drawn)
+                    ledger.drop_failed()
                     if algorithm.extra_rounds or algorithm.advantage == "best":
                         ledger.drop_equal_rewards()
                     if not ledger.missing:
@@ -175,10 +179,11 @@ def _reinforce(
                 engine.weights_changed(step)
                 stopwatch.lap("time/weight_sync")
 
-                metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics() | stopwatch.metrics()
+                given = (rollout for batch in batches for rollout in batch.rollouts)
+                metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if due(step, config.validation_every, config.steps):
-                    validation = evaluate(held_out, environment, engine, tokenizer, config)
+                    validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
                 silent_steps = silent_steps + 1 if metrics["reward/groups_without_spread"] == 1 else 0

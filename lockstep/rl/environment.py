@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,13 +26,20 @@ class Example:
         return self.id or repr(self.prompt[:60])
 
 
+RewardFunction = Callable[[Example, str], float | Awaitable[float]]
+"""A reward of its own: a plain function or a coroutine of an example and a completion."""
+
+
 class Environment:
-    """Examples and their rewards. Subclass it and write `examples` and `reward`."""
+    """Examples and their rewards. Subclass it and write `examples`, and `reward` or `rewards`."""
 
     stop: ClassVar[tuple[str, ...]] = ()
     """A completion ends after any of these strings."""
     reward_weights: ClassVar[Mapping[str, float]] = {}
     """Weights of named rewards in the total that is trained on; a name that is not here weighs 1."""
+
+    rewards: ClassVar[Mapping[str, RewardFunction]] = {}
+    """Functions by the names of their rewards, in place of a method `reward`."""
 
     def __init__(self, data: str = "", skip_bad_lines: bool = False):
         self.data = data
@@ -43,7 +50,10 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} must define examples(self, split)")
 
     def reward(self, example: Example, completion: str) -> float | dict[str, float]:
-        """How good a completion is: one number, or several by name."""
+        """How good a completion is: one number, or several by name. It may be a coroutine (`async def`)."""
+        if self.rewards:
+            # What a coroutine function returns here is awaited by the caller.
+            return {name: function(example, completion) for name, function in self.rewards.items()}  # type: ignore
         raise NotImplementedError(f"{type(self).__name__} must define reward(self, example, completion)")
 
     def is_correct(self, rewards: Mapping[str, float]) -> bool:

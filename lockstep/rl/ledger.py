@@ -1,10 +1,19 @@
-"""Where the prompts of a step went: drawn = trained + dropped, each with its cause."""
+"""What became of every prompt of a step: its group was trained on, or dropped for a cause, and nothing was lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
+from lockstep.errors import UserError
 from lockstep.rl.rollouts import Rollout
+
+FAILED_REWARDS = "failed_rewards"
+"""The reward failed; or so many of a group's did that fewer than two are left to compare."""
+
+
+class LedgerError(Exception):
+    """Groups were lost or counted twice: a fault of the loop, not of its input."""
 
 
 class Ledger:
@@ -14,13 +23,13 @@ class Ledger:
         self.wanted = wanted
         """Groups to train on."""
         self.rollouts: list[Rollout] = []
-        self._groups = 0
+        self._drawn = 0
 
     def add(self, drawn: Sequence[Rollout]) -> None:
         """Enters graded rollouts, whose groups are numbered from 0, under numbers that go on from those held."""
         for rollout in drawn:
-            rollout.group += self._groups
-        self._groups += len({rollout.group for rollout in drawn})
+            rollout.group += self._drawn
+        self._drawn += len({rollout.group for rollout in drawn})
         self.rollouts += drawn
 
     @property
@@ -33,38 +42,61 @@ class Ledger:
         """The rollouts that are not dropped, in the order of their groups."""
         return [rollout for rollout in self.rollouts if not rollout.dropped]
 
-    def drop_equal_rewards(self) -> None:
-        """Drops every group whose completions all have the same reward (DAPO, arXiv 2503.14476, equation 11)."""
-        rewards: dict[int, set[float]] = {}
-        for rollout in self.rollouts:
-            rewards.setdefault(rollout.group, set()).add(rollout.reward)
-        self.drop(lambda rollout: len(rewards[rollout.group]) == 1, "equal_rewards")
-
     def drop(self, unwanted: Callable[[Rollout], bool], cause: str) -> None:
         """Drops the rollouts that are `unwanted` and not dropped yet."""
         for rollout in self.trained:
             if unwanted(rollout):
                 rollout.dropped = cause
 
+    def drop_failed(self) -> None:
+        """Drops every rollout whose reward failed and does not count, and what is left of a group if it is but one."""
+        self.drop(lambda rollout: not rollout.counts, FAILED_REWARDS)
+        failed = {rollout.group for rollout in self.rollouts if not rollout.counts}
+        left = Counter(rollout.group for rollout in self.trained)
+        self.drop(lambda rollout: rollout.group in failed and left[rollout.group] < 2, FAILED_REWARDS)
+
+    def drop_equal_rewards(self) -> None:
+        """Drops every group whose completions all have the same reward (DAPO, arXiv 2503.14476, equation 11)."""
+        rewards: dict[int, set[float]] = {}
+        for rollout in self.trained:
+            rewards.setdefault(rollout.group, set()).add(rollout.reward)
+        self.drop(lambda rollout: len(rewards[rollout.group]) == 1, "equal_rewards")
+
     def keep_some(self) -> None:
         """Takes the first `wanted` groups back where nothing is left: the step is made all the same, with whatever
-        has a gradient then, such as the KL divergence."""
+        has a gradient then, such as the KL divergence. Raises UserError where all rewards failed."""
+        if self.trained:
+            return
+        for rollout in self.rollouts:
+            if rollout.group < self.wanted and rollout.dropped != FAILED_REWARDS:
+                rollout.dropped = ""
         if not self.trained:
-            for rollout in self.rollouts:
-                rollout.dropped = "" if rollout.group < self.wanted else rollout.dropped
+            raise UserError(
+                f"no group of this step has two rewards that did not fail ({len(self.rollouts)} rollouts), so there is "
+                'nothing to train on; mend the reward, or set rewards.on_failure = "zero"'
+            )
 
-    def metrics(self) -> dict[str, float]:
-        """Prompts drawn, trained on and dropped by cause, and completions trained on, of this step."""
+    def metrics(self, given: Iterable[Rollout]) -> dict[str, float]:
+        """Prompts drawn, trained on and dropped by cause, and completions trained on, of this step.
+
+        given: the rollouts that the trainer was given. Raises LedgerError unless they are those that are not dropped,
+        and drawn = trained + dropped to the last group.
+        """
         trained = {rollout.group for rollout in self.trained}
         causes = {rollout.group: rollout.dropped for rollout in self.rollouts if rollout.group not in trained}
-        dropped: dict[str, float] = {}
-        for cause in causes.values():
-            name = f"rollout/prompts_dropped/{cause}"
-            dropped[name] = dropped.get(name, 0.0) + 1.0
+        dropped = Counter(causes.values())
+        if {id(rollout) for rollout in given} != {id(rollout) for rollout in self.trained} or self._drawn != len(
+            trained
+        ) + len(causes):
+            told = ", ".join(f"{count} {cause}" for cause, count in sorted(dropped.items())) or "none"
+            raise LedgerError(
+                f"{self._drawn} groups were drawn, {len(trained)} trained and {len(causes)} dropped ({told}): that "
+                "does not add up, or the trainer was given others; this is a bug of Lockstep"
+            )
         return {
-            "rollout/prompts_drawn": float(self._groups),
-            "rollout/prompts_trained": float(len(trained)),
-            **dropped,
+            "groups/drawn": float(self._drawn),
+            "groups/trained": float(len(trained)),
+            **{f"groups/dropped/{cause}": float(count) for cause, count in sorted(dropped.items())},
             "rollout/completions_trained": float(len(self.trained)),
             "rollout/tokens_trained": float(sum(len(r.prompt_ids) + len(r.token_ids) for r in self.trained)),
         }

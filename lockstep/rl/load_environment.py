@@ -37,7 +37,7 @@ def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environme
     file = source_file(kind)
     where = f"{file or kind.__module__}: {kind.__name__}"
     for method in ("examples", "reward"):
-        if getattr(kind, method) is getattr(Environment, method):
+        if getattr(kind, method) is getattr(Environment, method) and not (method == "reward" and kind.rewards):
             raise UserError(f"{where} defines no `{method}`; write it as lockstep.rl.Environment describes it")
     signature = inspect.signature(kind)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.rl.environment import Example
 
@@ -37,6 +38,10 @@ class Rollout:
     """Of each token, by the teacher; empty without one."""
     dropped: str = ""
     """Why it is not trained on; empty: it is."""
+    failure: str = ""
+    """Why its reward failed: `timeout`, `raised` …; empty where it did not."""
+    counts: bool = True
+    """Whether its reward counts: false where it failed and failures are dropped."""
 
     def advantages_of_tokens(self) -> list[float]:
         """One advantage per sampled token."""
@@ -49,7 +54,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("w") as file:
         for rollout in rollouts:
-            line = {
+            line: dict[str, Any] = {
                 "prompt": rollout.example.prompt,
                 "completion": rollout.completion,
                 "answer": rollout.example.answer,
@@ -65,5 +70,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "token_ids": rollout.token_ids,
                 "log_probs": rollout.logprobs,
             }
+            if rollout.failure:
+                line["failure"] = rollout.failure
             file.write(json.dumps(line) + "\n")
     partial.replace(path)

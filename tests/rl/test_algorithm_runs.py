@@ -90,8 +90,8 @@ def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings
         assert metrics["policy/ratio_first_max"] == 1.0 < metrics["policy/ratio_max"]
         assert metrics["off_policy/ratio_min"] == metrics["off_policy/ratio_max"] == 1.0, "the sampler is the policy"
         assert metrics["skipped_steps"] == 0 and metrics["grad_norm"] > 0
-        dropped = sum(v for k, v in metrics.items() if k.startswith("rollout/prompts_dropped"))
-        assert metrics["rollout/prompts_drawn"] == metrics["rollout/prompts_trained"] + dropped
+        dropped = sum(v for k, v in metrics.items() if k.startswith("groups/dropped"))
+        assert metrics["groups/drawn"] == metrics["groups/trained"] + dropped
     recorded = from_toml(folder / "config.toml", RLConfig())
     assert algorithm_of(recorded) == algorithm_of(config)
     assert all(getattr(recorded, setting) == value for setting, value in asdict(algorithm_of(config)).items())
@@ -104,12 +104,12 @@ def test_groups_of_equal_reward_are_replaced_and_every_prompt_is_accounted_for(t
     folder = reinforce(_config(tmp_path / "run", folders[0], **changes), Half())
     dropped = 0.0
     for step, metrics in enumerate(_metrics(folder), 1):
-        dropped += metrics.get("rollout/prompts_dropped/equal_rewards", 0.0)
-        assert metrics["rollout/prompts_trained"] == 3
-        assert metrics["rollout/prompts_drawn"] == 3 + metrics.get("rollout/prompts_dropped/equal_rewards", 0.0)
+        dropped += metrics.get("groups/dropped/equal_rewards", 0.0)
+        assert metrics["groups/trained"] == 3
+        assert metrics["groups/drawn"] == 3 + metrics.get("groups/dropped/equal_rewards", 0.0)
         rollouts = _rollouts(folder, step)
-        assert len(rollouts) == 4 * metrics["rollout/prompts_drawn"]
-        assert sorted({r["group"] for r in rollouts}) == list(range(int(metrics["rollout/prompts_drawn"])))
+        assert len(rollouts) == 4 * metrics["groups/drawn"]
+        assert sorted({r["group"] for r in rollouts}) == list(range(int(metrics["groups/drawn"])))
         for group in {r["group"] for r in rollouts}:
             own = [r for r in rollouts if r["group"] == group]
             equal = len({r["reward"] for r in own}) == 1
@@ -122,8 +122,8 @@ def test_groups_of_equal_reward_are_replaced_and_every_prompt_is_accounted_for(t
 def test_a_task_without_spread_is_drawn_a_bounded_number_of_times_and_the_step_is_made(tmp_path, folders):
     folder = reinforce(_config(tmp_path / "run", folders[0], algorithm="dapo", extra_rounds=2, steps=1), Hopeless())
     (metrics,) = _metrics(folder)
-    assert metrics["rollout/prompts_drawn"] == 9 and metrics["rollout/prompts_trained"] == 3
-    assert metrics["rollout/prompts_dropped/equal_rewards"] == 6
+    assert metrics["groups/drawn"] == 9 and metrics["groups/trained"] == 3
+    assert metrics["groups/dropped/equal_rewards"] == 6
     rewards = [r["rewards"] for r in _rollouts(folder, 1)]
     # Five tokens of five, the last of which is the share of 0.2.
     assert {r["overlong"] for r in rewards} <= {-1.0, 0.0} and any(r["overlong"] for r in rewards)
@@ -247,7 +247,7 @@ def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
     ledger.add(drawn([1.0, 0.0]))
     ledger.drop_equal_rewards()
     assert ledger.missing == 0 and [r.group for r in ledger.trained] == [1, 1, 2, 2]
-    assert ledger.metrics() == {
-        "rollout/prompts_drawn": 3.0, "rollout/prompts_trained": 2.0, "rollout/prompts_dropped/equal_rewards": 1.0,
+    assert ledger.metrics(ledger.trained) == {
+        "groups/drawn": 3.0, "groups/trained": 2.0, "groups/dropped/equal_rewards": 1.0,
         "rollout/completions_trained": 4.0, "rollout/tokens_trained": 8.0,
     }  # fmt: skip

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.data.records import read_jsonl
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
 
@@ -50,6 +49,8 @@ class GSM8K(Environment):
 
 def problems(folder: str, split: str, skip_bad_lines: bool = False) -> Iterator[tuple[int, str, str]]:
     """(line number, question, answer) of each problem of a split. Raises UserError for a missing file or bad line."""
+    from lockstep.data.records import read_jsonl  # which imports torch: a reward's worker need not
+
     path = Path(folder) / FILES[split]
     if not folder or not path.is_file():
         raise UserError(f"{path}: no such file; give the folder with train.jsonl and test.jsonl as --data DIR")

@@ -1,0 +1,71 @@
+"""Finding and ending all that a process has started, what left its group or lost its parent included."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """From now on descendants whose parent ends become children of this process, not of the system's first.
+
+    It does nothing where the kernel is not Linux; then only process groups are ended.
+    """
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def descendants(process: int) -> list[int]:
+    """All processes below one, nearest first; none where the kernel does not tell."""
+    found: list[int] = []
+    level = [process]
+    while level:
+        level = [child for parent in level for child in _children(parent)]
+        found += level
+    return found
+
+
+def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float = 10.0) -> None:
+    """Kills a child that leads its group, and then everything below this process but `spared`, and reaps it.
+
+    A group is killed in one stroke, so that what forks without leaving it cannot outrun this.
+    """
+    until = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+    while time.monotonic() < until:
+        left = [found for found in descendants(os.getpid()) if found not in spared]
+        for found in {process, *left}:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if os.waitpid(found, os.WNOHANG) == (0, 0):
+                    os.kill(found, signal.SIGKILL)
+                    left.append(found)
+        # A grandchild becomes a child of this process, to be reaped, when its parent is.
+        if not left:
+            return
+        time.sleep(0.001)
+
+
+def _children(process: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

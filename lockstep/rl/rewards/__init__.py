@@ -1,0 +1,21 @@
+"""Grading completions: rewards by name, their weights, and rewards that fail.
+
+Nothing here imports torch: worker processes start in a fraction of a second.
+"""
+
+from lockstep.rl.rewards.calling import LARGEST, Grader, Job, Outcome, call_rewards
+from lockstep.rl.rewards.grading import Grade, failures, grade, grade_here, refuse_too_many, totals
+
+__all__ = [
+    "LARGEST",
+    "Grade",
+    "Grader",
+    "Job",
+    "Outcome",
+    "call_rewards",
+    "failures",
+    "grade",
+    "grade_here",
+    "refuse_too_many",
+    "totals",
+]

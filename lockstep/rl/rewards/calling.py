@@ -1,0 +1,144 @@
+"""Calling an environment's reward, once for each completion, and saying what came of it in plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from lockstep.rl.environment import Environment, Example, source_file, user_line
+
+LARGEST = 1e18
+"""Rewards are trained on in float32, where the square of a larger one, or of a difference, would be infinite."""
+
+RAISED, INVALID, TIMEOUT, MEMORY = "raised", "invalid", "timeout", "memory"
+KILLED, PROCESSES, OUTPUT = "killed", "processes", "output"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Rewards by name, or the cause for which there are none and a sentence for the user."""
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
+    message: str = ""
+
+
+Job = tuple[Example, str]
+"""What is graded: an example and a completion of it."""
+Grader = Callable[[Sequence[Job]], list[Outcome]]
+"""Rewards, wherever they run: the outcome of each job, in the same order. It raises nothing for a reward that fails."""
+
+
+def call_rewards(
+    environment: Environment,
+    jobs: Sequence[Job],
+    report: Callable[[int, Outcome], None],
+    seconds: float | None = None,
+    concurrent: int = 32,
+) -> None:
+    """Calls `report(index, outcome)` for each job as soon as it is graded.
+
+    Plain functions run one after the other; coroutines `concurrent` at a time, each for `seconds` at most. Nothing here
+    can end a plain function.
+    """
+    if not is_async(environment):
+        for index, (example, completion) in enumerate(jobs):
+            try:
+                outcome = _outcome(environment.reward(example, completion), environment, example)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit too is the reward's
+                outcome = _failed(error, environment, example)
+            report(index, outcome)
+        return
+
+    async def call(index: int, job: Job, places: asyncio.Semaphore) -> None:
+        async with places:
+            try:
+                outcome = _outcome(await asyncio.wait_for(_value(environment, *job), seconds), environment, job[0])
+            except BaseException as error:
+                outcome = _failed(error, environment, job[0])
+            report(index, outcome)
+
+    async def call_all() -> None:
+        places = asyncio.Semaphore(concurrent)
+        await asyncio.gather(*(call(index, job, places) for index, job in enumerate(jobs)))
+
+    asyncio.run_coroutine_threadsafe(call_all(), _loop()).result()
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all steps: network clients belong to the loop that they were made in. A notebook has one of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+def is_async(environment: Environment) -> bool:
+    """Whether any of the rewards is a coroutine function."""
+    return any(map(inspect.iscoroutinefunction, (environment.reward, *environment.rewards.values())))
+
+
+async def _value(environment: Environment, example: Example, completion: str) -> Any:
+    value = environment.reward(example, completion)
+    if inspect.isawaitable(value):
+        value = await value
+    if isinstance(value, dict):
+        value = {name: await one if inspect.isawaitable(one) else one for name, one in value.items()}
+    return value
+
+
+def _failed(error: BaseException, environment: Environment, example: Example) -> Outcome:
+    if isinstance(error, MemoryError):
+        return Outcome(cause=MEMORY, message=about(environment, example, "ran out of memory"))
+    if isinstance(error, TimeoutError | asyncio.TimeoutError) and is_async(environment):
+        return Outcome(cause=TIMEOUT, message=about(environment, example, "took longer than rewards.seconds"))
+    where = user_line(error, source_file(type(environment)))
+    said = f"failed on example {example.name} ({type(error).__name__}: {error})"
+    return Outcome(cause=RAISED, message=f"{where}: {type(environment).__name__}.reward {said}"[:2000])
+
+
+def about(environment: Environment, example: Example, problem: str) -> str:
+    return f"{type(environment).__name__}.reward {problem} for example {example.name}"
+
+
+def _outcome(value: Any, environment: Environment, example: Example) -> Outcome:
+    rewards = value if isinstance(value, dict) else {"reward": value}
+    if not rewards:
+        return Outcome(cause=INVALID, message=about(environment, example, "returned no reward"))
+    checked: dict[str, float] = {}
+    for name, value_of_name in rewards.items():
+        number = finite(value_of_name)
+        if number is None:
+            problem = about(environment, example, f"returned {_shown(value_of_name)} as {name!r}")
+            return Outcome(
+                cause=INVALID, message=f"{problem}; return a number of at most {LARGEST:g}, or a dict of them"
+            )
+        checked[str(name)] = number
+    return Outcome(checked)
+
+
+def finite(value: Any) -> float | None:
+    """The value as a float; None where it is no number, not finite or too large."""
+    # NumPy's bool is the one scalar of its that is no Real. By its name: a worker need not import NumPy.
+    numpy_bool = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not isinstance(value, Real) and not numpy_bool:
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
+def _shown(value: Any) -> str:
+    # Python refuses to print integers of thousands of digits.
+    text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"

@@ -1,0 +1,94 @@
+"""Messages through a pipe: four bytes of length, then JSON. Nothing that a reward writes is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import struct
+import time
+from typing import Any
+
+LENGTH = struct.Struct("<I")
+MOST_BYTES = 2**28
+
+
+class Closed(Exception):
+    """The other side is gone, or has written what is no message."""
+
+
+def encode(message: Any) -> bytes:
+    """A message as it goes through a pipe; `bytes` are JSON already."""
+    body = message if isinstance(message, bytes) else json.dumps(message).encode()
+    if len(body) > MOST_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; {MOST_BYTES} is the most")
+    return LENGTH.pack(len(body)) + body
+
+
+def take(buffer: bytearray, most_bytes: int = MOST_BYTES) -> Any:
+    """The first message of `buffer`, taken out of it; None where it is not whole yet. Raises Closed."""
+    body = take_body(buffer, most_bytes)
+    return None if body is None else decode(body)
+
+
+def decode(body: bytes) -> Any:
+    """What a message's JSON says. Raises Closed where it is none."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Closed(f"no JSON: {error}") from error
+
+
+def take_body(buffer: bytearray, most_bytes: int = MOST_BYTES) -> bytes | None:
+    """The JSON of the first message of `buffer`, as it is; None where it is not whole yet. Raises Closed."""
+    if len(buffer) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack_from(buffer)
+    if length > most_bytes:
+        raise Closed(f"a message of {length} bytes")
+    if len(buffer) < LENGTH.size + length:
+        return None
+    body = bytes(buffer[LENGTH.size : LENGTH.size + length])
+    del buffer[: LENGTH.size + length]
+    return body
+
+
+def send(pipe: int, message: Any, seconds: float = 60.0) -> None:
+    """Writes to a non-blocking pipe. Raises Closed where it is not read for so long."""
+    left = memoryview(encode(message))
+    until = time.monotonic() + seconds
+    while left:
+        if not _ready(pipe, select.POLLOUT, max(0.0, until - time.monotonic())):
+            raise Closed(f"nothing was read for {seconds:g} s")
+        try:
+            left = left[os.write(pipe, left) :]
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+
+def receive(pipe: int, buffer: bytearray, seconds: float | None = None) -> Any:
+    """The next message of a pipe; `buffer` keeps what was read beyond it. Raises Closed."""
+    return decode(receive_body(pipe, buffer, seconds))
+
+
+def receive_body(pipe: int, buffer: bytearray, seconds: float | None = None) -> bytes:
+    """The JSON of the next message, as it is. Raises Closed."""
+    until = None if seconds is None else time.monotonic() + seconds
+    while (message := take_body(buffer)) is None:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        if not _ready(pipe, select.POLLIN, left):
+            raise Closed(f"no answer for {seconds:g} s")
+        if not (read := os.read(pipe, 2**16)):
+            raise Closed("the end of the pipe")
+        buffer += read
+    return message
+
+
+def _ready(pipe: int, event: int, seconds: float | None) -> bool:
+    """Waits for a pipe. By poll, for select takes no number above 1023, and a trainer may have that many files open."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(None if seconds is None else math.ceil(1000 * seconds)))

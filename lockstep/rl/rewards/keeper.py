@@ -1,0 +1,218 @@
+"""The process that keeps one worker: loads the environment once, forks the worker from it, and enforces the limits.
+
+Started by `workers.py`. A worker that hangs, dies, forks too much or prints too much is killed with everything below
+it, and the next one is there in milliseconds, whatever the environment imports. What was at fault is the job that the
+worker had begun. It may be innocent where earlier jobs left something behind (memory, threads, processes): then it is
+graded again by a new worker, alone, before it is blamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import time
+from collections import deque
+from typing import Any
+
+from lockstep.rl.environment import Environment
+from lockstep.rl.load_environment import load_environment
+from lockstep.rl.processes import adopt_orphans, descendants, end_tree
+from lockstep.rl.rewards.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, is_async
+from lockstep.rl.rewards.frames import Closed, decode, receive, receive_body, send, take
+from lockstep.rl.rewards.worker import BEGUN, work
+
+POLL_SECONDS = 0.1
+"""How often a worker's processes are counted while a reward runs."""
+ANSWER_BYTES = 2**20
+"""Of one answer: a reward with names for a megabyte is no reward."""
+
+Answer = list[Any]
+"""[rewards, cause, message] of one job."""
+
+
+class Worker:
+    """A forked worker and the ends of its pipes."""
+
+    def __init__(self, environment: Environment, limits: dict[str, Any], trainer: tuple[int, int]):
+        self.begun = mmap.mmap(-1, BEGUN.size)
+        requests, self.requests = os.pipe()
+        self.replies, replies = os.pipe()
+        self.output, output = os.pipe()
+        self.process = os.fork()
+        if self.process == 0:
+            try:
+                for end in (self.requests, self.replies, self.output, *trainer):
+                    os.close(end)
+                work(environment, limits, self.begun, requests, replies, output)
+            finally:
+                os._exit(1)
+        for end in (requests, replies, output):
+            os.close(end)
+        for end in (self.requests, self.output):
+            os.set_blocking(end, False)
+        self.buffer = bytearray()
+        self.unused = True
+
+    def end(self, spared: frozenset[int]) -> None:
+        end_tree(self.process, spared)
+        for end in (self.requests, self.replies, self.output):
+            os.close(end)
+
+
+class Keeper:
+    """Grades chunks of jobs with one worker at a time."""
+
+    def __init__(self, environment: Environment, limits: dict[str, Any], orders: int, answers: int):
+        self.environment, self.limits, self.trainer = environment, limits, (orders, answers)
+        self.all_at_once = is_async(environment)
+        self.worker: Worker | None = None
+        # What the environment started while it was loaded belongs to no worker.
+        self.own = frozenset(descendants(os.getpid()))
+        self.log_left = limits["output_kib"] * 1024
+
+    def grade(self, count: int, chunk: bytes) -> list[Answer]:
+        """The answer to each of the `count` jobs of a chunk, which is JSON, in order."""
+        answers: dict[int, Answer] = {}
+        jobs: list[Any] = []  # read only where some are to be asked again
+        waiting, suspects = list(range(count)), deque[int]()
+        while waiting or suspects:
+            if suspects:
+                self.end_worker()
+                asked = [suspects.popleft()]
+            else:
+                asked, waiting = waiting, []
+            worker = self.worker = self.worker or Worker(self.environment, self.limits, self.trainer)
+            fresh, worker.unused = worker.unused, False
+            whole = len(asked) == count
+            cause, begun = self._ask(worker, asked, chunk if whole else [jobs[index] for index in asked], answers)
+            if not cause:
+                continue
+            self.end_worker()
+            jobs = jobs or decode(chunk)
+            # Of coroutines, each that has not answered may be the one.
+            begun_jobs = [i for i in asked if i not in answers] if self.all_at_once else [asked[begun]]
+            waiting += [i for i in asked if i not in answers and i not in begun_jobs]
+            first = fresh and begun_jobs == asked[:1]
+            if begun_jobs and (first or (cause == TIMEOUT and not self.all_at_once)):
+                answers[begun_jobs[0]] = [{}, cause, self._message(cause, jobs[begun_jobs[0]])]
+            else:
+                suspects.extend(begun_jobs)
+        if self.worker and _data_bytes(self.worker.process) > self.limits["memory_gib"] * 2**29:
+            self.end_worker()  # it leaks: half of the limit is gone
+        return [answers[index] for index in range(count)]
+
+    def end_worker(self) -> None:
+        if self.worker:
+            self.worker.end(self.own)
+            self.worker = None
+
+    def _ask(self, worker: Worker, asked: list[int], jobs: Any, answers: dict[int, Answer]) -> tuple[str, int]:
+        """Fills `answers` in; returns the cause that ended the worker before all were there, if any, and the place in
+        `asked` of the job that it had begun."""
+        # A worker that dies before it begins has begun the first.
+        worker.begun[:] = BEGUN.pack(0)
+        try:
+            send(worker.requests, jobs, self.limits["seconds"])
+        except Closed:
+            return KILLED, 0
+        # Coroutines end by their own clock, unless one of them holds up the others.
+        patience = self.limits["seconds"] + (1.0 if self.all_at_once else 0.0)
+        began = counted = time.monotonic()
+        begun, seen, printed, missing = 0, 0, 0, len(asked)
+        while missing:
+            pipes = [worker.replies, worker.output, self.trainer[0]]
+            ready, _, _ = select.select(pipes, [], [], min(POLL_SECONDS, patience))
+            if self.trainer[0] in ready:  # nothing is due from there but its end: the trainer is gone
+                self.end_worker()
+                os._exit(0)
+            now, (newly,) = time.monotonic(), BEGUN.unpack(worker.begun[:])
+            if newly != seen or (self.all_at_once and worker.replies in ready):
+                began, printed, seen, begun = now, 0, newly, min(max(newly, 0), len(asked) - 1)
+            if now - counted >= POLL_SECONDS:
+                counted = now
+                # Below this process, which adopts what a worker's children leave behind; the worker is one of them.
+                if len(descendants(os.getpid())) - len(self.own) - 1 > self.limits["processes"]:
+                    return PROCESSES, begun
+            # What was printed comes before the answer that follows it.
+            printed += self._read_output(worker)
+            if printed > self.limits["output_kib"] * 1024:
+                return OUTPUT, begun
+            if worker.replies in ready:
+                read = os.read(worker.replies, 2**16)
+                if not read:
+                    return KILLED, begun
+                worker.buffer += read
+                try:
+                    while (batch := take(worker.buffer, ANSWER_BYTES)) is not None:
+                        for place, *result in batch:
+                            if asked[place] in answers:
+                                return KILLED, begun
+                            if result[1] == MEMORY:
+                                return MEMORY, place
+                            answers[asked[place]] = result
+                            missing -= 1
+                except (Closed, LookupError, TypeError, ValueError):
+                    return KILLED, begun  # by a reward that writes into its worker's pipes
+            elif now >= began + patience:
+                return TIMEOUT, begun
+        return "", 0
+
+    def _read_output(self, worker: Worker) -> int:
+        """Takes what was printed, keeps the beginning of it, and returns how many bytes it was."""
+        count = 0
+        with contextlib.suppress(BlockingIOError):
+            while count <= self.limits["output_kib"] * 1024 and (read := os.read(worker.output, 2**16)):
+                count += len(read)
+                if kept := read[: self.log_left]:
+                    self.log_left -= len(kept)
+                    os.write(2, kept)
+        return count
+
+    def _message(self, cause: str, job: Any) -> str:
+        limits = self.limits
+        problem = {
+            TIMEOUT: f"took longer than rewards.seconds {limits['seconds']:g}",
+            MEMORY: f"needs more than rewards.memory_gib {limits['memory_gib']:g}",
+            KILLED: "ended its worker process",
+            PROCESSES: f"started more than rewards.processes {limits['processes']}",
+            OUTPUT: f"printed more than rewards.output_kib {limits['output_kib']}",
+        }[cause]
+        example = job[0].get("id") or repr(job[0]["prompt"][:60])
+        return f"{type(self.environment).__name__}.reward {problem} for example {example}"
+
+
+def _data_bytes(process: int) -> int:
+    """What RLIMIT_DATA counts, or about; 0 where the kernel does not tell."""
+    try:
+        with open(f"/proc/{process}/statm") as file:
+            return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def main() -> None:
+    """Reads orders from its standard input until that ends, and writes answers to its standard output."""
+    orders, answers = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)  # what an environment prints while it is loaded goes into the log
+    os.set_blocking(answers, False)
+    adopt_orphans()
+    buffer = bytearray()
+    with contextlib.suppress(Closed):
+        start = receive(orders, buffer)
+        try:
+            environment = load_environment(**start["environment"])
+        except BaseException as error:
+            send(answers, {"error": f"{type(error).__name__}: {error}"})
+            return
+        send(answers, {"error": ""})
+        keeper = Keeper(environment, start["limits"], orders, answers)
+        try:
+            while True:
+                count = receive(orders, buffer)
+                send(answers, keeper.grade(count, receive_body(orders, buffer)))
+        finally:
+            keeper.end_worker()

@@ -1,0 +1,76 @@
+"""A process that grades: forked by its keeper, which has loaded the environment and ends it when it breaks a limit."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import struct
+import sys
+import time
+from typing import Any
+
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.processes import die_with_parent
+from lockstep.rl.rewards.calling import Outcome, call_rewards, is_async
+from lockstep.rl.rewards.frames import encode, receive
+
+BEGUN = struct.Struct("<q")
+ANSWER_SECONDS = 0.02
+"""Answers of plain functions wait so long for others: a message for each would cost more than a cheap reward."""
+
+
+def work(
+    environment: Environment, limits: dict[str, Any], begun: mmap.mmap, requests: int, replies: int, output: int
+) -> None:
+    """Grades what comes from `requests` and answers in `replies`; never returns.
+
+    `begun` is shared with the keeper and holds the index of the job that a plain function has begun.
+    """
+    os.setsid()  # a group of its own, to be killed as one
+    die_with_parent()
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _limit_memory(int(limits["memory_gib"] * 2**30))
+    own = os.getpid()
+
+    answers: list[list[Any]] = []
+    wait = 0.0 if is_async(environment) else ANSWER_SECONDS
+    buffer = bytearray()
+    while True:
+        jobs = [(Example(**example), completion) for example, completion in receive(requests, buffer)]
+        missing, last = len(jobs), time.monotonic()
+
+        def report(index: int, outcome: Outcome) -> None:
+            nonlocal missing, last
+            if os.getpid() != own:
+                os._exit(0)  # a reward forked and returned twice: this is not the process that was asked
+            for printed in (sys.stdout, sys.stderr):
+                printed.flush()  # while this job is still the one that has begun
+            answers.append([index, outcome.rewards, outcome.cause, outcome.message])
+            missing -= 1
+            begun[:] = BEGUN.pack(index + 1)
+            if not missing or time.monotonic() >= last + wait:
+                _write(replies, encode(answers))
+                answers.clear()
+                last = time.monotonic()
+
+        begun[:] = BEGUN.pack(0)
+        call_rewards(environment, jobs, report, limits["seconds"], limits["concurrent"])
+
+
+def _limit_memory(most_bytes: int) -> None:
+    """Of what this process writes itself: RLIMIT_DATA counts private memory.
+
+    RLIMIT_AS would count libraries and what is merely reserved: several gigabytes where torch is imported.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _write(pipe: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(pipe, left) :]

@@ -1,0 +1,216 @@
+"""The trainer's side of the reward workers: a keeper process for each, and jobs shared out between them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.errors import UserError
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.rewards.calling import KILLED, Grader, Job, Outcome, finite
+from lockstep.rl.rewards.frames import Closed, receive, send
+from lockstep.rl.rewards.grading import grade_here
+
+CHUNK = 64
+"""Jobs of a message to a worker, at most: fewer towards the end, so that all workers end at about the same time."""
+KEEPER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lockstep.rl.rewards.keeper import main; main()"
+"""What a keeper runs: it finds modules where the trainer does."""
+START_SECONDS = 600.0
+"""For an environment to be imported, with all that it imports itself."""
+
+
+@contextmanager
+def open_grader(config: RLConfig, environment: Environment, is_given: bool, folder: Path) -> Iterator[Grader]:
+    """Workers, or this process, as `config.rewards` says; an environment that `is_given` as an object stays here.
+
+    Raises UserError as `open_workers` does, and where an object is to be isolated.
+    """
+    isolate = config.rewards.isolate
+    if is_given and isolate == "always":
+        raise UserError(
+            'rewards.isolate is "always", but the environment is given as an object, which other processes cannot '
+            "make again; put its class in a file and set environment = FILE.py:Class"
+        )
+    if is_given or isolate == "never" or (isolate == "auto" and ":" not in config.environment):
+        yield lambda jobs: grade_here(environment, jobs, config.rewards.seconds, config.rewards.concurrent)
+    else:
+        with open_workers(config, folder) as grader:
+            yield grader
+
+
+@contextmanager
+def open_workers(config: RLConfig, folder: Path) -> Iterator[Grader]:
+    """Workers for the environment that `config` names, ended with all their processes on leaving.
+
+    They log to `folder/rewards_N.log`. Raises UserError where the environment cannot be loaded there.
+    """
+    rewards = config.rewards
+    count = rewards.workers or min(8, max(1, (os.cpu_count() or 1) // 2))
+    environment = {"name": config.environment, "data": config.data, "skip_bad_lines": config.skip_bad_lines}
+    with ExitStack() as opened:
+        keepers = [
+            opened.enter_context(contextlib.closing(_Keeper(environment, rewards, folder / f"rewards_{number}.log")))
+            for number in range(count)
+        ]
+        yield lambda jobs: _grade(keepers, jobs)
+
+
+def _grade(keepers: Sequence[_Keeper], jobs: Sequence[Job]) -> list[Outcome]:
+    """Every job's outcome, in order. A thread for each keeper takes chunks until none are left."""
+    messages = [_message(job) for job in jobs]
+    outcomes: dict[int, Outcome] = {}
+    waiting = deque(range(len(jobs)))
+    errors: list[BaseException] = []
+    lock = threading.Lock()
+
+    def chunk() -> list[int]:
+        with lock:
+            size = min(CHUNK, -(-len(waiting) // len(keepers)))
+            return [waiting.popleft() for _ in range(size)]
+
+    def drive(keeper: _Keeper) -> None:
+        try:
+            while taken := chunk():
+                outcomes.update(zip(taken, keeper.grade([messages[index] for index in taken])))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=drive, args=(keeper,), daemon=True) for keeper in keepers[1:]]
+    for thread in threads:
+        thread.start()
+    drive(keepers[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [outcomes[index] for index in range(len(jobs))]
+
+
+class _Keeper:
+    """A keeper process, started again where a reward has ended it."""
+
+    def __init__(self, environment: dict[str, Any], config: RewardConfig, log: Path):
+        self.environment, self.config, self.log = environment, config, log
+        self.process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def grade(self, messages: list[Any]) -> list[Outcome]:
+        """Outcomes of jobs. What takes the keeper with it is graded again one by one, to find the job at fault."""
+        try:
+            return self._ask(messages)
+        except Closed:
+            self._start()
+        if len(messages) > 1:
+            return [outcome for message in messages for outcome in self.grade([message])]
+        return [Outcome(cause=KILLED, message=f"the reward of example {_name(messages[0])} ended the workers' keeper")]
+
+    def _ask(self, messages: list[Any]) -> list[Outcome]:
+        if not self.ready:
+            self._await_ready()
+        assert self.process and self.process.stdin and self.process.stdout
+        send(self.process.stdin.fileno(), len(messages))
+        send(self.process.stdin.fileno(), messages)
+        # Each job takes its time at most twice, in a worker with others and alone.
+        patience = 60.0 + 2 * len(messages) * (self.config.seconds + 2.0)
+        answers = receive(self.process.stdout.fileno(), self.buffer, patience)
+        if not isinstance(answers, list) or len(answers) != len(messages):
+            raise Closed("no answers")
+        return [_outcome(answer) for answer in answers]
+
+    def _start(self) -> None:
+        self.close()
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", KEEPER, json.dumps([place or os.getcwd() for place in sys.path])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                # Ctrl-C is for the trainer, which ends its workers.
+                start_new_session=True,
+                # A worker is one of several, and OpenMP's threads do not survive the fork that it comes from.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert self.process.stdin
+        os.set_blocking(self.process.stdin.fileno(), False)
+        self.buffer = bytearray()
+        self.ready = False
+        limits = dataclasses.asdict(self.config)
+        send(self.process.stdin.fileno(), {"environment": self.environment, "limits": limits})
+
+    def _await_ready(self) -> None:
+        assert self.process and self.process.stdout
+        try:
+            error = receive(self.process.stdout.fileno(), self.buffer, START_SECONDS)["error"]
+        except Closed as closed:
+            error = f"its process ended ({closed})"
+        if error:
+            raise UserError(
+                f"{self.environment['name']} cannot be loaded in a reward worker: {error}. {self.log} has more; "
+                'rewards.isolate = "never" grades in the trainer\'s own process'
+            )
+        self.ready = True
+
+    def close(self) -> None:
+        """Ends the keeper, which ends its worker and all that the worker has started."""
+        if self.process is None:
+            return
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.process = None
+        if not self.log.stat().st_size:
+            self.log.unlink()
+
+
+def _message(job: Job) -> Any:
+    """A job as plain data. Raises UserError where the example's metadata is none."""
+    example, completion = job
+    fields = {"prompt": example.prompt, "answer": example.answer, "id": example.id}
+    if not example.metadata:
+        return [fields, completion]
+    metadata = dict(example.metadata)
+    try:
+        plain = json.loads(json.dumps(metadata)) == metadata
+    except (TypeError, ValueError, RecursionError):
+        plain = False
+    if not plain:
+        raise UserError(
+            f"the metadata of example {example.name} does not come back from JSON as it is, so it cannot be sent to a "
+            'reward worker; use text, numbers, lists and dicts with text as keys, or set rewards.isolate = "never"'
+        )
+    return [{**fields, "metadata": metadata}, completion]
+
+
+def _name(message: Any) -> str:
+    return Example(**message[0]).name
+
+
+def _outcome(answer: Any) -> Outcome:
+    """An answer as the trainer believes it: finite numbers by names, or a cause."""
+    try:
+        rewards, cause, message = answer
+        if cause:
+            return Outcome(cause=str(cause)[:40], message=str(message)[:4000])
+        numbers = {str(name): finite(value) for name, value in rewards.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        return Outcome(cause=KILLED, message=f"a reward worker answered what is no reward ({error})")
+    if not numbers or any(number is None for number in numbers.values()):
+        return Outcome(cause=KILLED, message="a reward worker answered what is no number")
+    return Outcome({name: number for name, number in numbers.items() if number is not None})

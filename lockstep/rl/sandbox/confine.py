@@ -1,0 +1,135 @@
+"""What runs between the caller and model-written code: confines itself, forks the code, and says how it ended.
+
+Three processes. The first waits, and ends everything where there is no process namespace. The second, first in a
+process namespace of its own, gives up all it can; when it ends, the kernel ends whatever is left in the namespace. The
+third has the limits and becomes the code. `settings` is plain data, see `run.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from lockstep.rl.processes import adopt_orphans, die_with_parent, end_tree
+from lockstep.rl.sandbox import landlock, namespaces
+
+NAMESPACES, FILES, USER, LANDLOCK = "namespaces", "files", "user", "landlock"
+"""Protections: no network and no other processes; a root of its own; a user who owns nothing in place of root; no
+mounts, no TCP and no signals, whatever the others leave open."""
+
+
+def main(settings: dict[str, Any], source: int, status: int) -> None:
+    """Runs what is read from `source`; writes protections and the way it ended to `status`, a JSON object each line."""
+    os.set_inheritable(status, False)  # the code could say here how it ended
+    with os.fdopen(source, "rb") as file:
+        text = file.read()
+    missing: dict[str, str] = {}
+    scratch = ""
+    adopt_orphans()
+    die_with_parent()
+    number = os.getpid()
+    may_drop = USER not in settings["without"] and namespaces.open_to_all(settings["python"])
+    _try(settings, missing, NAMESPACES, lambda: namespaces.leave(number, may_drop))
+    if missing:
+        scratch = tempfile.mkdtemp(prefix="sandbox-")
+        os.chmod(scratch, 0o777)
+    first = os.fork()
+    if first == 0:
+        try:
+            _first(settings, text, status, missing, scratch, number)
+        except BaseException as error:
+            _say(status, {"error": f"{type(error).__name__}: {error}"})
+        finally:
+            os._exit(1)
+
+    def end(*_: object) -> None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)  # it is gone when all of its namespace is
+        if scratch:
+            end_tree(first)
+            shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    end()
+
+
+def _first(
+    settings: dict[str, Any], text: bytes, status: int, missing: dict[str, str], scratch: str, number: int
+) -> None:
+    """Confines itself, starts the code and waits for it."""
+    readable, above = settings["readable"], 1 if os.getuid() == 0 else 2
+    if not missing:
+        _try(settings, missing, FILES, lambda: namespaces.build_root(readable, settings["scratch_mib"] * 2**20))
+    else:
+        missing[FILES] = "needs the namespaces"
+    own_root = FILES not in missing
+    if not own_root:
+        if not scratch and settings["allow_unprotected"]:
+            raise OSError(missing[FILES])
+        os.chdir(scratch or "/")
+    if own_root or namespaces.open_to_all(settings["python"]):
+        _try(settings, missing, USER, lambda: namespaces.drop_root(number))
+    elif os.getuid() == 0:
+        missing[USER] = f"only root can run {settings['python']} without a root of its own"
+    die_with_parent()  # only now: another user has to say so again
+    here, seen = os.getcwd(), ["/"] if own_root else readable
+    _try(settings, missing, LANDLOCK, lambda: landlock.restrict(seen, [here, *namespaces.DEVICES]))
+    _say(status, {"missing": missing})
+    if (missing and not settings["allow_unprotected"]) or settings["probe"]:
+        return
+    with open("main.py", "wb") as file:
+        file.write(text)
+    code = os.fork()
+    if code == 0:
+        # Of the same user are the one above the code and, unless that is root, the first.
+        alone = NAMESPACES not in missing or (settings["root"] and USER not in missing)
+        _limit(settings, settings["processes"] + above if alone else None)
+        os.execve(settings["python"], [settings["python"], "-I", "-S", "main.py"], {})
+    # It may run as many processes as it likes to end; the first to end is the code.
+    while True:
+        process, how = os.wait()
+        if process == code:
+            _say(status, {"exit": os.waitstatus_to_exitcode(how)})
+            return
+
+
+def _limit(settings: dict[str, Any], processes: int | None) -> None:
+    """Of each process. The kernel counts processes by user: None where this one has others, outside."""
+    memory, scratch = settings["memory_mib"] * 2**20, settings["scratch_mib"] * 2**20
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: math.ceil(settings["seconds"]) + 1,
+        resource.RLIMIT_FSIZE: scratch,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        **({} if processes is None else {resource.RLIMIT_NPROC: processes}),
+    }
+    for kind, most in limits.items():
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def _try(settings: dict[str, Any], missing: dict[str, str], name: str, protect: Callable[[], None]) -> None:
+    if name in settings["without"]:
+        missing[name] = "left out"
+        return
+    try:
+        protect()
+    except (OSError, AttributeError) as error:  # AttributeError: a C library without the call
+        missing[name] = str(error)
+
+
+def _say(status: int, message: dict[str, Any]) -> None:
+    os.write(status, json.dumps(message).encode() + b"\n")

@@ -1,0 +1,117 @@
+"""A process's own view of the system: a few folders to read, a scratch folder, no network, no other process.
+
+By unshare(2), mount(2) and pivot_root(2). An ordinary user gets the rights for it within a user namespace; root has
+them, and becomes a user without any afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MNT_DETACH = 442, -100, 0x8000, 2
+FIRST_USER, USERS = 61184, 4336
+"""The numbers that systemd keeps for users that live as long as a process: root becomes one of them, so that the limit
+of processes, which the kernel counts per user and does not apply to root, holds for each sandbox by itself."""
+PR_SET_DUMPABLE = 4
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SCRATCH = "/scratch"
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def leave(number: int, may_drop: bool) -> None:
+    """Leaves the namespaces of network, mounts, IPC and names; the next child is the first of its own processes.
+
+    Root who is not allowed to, as in a container, becomes the user `number` at once, if he may, and does it as any user
+    does. Raises OSError where the kernel, or what confines this process already, does not allow it.
+    """
+    flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
+    if os.getuid() == 0:
+        try:
+            return _call("unshare", flags)
+        except PermissionError:
+            if not may_drop:
+                raise
+            drop_root(number)
+            _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # or its files in /proc would still be root's
+    user, group = os.getuid(), os.getgid()
+    _call("unshare", flags | NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def build_root(readable: Sequence[str], scratch_bytes: int) -> None:
+    """Replaces the root by an empty one with `readable`, read-only, some devices, and a scratch folder. Raises OSError.
+
+    There is no /proc and no /sys in it.
+    """
+    _mount("none", "/", "", MS_REC | MS_PRIVATE)
+    # Opened before anything lies over them.
+    paths = {path for path in (*readable, *DEVICES) if os.path.lexists(path)}
+    paths = {path for path in paths if not paths.intersection(map(str, Path(path).parents))}
+    places = {path: os.open(path, os.O_PATH) for path in paths if not os.path.islink(path)}
+    root = "/tmp"
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=4096,mode=755")
+    for path in sorted(paths):
+        target = Path(root + path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path not in places:
+            target.symlink_to(os.readlink(path))
+            continue
+        source = f"/proc/self/fd/{places[path]}"
+        if os.path.isdir(source):
+            target.mkdir(exist_ok=True)
+        else:
+            target.touch()
+        _mount(source, str(target), "", MS_BIND | MS_REC)
+        _set_attributes(str(target), MS_RDONLY | MS_NOSUID, AT_RECURSIVE)
+        os.close(places[path])
+    Path(root + SCRATCH).mkdir()
+    if not os.path.exists(root + "/tmp"):  # unless something in it is to be read
+        Path(root + "/tmp").symlink_to(SCRATCH)
+    options = f"size={scratch_bytes},nr_inodes=10000,mode=777"
+    _mount("tmpfs", root + SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    _set_attributes(root, MS_RDONLY, 0)
+    os.chdir(root)
+    _call("pivot_root", b".", b".")  # the old root lies over the new one, until it is taken away
+    _call("umount2", b".", MNT_DETACH)
+    os.chdir(SCRATCH)
+
+
+def drop_root(number: int) -> None:
+    """Root becomes a user that owns nothing, by `number` another one for each sandbox; anyone else stays who he is."""
+    if os.getuid() == 0:
+        user = FIRST_USER + number % USERS
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+def open_to_all(path: str) -> bool:
+    """Whether every user may go through all folders to a file, and run it."""
+    return all(place.stat().st_mode & 0o001 for place in (Path(path), *Path(path).parents))
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def _set_attributes(path: str, attributes: int, flags: int) -> None:
+    """Of a mount, and with AT_RECURSIVE of all below it. The bits for these are those of mount(2)."""
+    settings = struct.pack("<QQQQ", attributes, 0, 0, 0)
+    _call("syscall", MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, settings, ctypes.c_size_t(len(settings)))
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(libc, name)(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)

@@ -1,0 +1,159 @@
+"""Rewards that fail: what becomes of their rollouts, and the ledger that loses no group."""
+
+import json
+from typing import ClassVar
+
+import pytest
+
+import lockstep.rl as rl
+from lockstep.config import Algorithm, RewardConfig
+from lockstep.errors import UserError
+from lockstep.rl.collect import assign_advantages, assign_rewards
+from lockstep.rl.controller import reinforce
+from lockstep.rl.ledger import Ledger, LedgerError
+from tests.rl.test_controller import TASK, _config, _metrics
+
+
+class Says(rl.Environment):
+    """The completion is the reward; `bad` raises."""
+
+    def reward(self, example, completion):
+        return {"correct": float(completion)}
+
+
+def _rollouts(*groups):
+    """A rollout for each completion of each group."""
+    return [
+        rl.Rollout(rl.Example(f"p{g}"), g, [1], [2], [-0.5], "stop", completion, 0)
+        for g, group in enumerate(groups)
+        for completion in group
+    ]
+
+
+PLAIN = Algorithm(normalize_advantages=False)
+
+
+def _entered(rollouts):
+    """The ledger of these rollouts, those that failed dropped."""
+    ledger = Ledger(len({rollout.group for rollout in rollouts}))
+    ledger.add(rollouts)
+    ledger.drop_failed()
+    ledger.keep_some()
+    return ledger
+
+
+def test_a_failed_reward_is_left_out_with_its_rollout_alone():
+    rollouts = _rollouts(["1", "bad", "0"], ["1", "0", "0"])
+    assign_rewards(rollouts, Says())
+    assert [r.failure for r in rollouts] == ["", "raised", "", "", "", ""]
+    trained = _entered(rollouts).trained
+    assert [r.completion for r in trained] == ["1", "0", "1", "0", "0"]
+    assign_advantages(trained, PLAIN)
+    assert [r.advantage for r in trained[:2]] == [0.5, -0.5], "the mean is that of the two that count"
+
+
+def test_a_failed_reward_is_zero_where_that_is_set():
+    rollouts = _rollouts(["1", "bad"])
+    assign_rewards(rollouts, Says(), RewardConfig(on_failure="zero", failure_limit=0.5))
+    assert _entered(rollouts).trained == rollouts
+    assign_advantages(rollouts, PLAIN)
+    assert [(r.reward, r.advantage, r.failure) for r in rollouts] == [(1.0, 0.5, ""), (0.0, -0.5, "raised")]
+
+
+def test_a_group_with_fewer_than_two_rewards_is_dropped_and_entered_in_the_ledger():
+    rollouts = _rollouts(["1", "bad"], ["bad", "bad"], ["1", "0"])
+    assign_rewards(rollouts, Says(), RewardConfig(failure_limit=0.6))
+    ledger = _entered(rollouts)
+    metrics = ledger.metrics(ledger.trained)
+    groups = {name: value for name, value in metrics.items() if name.startswith("groups/")}
+    assert groups == {"groups/drawn": 3, "groups/trained": 1, "groups/dropped/failed_rewards": 2}
+    for rollout in rollouts:
+        rollout.dropped = ""
+    with pytest.raises(UserError, match="no group of this step has two rewards that did not fail"):
+        _entered(rollouts[:4])
+
+
+def test_a_ledger_that_does_not_add_up_stops_the_run():
+    ledger = _entered(_rollouts(["1", "0"], ["0", "1"]))
+    with pytest.raises(LedgerError, match=r"2 groups were drawn, 2 trained and 0 dropped \(none\)"):
+        ledger.metrics(ledger.trained[1:])
+    ledger.rollouts = ledger.rollouts[:2]
+    with pytest.raises(LedgerError, match=r"2 groups were drawn, 1 trained and 0 dropped \(none\)"):
+        ledger.metrics(ledger.trained)
+
+
+def test_too_many_failures_end_the_run_with_their_causes_and_the_first():
+    said = r"more rewards .*limit 0.25 allows: 2 of 4 rewards failed \(2 raised\). The first: .*'p0' \(ValueError"
+    with pytest.raises(UserError, match=said):
+        assign_rewards(_rollouts(["1", "bad", "bad", "0"]), Says())
+    assign_rewards(_rollouts(["1", "bad", "1", "0"]), Says())
+
+
+def test_rewards_may_be_functions_by_name_and_coroutines():
+    async def judged(example, completion):
+        return len(completion) / 10
+
+    class Named(rl.Environment):
+        rewards: ClassVar = {"right": lambda example, completion: completion == example.answer, "judged": judged}
+        reward_weights: ClassVar = {"judged": 0.5}
+
+    (grade,) = rl.grade(Named(), [rl.Example("p", "four")], ["four"])
+    assert grade.by_name == {"right": 1.0, "judged": 0.4} and grade.total == 1.2
+
+
+def test_coroutines_of_all_steps_share_a_loop_also_where_one_runs_already():
+    import asyncio
+
+    class Loops(rl.Environment):
+        async def reward(self, example, completion):
+            return float(id(asyncio.get_running_loop()))
+
+    async def notebook():
+        return [rl.grade(Loops(), [rl.Example("p")], [""])[0].total for _ in range(2)]
+
+    first, second = asyncio.run(notebook())
+    assert first == second
+
+
+def test_a_coroutine_that_takes_too_long_fails_by_itself():
+    class Slow(rl.Environment):
+        async def reward(self, example, completion):
+            import asyncio
+
+            await asyncio.sleep(60 if completion == "slow" else 0)
+            return 1.0
+
+    rollouts = _rollouts(["a", "slow", "b", "c"])
+    assign_rewards(rollouts, Slow(), RewardConfig(seconds=0.2))
+    assert [r.failure for r in rollouts] == ["", "timeout", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "isolate", "fault", "cause"),
+    [
+        ("drop", "never", "raise ValueError", "raised"),
+        ("zero", "never", "raise ValueError", "raised"),
+        ("drop", "auto", "import os; os._exit(1)", "killed"),
+    ],
+)
+def test_a_run_with_failures_trains_on_and_its_ledger_adds_up_in_every_step(
+    tmp_path, model_folder, on_failure, isolate, fault, cause
+):
+    # One prompt's reward always fails, and so do some others'.
+    fails = f'if example.prompt == "stone:" or len(completion) % 4 == 0: {fault}\n        return'
+    (tmp_path / "task.py").write_text(TASK.replace("return completion", f"{fails} completion"))
+    rewards = RewardConfig(isolate=isolate, on_failure=on_failure, failure_limit=0.9)
+    changes = dict(environment=f"{tmp_path / 'task.py'}:Vowels", prompts_per_step=4, dtype="float32", rewards=rewards)
+    run = reinforce(_config(tmp_path / "run", model_folder, "", **changes))
+    for metrics in _metrics(run)[1:]:
+        lines = (run / "rollouts" / f"step_{metrics['step']:08}.jsonl").read_text().splitlines()
+        rollouts = [json.loads(line) for line in lines]
+        failed = sum("failure" in r for r in rollouts)
+        assert metrics[f"reward/failed/{cause}"] == failed >= 4
+        groups = [[r for r in rollouts if r["group"] == g] for g in range(4)]
+        left = [g for g in groups if on_failure == "zero" or sum("failure" not in r for r in g) >= 2]
+        dropped = metrics.get("groups/dropped/failed_rewards", 0)
+        assert (metrics["groups/drawn"], metrics["groups/trained"], dropped) == (4, len(left), 4 - len(left))
+        assert metrics["parity/tokens_different"] == 0
+        tokens = sum(len(r["token_ids"]) for g in left for r in g if on_failure == "zero" or "failure" not in r)
+        assert metrics["parity/tokens_checked"] == tokens, "what was dropped was not trained on"

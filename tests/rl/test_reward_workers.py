@@ -1,0 +1,261 @@
+"""Reward workers: whatever a reward does, it costs its own rollout only."""
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.errors import UserError
+from lockstep.rl import Environment, Example, Rollout
+from lockstep.rl.collect import assign_rewards
+from lockstep.rl.ledger import Ledger
+from lockstep.rl.processes import descendants
+from lockstep.rl.rewards.workers import open_workers
+
+TASK = """
+import asyncio, os, signal, sys, time
+import lockstep.rl as rl
+
+leaked = []
+
+class Task(rl.Environment):
+    def examples(self, split):
+        return [rl.Example("p")]
+
+    def reward(self, example, completion):
+        return getattr(self, completion)()
+
+    def fine(self):
+        return {"one": 1.0}
+
+    def raises(self):
+        raise ValueError("no")
+
+    def exits(self):
+        sys.exit(0)
+
+    def is_nan(self):
+        return float("nan")
+
+    def hangs(self):
+        time.sleep(1000)
+
+    def hangs_deaf(self):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            pass
+
+    def takes_memory(self):
+        return len(bytearray(2**33))
+
+    def leaks(self):
+        leaked.append(bytearray(b"x" * 50_000_000))
+        return {"one": 1.0}
+
+    def prints(self):
+        for _ in range(1000):
+            print("x" * 10**6)
+        return {"one": 1.0}
+
+    def kills_itself(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def kills_its_keeper(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    def exits_at_once(self):
+        os._exit(0)
+
+    def forks(self):
+        # Never more than 24: what is tested is that these are found and ended, out of the group and orphaned.
+        for _ in range(24):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    time.sleep(1000)
+                os._exit(0)
+            os.wait()
+        time.sleep(1000)
+
+    def returns_twice(self):
+        os.fork()
+        return {"one": 1.0}
+
+    def writes_into_pipes(self):
+        for pipe in range(3, 20):
+            try:
+                os.write(pipe, b"\\xff\\xff\\xff\\xff nonsense")
+            except OSError:
+                pass
+        return {"one": 1.0}
+
+class Judged(Task):
+    async def reward(self, example, completion):
+        if completion == "asleep":
+            await asyncio.sleep(1000)
+        await asyncio.sleep(0.01)
+        return getattr(self, completion)()
+"""
+
+LIMITS = dict(workers=2, seconds=3.0, memory_gib=0.25, processes=8, output_kib=64)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    file = tmp_path_factory.mktemp("task") / "task.py"
+    file.write_text(TASK)
+    return file
+
+
+@pytest.fixture
+def graded(task, tmp_path):
+    """`graded(completions, …)`: the cause of each failure, an empty string for each that has its reward."""
+
+    def grade(completions, kind="Task", **changes):
+        config = RLConfig(environment=f"{task}:{kind}", rewards=RewardConfig(**(LIMITS | changes)))
+        with open_workers(config, tmp_path) as grader:
+            outcomes = grader([(Example("p", id=str(i)), text) for i, text in enumerate(completions)])
+        assert all(o.rewards == {"one": 1.0} for o in outcomes if not o.cause)
+        assert not descendants(os.getpid()), "no process is left behind"
+        return [o.cause for o in outcomes]
+
+    return grade
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        ("raises", "raised"),
+        ("exits", "raised"),
+        ("is_nan", "invalid"),
+        ("hangs", "timeout"),
+        ("hangs_deaf", "timeout"),
+        ("takes_memory", "memory"),
+        ("prints", "output"),
+        ("kills_itself", "killed"),
+        ("exits_at_once", "killed"),
+        ("kills_its_keeper", "killed"),
+        ("forks", "processes"),
+        ("writes_into_pipes", "killed"),
+    ],
+)
+def test_a_bad_reward_fails_alone_and_says_why(graded, bad, cause):
+    assert graded(["fine", "fine", bad, "fine", "fine"], workers=1) == ["", "", cause, "", ""]
+
+
+def test_a_reward_that_leaks_fails_nothing_before_the_limit_and_not_its_neighbours(graded):
+    # 50 MB each and 256 MiB for all: a worker is replaced before its neighbours miss what one has kept.
+    assert graded(["leaks"] * 12 + ["fine"] * 4, workers=1) == [""] * 16
+
+
+def test_a_reward_that_forks_and_returns_twice_is_answered_once(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        for _ in range(5):  # a second answer would be taken for that of the next one
+            assert grader([(Example("p"), "returns_twice")])[0].rewards == {"one": 1.0}
+            assert grader([(Example("p"), "raises")])[0].cause == "raised"
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"), [("asleep", "timeout"), ("hangs", "timeout"), ("raises", "raised"), ("kills_itself", "killed")]
+)
+def test_of_coroutines_that_run_together_only_the_bad_one_fails(graded, bad, cause):
+    assert graded(["fine"] * 5 + [bad] + ["fine"] * 5, "Judged") == [""] * 5 + [cause] + [""] * 5
+
+
+BAD = dict(
+    raises=("raised", 60), kills_itself=("killed", 40), takes_memory=("memory", 40), prints=("output", 30),
+    forks=("processes", 20), hangs=("timeout", 10),
+)  # fmt: skip
+
+
+def test_of_a_thousand_rewards_two_hundred_bad_ones_fail_and_no_other(graded, task, tmp_path):
+    kinds = [kind for kind, (_, count) in BAD.items() for _ in range(count)]
+    assert len(kinds) == 200
+    completions = ["fine"] * 1000
+    for place, kind in enumerate(kinds):
+        completions[(place * 37) % 1000] = kind  # 37 and 1000 share no factor: every place is another
+    expected = [BAD[text][0] if text in BAD else "" for text in completions]
+    assert Counter(expected)[""] == 800
+    rollouts = [Rollout(Example("p"), i // 5, [1], [2], [-0.5], "stop", text, 0) for i, text in enumerate(completions)]
+    limits = RewardConfig(**LIMITS | {"seconds": 2.0})
+    with open_workers(RLConfig(environment=f"{task}:Task", rewards=limits), tmp_path) as grader:
+        assign_rewards(rollouts, Environment(), limits, grader)
+    assert [r.failure for r in rollouts] == expected
+    ledger = Ledger(200)
+    ledger.add(rollouts)
+    ledger.drop_failed()
+    trained = ledger.trained
+    whole = [members for members in zip(*[iter(expected)] * 5) if members.count("") >= 2]
+    assert len(trained) == sum(members.count("") for members in whole), "every good one of a group that is left"
+    metrics = ledger.metrics(trained)
+    assert metrics["groups/trained"] == len(whole) == 200 - metrics.get("groups/dropped/failed_rewards", 0)
+
+
+def test_workers_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
+    import signal
+    import subprocess
+    import sys
+
+    script = f"""
+import os, sys, threading
+from pathlib import Path
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl import Environment, Example, Rollout
+from lockstep.rl.processes import descendants
+from lockstep.rl.rewards.workers import open_workers
+config = RLConfig(environment="{task}:Task", rewards=RewardConfig(workers=1, seconds=900))
+with open_workers(config, Path(r"{tmp_path}")) as grader:
+    grader([(Example("p"), "fine")])
+    print(*descendants(os.getpid()), flush=True)
+    grader([(Example("p"), "hangs")])
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout
+    below = [int(process) for process in trainer.stdout.readline().split()]
+    assert len(below) == 2, "a keeper and its worker"
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    until = time.monotonic() + 60
+    while any(_runs(process) for process in below):
+        assert time.monotonic() < until, "keeper and worker outlive the trainer"
+        time.sleep(0.02)
+
+
+def _runs(process):
+    try:
+        return ") Z" not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_an_environment_that_does_not_load_in_a_worker_is_named(tmp_path):
+    (tmp_path / "task.py").write_text("raise ImportError('nothing here')")
+    with (
+        open_workers(RLConfig(environment=f"{tmp_path / 'task.py'}:Task"), tmp_path) as grader,
+        pytest.raises(UserError, match="task.py:Task cannot be loaded in a reward worker: .*nothing here"),
+    ):
+        grader([(Example("p"), "fine")])
+
+
+def test_metadata_that_json_would_change_is_refused(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(workers=1))
+    with open_workers(config, tmp_path) as grader:
+        good = Example("p", metadata={"tests": [1, "two", {"three": None}]})
+        assert grader([(good, "fine")])[0].rewards == {"one": 1.0}
+        with pytest.raises(UserError, match="metadata of example 'p' does not come back from JSON"):
+            grader([(Example("p", metadata={"tests": (1, 2)}), "fine")])
+
+
+def test_a_worker_needs_no_torch(tmp_path):
+    (tmp_path / "task.py").write_text(
+        "import sys\nimport lockstep.rl as rl\nclass Task(rl.Environment):\n"
+        "    def examples(self, split): return [rl.Example('p')]\n"
+        "    def reward(self, example, completion): return {'torch': 'torch' in sys.modules}\n"
+    )
+    with open_workers(RLConfig(environment=f"{tmp_path / 'task.py'}:Task"), tmp_path) as grader:
+        assert grader([(Example("p"), "")])[0].rewards == {"torch": 0.0}
