@@ -90,7 +90,7 @@ def _parse(kind: type, arguments: list[str], command: str, default: Any = None, 
 def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
     """The recipe's configuration; over it, in this order, the settings of the run that --resume continues, a TOML file
     and the command line."""
-    from lockstep.config import from_toml, recorded_run
+    from lockstep.config import RLConfig, from_toml, recorded_run, with_algorithm
     from lockstep.recipes import recipe
 
     rest, chosen = [], {"--recipe": "", "--config": ""}
@@ -121,7 +121,11 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
         print(f"most used: {MOST_USED[command]}")
         print("--config FILE: start from a TOML or YAML file, such as a run's config.toml")
         print(f"--recipe NAME: start from a ready run:\n{described(command)}\n")
-    return _parse(kind, rest, command, default)
+    config = _parse(kind, rest, command, default)
+    if isinstance(config, RLConfig) and isinstance(default, RLConfig):
+        given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
+        config = with_algorithm(config, default, given)
+    return config
 
 
 MOST_USED = {
@@ -129,8 +133,8 @@ MOST_USED = {
     "  --train.learning-rate --validation-data --resume --dry-run",
     "sft": "--model --data --output --epochs --tokens-per-step --sequence-length --dtype --train.learning-rate\n"
     "  --validation-data --resume",
-    "rl": "--model --environment --data --output --steps --prompts-per-step --samples-per-prompt --max-new-tokens\n"
-    "  --train.learning-rate --validation-every --resume",
+    "rl": "--model --environment --algorithm --data --output --steps --prompts-per-step --samples-per-prompt\n"
+    "  --max-new-tokens --train.learning-rate --validation-every --resume",
 }
 
 

@@ -4,7 +4,7 @@ A run is described by one flat dataclass with nested ones (`train`, `engine`, `c
 under a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
 """
 
-from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of
+from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of, with_algorithm
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
@@ -44,4 +44,5 @@ __all__ = [
     "recorded_run",
     "to_toml",
     "validate",
+    "with_algorithm",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from lockstep.config.runs import RLConfig
@@ -75,6 +76,25 @@ ALGORITHMS: dict[str, Algorithm] = {
     "distillation": Algorithm(advantage="teacher", normalize_advantages=False, loss="reinforce"),
 }
 """By the names of `RLConfig.algorithm`; docs/algorithms.md has their papers."""
+
+
+def with_algorithm(config: RLConfig, before: RLConfig, given: Collection[str]) -> RLConfig:
+    """`config`, in which the settings of the algorithm that `before` had are unset if it names another one.
+
+    A run's config.toml has all of them, which would otherwise stay. given: the settings that the user named; they stay.
+    """
+    if config.algorithm == before.algorithm:
+        return config
+    unset = {name: default for name, default in _unset().items() if name not in given}
+    return dataclasses.replace(config, **unset)
+
+
+def _unset() -> dict[str, Any]:
+    """The algorithm's settings, of which none is chosen."""
+    from lockstep.config.runs import RLConfig
+
+    names = {field.name for field in dataclasses.fields(Algorithm)}
+    return {field.name: field.default for field in dataclasses.fields(RLConfig) if field.name in names}
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:

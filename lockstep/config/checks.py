@@ -66,9 +66,14 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
     if algorithm.normalize_advantages and algorithm.advantage in ("leave_one_out", "best", "teacher"):
         yield f"{given} is not divided by a deviation; leave normalize_advantages out"
     if (algorithm.advantage == "teacher") != bool(config.teacher):
+        if config.teacher:
+            yield f"teacher is set, but {given} does not use one; leave it out, or set algorithm = distillation"
+        else:
+            yield f"{given} needs a teacher: give the folder of a model with --teacher"
+    if algorithm.loss == "reinforce" and algorithm.advantage != "best" and config.inner_steps > 1:
         yield (
-            f'{given} and teacher is "{config.teacher}"; give the folder of a model as teacher, and '
-            "algorithm distillation, or neither"
+            f"loss reinforce has no ratio, so the later of {config.inner_steps} inner steps would be off policy; set "
+            'inner_steps = 1, or loss = "clip"'
         )
     if algorithm.advantage == "teacher" and algorithm.extra_rounds:
         yield "extra_rounds drops groups of equal reward, from which a teacher's advantages learn as well; leave it out"

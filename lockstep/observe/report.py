@@ -122,8 +122,8 @@ def parity_meaning(checked: int, different: int) -> str:
             "sampled tokens, so the policy gradient was off by as much as the importance ratios are from 1."
         )
     return (
-        "The generator and the trainer computed the same log-probability, to the last bit, for every sampled token, "
-        "so the policy gradient is exactly on policy."
+        "The generator and the trainer computed the same log-probability, to the last bit, for every token that was "
+        "trained on, so the gradient of each first inner step is exactly on policy."
     )
 
 

@@ -74,15 +74,16 @@ class TiedEmbedding:
                 assert work is not None
                 self._sent.append((work, source))
         if stage is self.owner:
-            assert owned is not None and owned.grad is not None
-            target = local_part(owned.grad)[0]
+            assert owned is not None
             if self.borrower is not None:
                 source = self._kept.pop(0)
             else:
-                source = torch.empty_like(target)
+                source = torch.empty_like(local_part(owned)[0])
                 dist.recv(source, group=self.group, group_src=self.last_rank, tag=TAG)
-            # As autograd adds the two where they are one parameter: in the dtype of the computation.
-            target.copy_(target.to(self.dtype) + source.to(self.dtype))
+            if owned.grad is not None:  # of a frozen weight nothing is wanted
+                # As autograd adds the two where they are one parameter: in the dtype of the computation.
+                target = local_part(owned.grad)[0]
+                target.copy_(target.to(self.dtype) + source.to(self.dtype))
 
     def wait(self) -> None:
         """Until what was sent has arrived."""

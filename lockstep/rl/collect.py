@@ -53,15 +53,17 @@ def assign_rewards(
     environment: Environment,
     config: RewardConfig | None = None,
     grader: Grader | None = None,
+    limited: bool = True,
 ) -> None:
     """Grades every rollout, with `grader` where one is given, else in this process; marks those whose reward failed.
 
-    Raises UserError where a larger share than `failure_limit` failed, and as `totals` does.
+    Raises UserError where a larger share than `failure_limit` failed, if `limited`, and as `totals` does.
     """
     config = config or RewardConfig()
     jobs = [(r.example, r.completion) for r in rollouts]
     outcomes = grader(jobs) if grader else grade_here(environment, jobs, config.seconds)
-    refuse_too_many(outcomes, config.failure_limit)
+    if limited:
+        refuse_too_many(outcomes, config.failure_limit)
     if said := failures(outcomes):
         log.warning("%s", said)
     for rollout, graded in zip(rollouts, totals(environment, jobs, outcomes)):
@@ -138,7 +140,7 @@ def evaluate(
     The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
     """
     rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, tokenizer, config)
-    assign_rewards(rollouts, environment, config.rewards, grader)
+    assign_rewards(rollouts, environment, config.rewards, grader, limited=False)
     return rollouts
 
 

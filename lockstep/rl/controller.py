@@ -86,6 +86,8 @@ def _reinforce(
     device = open_device(config.device)
     config = settle(config, World(device))
     algorithm = algorithm_of(config)
+    others = algorithm.advantage == "teacher" or algorithm.kl_coefficient > 0 or algorithm.entropy_coefficient > 0
+    learns_from_rewards_alone = not others
     is_given = environment is not None
     environment = environment or load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
@@ -186,7 +188,8 @@ def _reinforce(
                     validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
-                silent_steps = silent_steps + 1 if metrics["reward/groups_without_spread"] == 1 else 0
+                silent = learns_from_rewards_alone and metrics["reward/groups_without_spread"] == 1
+                silent_steps = silent_steps + 1 if silent else 0
                 if silent_steps == SILENT_STEPS:
                     log.warning(NOTHING_LEARNT, silent_steps)
                 observer.write(step, metrics)

@@ -63,12 +63,13 @@ class Ledger:
         self.drop(lambda rollout: len(rewards[rollout.group]) == 1, "equal_rewards")
 
     def keep_some(self) -> None:
-        """Takes the first `wanted` groups back where nothing is left: the step is made all the same, with whatever
-        has a gradient then, such as the KL divergence. Raises UserError where all rewards failed."""
+        """Takes the first groups back, up to `wanted`, where nothing is left: the step is made all the same, with
+        whatever has a gradient then, such as the KL divergence. Raises UserError where all rewards failed."""
         if self.trained:
             return
+        sound = sorted({rollout.group for rollout in self.rollouts if rollout.dropped != FAILED_REWARDS})
         for rollout in self.rollouts:
-            if rollout.group < self.wanted and rollout.dropped != FAILED_REWARDS:
+            if rollout.group in sound[: self.wanted] and rollout.dropped != FAILED_REWARDS:
                 rollout.dropped = ""
         if not self.trained:
             raise UserError(

@@ -9,6 +9,7 @@ import torch
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer, load_tokenizer
 from lockstep.errors import UserError
+from lockstep.hub import is_model
 from lockstep.model import Decoder, load_model
 from lockstep.rl.rollouts import Rollout
 from lockstep.train import Trainer
@@ -37,6 +38,8 @@ def load_teacher(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Deco
 
 def load_with_vocabulary(folder: str, setting: str, config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Decoder:
     """A model of the policy's vocabulary, without gradient. Raises UserError, naming `setting`, for any other."""
+    if not is_model(folder):
+        raise UserError(f"{setting} {folder}: no such model; give a folder with one")
     other = load_model(folder, config.dtype, model.device)
     theirs = load_tokenizer(folder, other.config.vocab_size)
     sizes = other.config.vocab_size, model.config.vocab_size

@@ -47,7 +47,7 @@ SHARED = {
 }
 
 
-def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimizer="adamw", compiled="none"):
+def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimizer="adamw", compiled="none", rules=()):
     """Losses and gradient norms of each step, and the weights after the last; odd lengths, so that sums are uneven."""
     world = open_world(parallel, "cpu")
     shape = preset("qwen3:micro", 131)
@@ -55,7 +55,12 @@ def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimi
     fill = partial(initialize, seed=3)
     model = parallel_model(shape, kind, world, parallel, CompileConfig(compiled), fill)
     config = TrainConfig(
-        learning_rate=3e-3, warmup_steps=0, deterministic_layout=deterministic, optimizer=optimizer, max_grad_norm=0.3
+        learning_rate=3e-3,
+        warmup_steps=0,
+        deterministic_layout=deterministic,
+        optimizer=optimizer,
+        max_grad_norm=0.3,
+        rules=rules,
     )
     trainer = Trainer(model, config, STEPS, world)
     draw = torch.Generator().manual_seed(0)
@@ -115,6 +120,11 @@ def test_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
 )
 def test_steps_have_the_same_bits_where_ranks_share_tokens_features_and_layers(dtype, steps, optimizer, layouts):
     check([SHARED[name] for name in layouts], 2, dtype, 8, steps, True, optimizer)
+
+
+def test_a_frozen_embedding_that_two_stages_share_is_trained_around():
+    frozen = ("embed_tokens* frozen=true",)
+    check([SHARED["PP 2, 1F1B"]], 1, "float32", 4, 3, True, "adamw", "none", frozen)
 
 
 @pytest.mark.slow

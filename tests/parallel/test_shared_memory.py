@@ -225,3 +225,12 @@ def go_without(why):
 @pytest.mark.parametrize("why", ["switched off", "no kernels", "processes do not see each other"])
 def test_where_one_rank_cannot_share_all_use_gloo(why):
     launch(2, go_without, why)
+
+
+def test_another_file_under_the_same_number_is_refused():
+    process, file, _ = shared_memory._created(2)
+    try:
+        with pytest.raises(OSError, match="is not lockstep-0000"):
+            shared_memory._opened(process, file, "lockstep-" + "0" * 32)
+    finally:
+        os.close(file)

@@ -1,7 +1,8 @@
 """Whole runs of every algorithm on a small random model: what is drawn, dropped, charged and compared."""
 
 import json
-from dataclasses import asdict
+import string
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from lockstep.model import ModelConfig, build_model, load_model, save_model
 from lockstep.rl import Environment, Example
 from lockstep.rl.controller import reinforce
 from lockstep.rl.ledger import Ledger
+from lockstep.rl.reference import MovingAverage
 from lockstep.rl.rollouts import Rollout
+from lockstep.train import Trainer
 
 
 class EvenBytes(Environment):
@@ -37,7 +40,8 @@ class Half(EvenBytes):
 
 
 class Hopeless(EvenBytes):
-    words = tuple(f"={n}" for n in range(8))
+    words = ("=same",) * 8
+    stop = tuple(string.ascii_letters)  # some completions end early
 
 
 def _folder(path, seed=0, vocab=258):
@@ -82,7 +86,8 @@ def _rollouts(folder, step):
 def test_every_algorithm_trains_with_every_bit_compared_and_records_its_settings(tmp_path, folders, name):
     teacher = {"teacher": str(folders[1])} if name == "distillation" else {}
     kl = {} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
-    changes = {"algorithm": name, "inner_steps": 2, "off_policy": "truncate", "entropy_coefficient": 0.01}
+    inner = 1 if name in ("rloo", "distillation") else 2
+    changes = {"algorithm": name, "inner_steps": inner, "off_policy": "truncate", "entropy_coefficient": 0.01}
     config = _config(tmp_path / "run", folders[0], **changes, **teacher, **kl)
     folder = reinforce(config, EvenBytes())
     for metrics in _metrics(folder):
@@ -124,9 +129,11 @@ def test_a_task_without_spread_is_drawn_a_bounded_number_of_times_and_the_step_i
     (metrics,) = _metrics(folder)
     assert metrics["groups/drawn"] == 9 and metrics["groups/trained"] == 3
     assert metrics["groups/dropped/equal_rewards"] == 6
-    rewards = [r["rewards"] for r in _rollouts(folder, 1)]
-    # Five tokens of five, the last of which is the share of 0.2.
-    assert {r["overlong"] for r in rewards} <= {-1.0, 0.0} and any(r["overlong"] for r in rewards)
+    rollouts = _rollouts(folder, 1)
+    # Five tokens of five, the last of which is the share of 0.2; charged once, and not before groups are compared.
+    assert {r["rewards"]["overlong"] for r in rollouts} == {-1.0, 0.0}
+    said = {tuple(tuple(r["token_ids"]) for r in rollouts if r["group"] == group) for group in range(9)}
+    assert len(said) == 9, "each round has draws of its own, for the one prompt too"
 
 
 def test_rejection_keeps_the_best_completions_only(tmp_path, folders):
@@ -168,6 +175,20 @@ def test_a_moving_average_follows_the_policy_and_a_run_with_it_resumes_to_the_sa
     losses = [m["loss"] for m in _metrics(whole)]
     reinforce(_config(whole, folders[0], resume=True, **changes), EvenBytes())
     assert [m["loss"] for m in _metrics(whole)] == losses and [m["policy/kl"] for m in _metrics(whole)] == near
+
+
+def test_a_moving_average_keeps_its_share_and_takes_the_rest_from_the_policy(folders):
+    trainer = Trainer(load_model(folders[0], "float32"), TrainConfig(), 1)
+    reference = load_model(folders[0], "float32")
+    average = MovingAverage(reference, trainer, 0.75)
+    with torch.no_grad():
+        for own in average.averages.values():
+            own.zero_()
+        for master in trainer.optimizer.masters.values():
+            master.fill_(4.0)
+    for expected in (1.0, 1.75):
+        average.update()
+        assert all((parameter == expected).all() for parameter in reference.parameters())
 
 
 def test_the_divergence_from_a_folder_is_that_models(tmp_path, folders):
@@ -215,8 +236,9 @@ def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
         ({"clip_low": "x"}, "clip_low is 'x'; it must be a number"),
         ({"extra_rounds": 1.5}, "extra_rounds is 1.5; it must be a whole number"),
         ({"algorithm": "rloo", "normalize_advantages": True}, "advantage leave_one_out of rloo is not divided by"),
-        ({"algorithm": "distillation"}, 'advantage teacher of distillation and teacher is ""; give the folder'),
-        ({"teacher": "DIR"}, 'advantage group of grpo and teacher is "DIR"'),
+        ({"algorithm": "distillation"}, "advantage teacher of distillation needs a teacher: give the folder"),
+        ({"teacher": "DIR"}, "teacher is set, but advantage group of grpo does not use one"),
+        ({"algorithm": "rloo", "inner_steps": 2}, "loss reinforce has no ratio, so the later of 2 inner steps"),
         ({"algorithm": "distillation", "teacher": "D", "extra_rounds": 1}, "extra_rounds drops groups of equal"),
         ({"algorithm": "rejection", "kl_in": "reward", "kl_coefficient": 0.1}, "does not count a KL divergence in"),
         ({"kl_reference": "average"}, "kl_reference is average and kl_coefficient is 0"),
@@ -251,3 +273,14 @@ def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
         "groups/drawn": 3.0, "groups/trained": 2.0, "groups/dropped/equal_rewards": 1.0,
         "rollout/completions_trained": 4.0, "rollout/tokens_trained": 8.0,
     }  # fmt: skip
+
+
+def test_another_algorithm_over_a_recorded_run_brings_its_own_settings(tmp_path, folders):
+    """config.toml has every setting of its algorithm: they go with it, but for those that are given anew."""
+    from lockstep.cli import _run_config
+
+    recorded = reinforce(_config(tmp_path / "run", folders[0], algorithm="dapo", steps=1), EvenBytes())
+    options = ["--config", str(recorded / "config.toml"), "--algorithm", "gspo", "--clip-high", "0.5"]
+    config = _run_config("rl", RLConfig, options)
+    assert algorithm_of(config) == replace(ALGORITHMS["gspo"], clip_high=0.5)
+    assert algorithm_of(_run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
