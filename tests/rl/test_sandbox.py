@@ -46,6 +46,13 @@ def test_code_reads_its_input_prints_and_exits_as_a_program_does():
     assert (result.exit, result.stdout, result.stderr, result.cause) == (3, "2432902008176640000\n", "no\n", "")
 
 
+@pytest.mark.parametrize("half", ["\ud800", "\udc80"])
+def test_half_a_surrogate_pair_is_the_codes_error(half):
+    assert "SyntaxError" in run_code(f"print('{half}')", "", LIMITS).stderr
+    reads = "import sys; print(sys.stdin.buffer.read())"
+    assert run_code(reads, half, LIMITS).stdout == f"{half.encode('utf-8', 'surrogatepass')}\n"
+
+
 def test_code_that_a_signal_ends_says_which():
     assert run_code("import os; os.kill(os.getpid(), 11)", "", LIMITS).exit == -signal.SIGSEGV
 
