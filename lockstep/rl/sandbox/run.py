@@ -82,8 +82,8 @@ def run_code(
 def missing_protections() -> dict[str, str]:
     """What a sandbox lacks on this machine, with the reason; empty where it has everything.
 
-    `namespaces`: no network, no other processes. `files`: a root of its own. `user`: not root. `landlock`: no mounts,
-    no TCP, no signals, whatever the others leave open.
+    `namespaces`: no network, no other processes. `keys`: none of the caller's keys. `files`: a root of its own. `user`:
+    not root. `landlock`: no mounts, no TCP, no signals, whatever the others leave open.
     """
     return _run("", "", SandboxLimits(), (), probe=True)[1]
 
