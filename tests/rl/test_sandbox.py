@@ -284,6 +284,17 @@ def test_it_has_no_more_memory_than_the_limit():
     assert run_code(code, "", SandboxLimits(seconds=60, memory_mib=600)).exit == 0
 
 
+@pytest.mark.skipif(
+    os.getuid() != 0 or not os.access("/proc/sys/kernel/shmall", os.W_OK),
+    reason="only root may set the namespace's limit",
+)
+def test_it_has_no_shared_memory_that_no_limit_counts():
+    code = "import ctypes\nprint(ctypes.CDLL(None).shmget(0, 4096, 0o1600))"
+    before = Path("/proc/sys/kernel/shmall").read_text()
+    assert run_code(code, "", LIMITS).stdout == "-1\n"
+    assert Path("/proc/sys/kernel/shmall").read_text() == before, "the limit is the sandbox's own"
+
+
 @pytest.mark.parametrize("name", ["namespaces", "keys", "landlock", "user"])
 def test_where_the_kernel_offers_too_little_nothing_runs(name, public_folder):
     if name == "user" and os.getuid() != 0:

@@ -11,6 +11,7 @@ import errno
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
@@ -40,7 +41,11 @@ def leave(number: int, may_drop: bool) -> None:
     flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
     if os.getuid() == 0:
         try:
-            return _call("unshare", flags)
+            _call("unshare", flags)
+            with suppress(OSError):  # read-only in some containers
+                # No page of System V shared memory in this IPC namespace: no limit of a process counts it.
+                Path("/proc/sys/kernel/shmall").write_text("0")
+            return
         except PermissionError:
             if not may_drop:
                 raise
