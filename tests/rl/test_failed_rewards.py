@@ -11,6 +11,7 @@ from lockstep.errors import UserError
 from lockstep.rl.collect import assign_advantages, assign_rewards
 from lockstep.rl.controller import reinforce
 from lockstep.rl.ledger import Ledger, LedgerError
+from lockstep.rl.rewards.grading import grade_here
 from tests.rl.test_controller import TASK, _config, _metrics
 
 
@@ -126,6 +127,52 @@ def test_a_coroutine_that_takes_too_long_fails_by_itself():
     rollouts = _rollouts(["a", "slow", "b", "c"])
     assign_rewards(rollouts, Slow(), RewardConfig(seconds=0.2))
     assert [r.failure for r in rollouts] == ["", "timeout", "", ""]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_coroutine_that_exits_fails_by_itself(error, nested):
+    class Exits(rl.Environment):
+        async def reward(self, example, completion):
+            import asyncio
+
+            async def end():
+                raise error
+
+            if completion == "exit":
+                await (asyncio.create_task(end()) if nested else end())
+            await asyncio.sleep(0)
+            return 1.0
+
+    jobs = [(rl.Example("p"), completion) for completion in ("a", "exit", "b", "exit", "c")]
+    for _ in range(2):
+        assert [o.cause for o in grade_here(Exits(), jobs, seconds=60)] == ["", "raised", "", "raised", ""]
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Unspeakable(), "(Unspeakable: its message cannot be read)"),
+        (ValueError("\x1b]0;owned\x07\nWARNING: \ud800é"), r"(ValueError: \x1b]0;owned\x07\nWARNING: \ud800é)"),
+    ],
+)
+def test_what_an_error_says_fails_nothing_and_forges_nothing(error, said):
+    class Raises(rl.Environment):
+        def reward(self, example, completion):
+            raise error
+
+    class Awaited(Raises):
+        async def reward(self, example, completion):
+            raise error
+
+    for environment in (Raises(), Awaited()):
+        (outcome,) = grade_here(environment, [(rl.Example("p"), "")])
+        assert outcome.cause == "raised" and outcome.message.endswith(said)
 
 
 @pytest.mark.parametrize(

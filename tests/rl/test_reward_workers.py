@@ -60,6 +60,21 @@ class Task(rl.Environment):
             print("x" * 10**6)
         return {"one": 1.0}
 
+    def prints_some(self):
+        print("x")
+        return {"one": 1.0}
+
+    def forges(self):
+        # As its worker answers, in each pipe: of a forger the trainer believes no cause and no control character.
+        import json, struct
+        body = json.dumps([[0, {}, "\\x1bcause", "\\x1b[2J"]]).encode()
+        for pipe in range(3, 20):
+            try:
+                os.write(pipe, struct.pack("<I", len(body)) + body)
+            except OSError:
+                pass
+        time.sleep(1000)
+
     def kills_itself(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -161,10 +176,41 @@ def test_a_reward_that_forks_and_returns_twice_is_answered_once(task, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bad", "cause"), [("asleep", "timeout"), ("hangs", "timeout"), ("raises", "raised"), ("kills_itself", "killed")]
+    ("bad", "cause"),
+    [
+        ("asleep", "timeout"),
+        ("hangs", "timeout"),
+        ("raises", "raised"),
+        ("exits", "raised"),
+        ("kills_itself", "killed"),
+    ],
 )
 def test_of_coroutines_that_run_together_only_the_bad_one_fails(graded, bad, cause):
     assert graded(["fine"] * 5 + [bad] + ["fine"] * 5, "Judged") == [""] * 5 + [cause] + [""] * 5
+
+
+def test_a_worker_that_forges_an_answer_forges_no_cause_and_no_terminal(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        outcome = grader([(Example("p"), "forges")])[0]
+    assert (outcome.cause, outcome.message) == ("killed", r"\x1b[2J")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a file that is always full")
+def test_a_full_disk_costs_the_log_alone(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    log = tmp_path / "rewards_0.log"
+    log.symlink_to("/dev/full")
+    with open_workers(config, tmp_path) as grader:
+        assert grader([(Example("p"), "prints_some")])[0].rewards == {"one": 1.0}
+        assert log.is_symlink(), "a keeper that is started again makes another log"
+
+
+def test_a_log_that_is_deleted_during_the_run_fails_nothing(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        grader([(Example("p"), "fine")])
+        (tmp_path / "rewards_0.log").unlink()
 
 
 BAD = dict(

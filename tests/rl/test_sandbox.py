@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or bool(missing_protections()),
     reason="this machine allows no sandbox: lockstep.rl.sandbox.missing_protections() says what is missing",
 )
-EVERYTHING = ("namespaces", "landlock", "user")
+EVERYTHING = ("namespaces", "keys", "landlock", "user")
 LIMITS = SandboxLimits(seconds=60)  # the machine that runs tests may be busy
 
 
@@ -44,6 +44,13 @@ def test_code_reads_its_input_prints_and_exits_as_a_program_does():
     source = "import math, sys\nprint(math.factorial(int(input())))\nprint('no', file=sys.stderr)\nsys.exit(3)"
     result = run_code(source, "20\n", LIMITS)
     assert (result.exit, result.stdout, result.stderr, result.cause) == (3, "2432902008176640000\n", "no\n", "")
+
+
+@pytest.mark.parametrize("half", ["\ud800", "\udc80"])
+def test_half_a_surrogate_pair_is_the_codes_error(half):
+    assert "SyntaxError" in run_code(f"print('{half}')", "", LIMITS).stderr
+    reads = "import sys; print(sys.stdin.buffer.read())"
+    assert run_code(reads, half, LIMITS).stdout == f"{half.encode('utf-8', 'surrogatepass')}\n"
 
 
 def test_code_that_a_signal_ends_says_which():
@@ -95,6 +102,47 @@ def test_it_does_not_write_outside_of_the_scratch_folder(public_folder):
     assert _unprotected(write).exit == 0 and (public_folder / "new").exists()
     for path in ("/new", "/usr/new", "/dev/new", "/etc/new"):
         assert run_code(f"open('{path}', 'w')", "", LIMITS).exit == 1 and not Path(path).exists()
+
+
+KEYS = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+add, control = (248, 250) if os.uname().machine == "x86_64" else (217, 219)
+SESSION, JOIN, UPDATE, SEARCH, READ = -3, 1, 2, 10, 11
+"""
+FIND = """
+key = libc.syscall(control, SEARCH, SESSION, b"user", b"password", 0)
+data = ctypes.create_string_buffer(16)
+print("found" if key > 0 else "nothing", flush=True)
+if key > 0:
+    libc.syscall(control, READ, key, data, ctypes.c_size_t(16))
+    libc.syscall(control, UPDATE, key, b"forged", ctypes.c_size_t(6))
+libc.syscall(add, b"user", b"left", b"x", ctypes.c_size_t(1), SESSION)
+print(data.value)
+"""
+
+
+def test_it_has_none_of_the_callers_keys():
+    # In a process of its own: what runs the tests keeps its keys.
+    script = f"""{KEYS}
+from lockstep.rl.sandbox.run import SandboxLimits, _run
+if libc.syscall(control, JOIN, None) < 0:
+    sys.exit("no keyrings here: " + os.strerror(ctypes.get_errno()))
+def key(name):
+    return libc.syscall(control, SEARCH, SESSION, b"user", name, 0)
+assert libc.syscall(add, b"user", b"password", b"secret", ctypes.c_size_t(6), SESSION) > 0
+for without in ((), ("keys",)):
+    print(_run({KEYS + FIND!r}, "", SandboxLimits(seconds=60), (), bool(without), without=without)[0].stdout.split())
+    data = ctypes.create_string_buffer(16)
+    libc.syscall(control, READ, key(b"password"), data, ctypes.c_size_t(16))
+    print(data.value, key(b"left") > 0)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    if run.stderr.startswith("no keyrings here"):
+        pytest.skip(run.stderr)
+    alone, kept, shared, changed = run.stdout.splitlines()
+    assert (alone, kept) == ("['nothing', \"b''\"]", "b'secret' False"), run.stderr
+    assert (shared, changed) == ("['found', \"b'secret'\"]", "b'forged' True")
 
 
 @pytest.mark.parametrize("kind", ["STREAM", "DGRAM"])
@@ -236,7 +284,18 @@ def test_it_has_no_more_memory_than_the_limit():
     assert run_code(code, "", SandboxLimits(seconds=60, memory_mib=600)).exit == 0
 
 
-@pytest.mark.parametrize("name", ["namespaces", "landlock", "user"])
+@pytest.mark.skipif(
+    os.getuid() != 0 or not os.access("/proc/sys/kernel/shmall", os.W_OK),
+    reason="only root may set the namespace's limit",
+)
+def test_it_has_no_shared_memory_that_no_limit_counts():
+    code = "import ctypes\nprint(ctypes.CDLL(None).shmget(0, 4096, 0o1600))"
+    before = Path("/proc/sys/kernel/shmall").read_text()
+    assert run_code(code, "", LIMITS).stdout == "-1\n"
+    assert Path("/proc/sys/kernel/shmall").read_text() == before, "the limit is the sandbox's own"
+
+
+@pytest.mark.parametrize("name", ["namespaces", "keys", "landlock", "user"])
 def test_where_the_kernel_offers_too_little_nothing_runs(name, public_folder):
     if name == "user" and os.getuid() != 0:
         pytest.skip("only root can become another user")

@@ -7,6 +7,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -18,6 +19,7 @@ LARGEST = 1e18
 
 RAISED, INVALID, TIMEOUT, MEMORY = "raised", "invalid", "timeout", "memory"
 KILLED, PROCESSES, OUTPUT = "killed", "processes", "output"
+CAUSES = (RAISED, INVALID, TIMEOUT, MEMORY, KILLED, PROCESSES, OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,20 @@ class Outcome:
     rewards: dict[str, float] = field(default_factory=dict)
     cause: str = ""
     message: str = ""
+
+
+def failure(cause: str, message: str) -> Outcome:
+    """On one line, without control characters: a reward could forge a log's lines, or rewrite what a terminal shows."""
+    return Outcome(cause=cause, message="".join(c if c.isprintable() else repr(c)[1:-1] for c in message[:2000]))
+
+
+def described(error: BaseException) -> str:
+    """Its type and what it says, where that does not raise in turn."""
+    try:
+        said = str(error)
+    except BaseException:
+        said = "its message cannot be read"
+    return f"{type(error).__name__}: {said}"
 
 
 Job = tuple[Example, str]
@@ -77,8 +93,15 @@ def call_rewards(
 def _loop() -> asyncio.AbstractEventLoop:
     """One for all steps: network clients belong to the loop that they were made in. A notebook has one of its own."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    threading.Thread(target=_run, args=(loop,), name="rewards", daemon=True).start()
     return loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """asyncio ends a loop for SystemExit and KeyboardInterrupt in a task, when whoever awaits it has been told."""
+    while not loop.is_closed():
+        with suppress(SystemExit, KeyboardInterrupt):  # no signal comes to this thread: a reward raised them
+            loop.run_forever()
 
 
 def is_async(environment: Environment) -> bool:
@@ -97,12 +120,12 @@ async def _value(environment: Environment, example: Example, completion: str) ->
 
 def _failed(error: BaseException, environment: Environment, example: Example) -> Outcome:
     if isinstance(error, MemoryError):
-        return Outcome(cause=MEMORY, message=about(environment, example, "ran out of memory"))
+        return failure(MEMORY, about(environment, example, "ran out of memory"))
     if isinstance(error, TimeoutError | asyncio.TimeoutError) and is_async(environment):
-        return Outcome(cause=TIMEOUT, message=about(environment, example, "took longer than rewards.seconds"))
+        return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds"))
     where = user_line(error, source_file(type(environment)))
-    said = f"failed on example {example.name} ({type(error).__name__}: {error})"
-    return Outcome(cause=RAISED, message=f"{where}: {type(environment).__name__}.reward {said}"[:2000])
+    said = f"failed on example {example.name} ({described(error)})"
+    return failure(RAISED, f"{where}: {type(environment).__name__}.reward {said}")
 
 
 def about(environment: Environment, example: Example, problem: str) -> str:
@@ -112,15 +135,13 @@ def about(environment: Environment, example: Example, problem: str) -> str:
 def _outcome(value: Any, environment: Environment, example: Example) -> Outcome:
     rewards = value if isinstance(value, dict) else {"reward": value}
     if not rewards:
-        return Outcome(cause=INVALID, message=about(environment, example, "returned no reward"))
+        return failure(INVALID, about(environment, example, "returned no reward"))
     checked: dict[str, float] = {}
     for name, value_of_name in rewards.items():
         number = finite(value_of_name)
         if number is None:
             problem = about(environment, example, f"returned {_shown(value_of_name)} as {name!r}")
-            return Outcome(
-                cause=INVALID, message=f"{problem}; return a number of at most {LARGEST:g}, or a dict of them"
-            )
+            return failure(INVALID, f"{problem}; return a number of at most {LARGEST:g}, or a dict of them")
         checked[str(name)] = number
     return Outcome(checked)
 

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.rl.environment import Environment
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.processes import adopt_orphans, descendants, end_tree
-from lockstep.rl.rewards.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, is_async
+from lockstep.rl.rewards.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, described, is_async
 from lockstep.rl.rewards.frames import Closed, decode, receive, receive_body, send, take
 from lockstep.rl.rewards.worker import BEGUN, work
 
@@ -167,7 +167,8 @@ class Keeper:
                 count += len(read)
                 if kept := read[: self.log_left]:
                     self.log_left -= len(kept)
-                    os.write(2, kept)
+                    with contextlib.suppress(OSError):  # a full disk costs the log alone
+                        os.write(2, kept)
         return count
 
     def _message(self, cause: str, job: Any) -> str:
@@ -206,7 +207,7 @@ def main() -> None:
         try:
             environment = load_environment(**start["environment"])
         except BaseException as error:
-            send(answers, {"error": f"{type(error).__name__}: {error}"})
+            send(answers, {"error": described(error)})
             return
         send(answers, {"error": ""})
         keeper = Keeper(environment, start["limits"], orders, answers)

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import KILLED, Grader, Job, Outcome, finite
+from lockstep.rl.rewards.calling import CAUSES, KILLED, Grader, Job, Outcome, failure, finite
 from lockstep.rl.rewards.frames import Closed, receive, send
 from lockstep.rl.rewards.grading import grade_here
 
@@ -113,7 +113,7 @@ class _Keeper:
             self._start()
         if len(messages) > 1:
             return [outcome for message in messages for outcome in self.grade([message])]
-        return [Outcome(cause=KILLED, message=f"the reward of example {_name(messages[0])} ended the workers' keeper")]
+        return [failure(KILLED, f"the reward of example {_name(messages[0])} ended the workers' keeper")]
 
     def _ask(self, messages: list[Any]) -> list[Outcome]:
         if not self.ready:
@@ -175,8 +175,9 @@ class _Keeper:
             self.process.wait()
         self.process.stdout.close()
         self.process = None
-        if not self.log.stat().st_size:
-            self.log.unlink()
+        with contextlib.suppress(FileNotFoundError):  # somebody has cleared it away
+            if not self.log.stat().st_size:
+                self.log.unlink()
 
 
 def _message(job: Job) -> Any:
@@ -207,10 +208,10 @@ def _outcome(answer: Any) -> Outcome:
     try:
         rewards, cause, message = answer
         if cause:
-            return Outcome(cause=str(cause)[:40], message=str(message)[:4000])
+            return failure(cause if cause in CAUSES else KILLED, str(message))
         numbers = {str(name): finite(value) for name, value in rewards.items()}
     except (TypeError, ValueError, AttributeError) as error:
-        return Outcome(cause=KILLED, message=f"a reward worker answered what is no reward ({error})")
+        return failure(KILLED, f"a reward worker answered what is no reward ({error})")
     if not numbers or any(number is None for number in numbers.values()):
-        return Outcome(cause=KILLED, message="a reward worker answered what is no number")
+        return failure(KILLED, "a reward worker answered what is no number")
     return Outcome({name: number for name, number in numbers.items() if number is not None})

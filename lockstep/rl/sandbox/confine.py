@@ -21,9 +21,9 @@ from typing import Any
 from lockstep.rl.processes import adopt_orphans, die_with_parent, end_tree
 from lockstep.rl.sandbox import landlock, namespaces
 
-NAMESPACES, FILES, USER, LANDLOCK = "namespaces", "files", "user", "landlock"
-"""Protections: no network and no other processes; a root of its own; a user who owns nothing in place of root; no
-mounts, no TCP and no signals, whatever the others leave open."""
+NAMESPACES, KEYS, FILES, USER, LANDLOCK = "namespaces", "keys", "files", "user", "landlock"
+"""Protections: no network and no other processes; none of the caller's keys; a root of its own; a user who owns nothing
+in place of root; no mounts, no TCP and no signals, whatever the others leave open."""
 
 
 def main(settings: dict[str, Any], source: int, status: int) -> None:
@@ -69,7 +69,9 @@ def _first(
 ) -> None:
     """Confines itself, starts the code and waits for it."""
     readable, above = settings["readable"], 1 if os.getuid() == 0 else 2
-    if not missing:
+    # Before root becomes another user, whose quota of keyrings is small.
+    _try(settings, missing, KEYS, namespaces.leave_keyring)
+    if NAMESPACES not in missing:
         _try(settings, missing, FILES, lambda: namespaces.build_root(readable, settings["scratch_mib"] * 2**20))
     else:
         missing[FILES] = "needs the namespaces"

@@ -7,9 +7,11 @@ them, and becomes a user without any afterwards.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
@@ -21,6 +23,9 @@ FIRST_USER, USERS = 61184, 4336
 """The numbers that systemd keeps for users that live as long as a process: root becomes one of them, so that the limit
 of processes, which the kernel counts per user and does not apply to root, holds for each sandbox by itself."""
 PR_SET_DUMPABLE = 4
+KEYCTL = {"x86_64": 250}
+"""The number of keyctl(2), by machine; 219 on those with the kernel's generic table, as aarch64."""
+KEYCTL_JOIN_SESSION_KEYRING = 1
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SCRATCH = "/scratch"
 
@@ -36,7 +41,11 @@ def leave(number: int, may_drop: bool) -> None:
     flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
     if os.getuid() == 0:
         try:
-            return _call("unshare", flags)
+            _call("unshare", flags)
+            with suppress(OSError):  # read-only in some containers
+                # No page of System V shared memory in this IPC namespace: no limit of a process counts it.
+                Path("/proc/sys/kernel/shmall").write_text("0")
+            return
         except PermissionError:
             if not may_drop:
                 raise
@@ -47,6 +56,15 @@ def leave(number: int, may_drop: bool) -> None:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def leave_keyring() -> None:
+    """Changes to an empty session keyring, which no namespace does: the caller's may hold passwords. Raises OSError."""
+    try:
+        _call("syscall", KEYCTL.get(os.uname().machine, 219), KEYCTL_JOIN_SESSION_KEYRING, None)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:  # a kernel without keyrings
+            raise
 
 
 def build_root(readable: Sequence[str], scratch_bytes: int) -> None:

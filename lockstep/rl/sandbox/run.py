@@ -82,8 +82,8 @@ def run_code(
 def missing_protections() -> dict[str, str]:
     """What a sandbox lacks on this machine, with the reason; empty where it has everything.
 
-    `namespaces`: no network, no other processes. `files`: a root of its own. `user`: not root. `landlock`: no mounts,
-    no TCP, no signals, whatever the others leave open.
+    `namespaces`: no network, no other processes. `keys`: none of the caller's keys. `files`: a root of its own. `user`:
+    not root. `landlock`: no mounts, no TCP, no signals, whatever the others leave open.
     """
     return _run("", "", SandboxLimits(), (), probe=True)[1]
 
@@ -100,6 +100,8 @@ def _run(
     """The result, and what was missing. `without` names protections to leave out, to test what each is there for."""
     if sys.platform != "linux":
         raise UserError("the sandbox needs Linux: its namespaces and Landlock; run model-written code there")
+    # Half of a surrogate pair has no UTF-8: what comes of it is the code's error, not the caller's.
+    program, given = (text.encode("utf-8", "surrogatepass") for text in (source, stdin))
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     settings: dict[str, Any] = {
         **dataclasses.asdict(limits),
@@ -124,15 +126,16 @@ def _run(
         env={},
         cwd="/",
     )
-    os.close(source_end)
-    os.close(status_end)
     assert process.stdin and process.stdout and process.stderr
-    with os.fdopen(source_pipe, "wb", 0) as given, os.fdopen(status, "rb", 0) as told, process:
-        inputs = {given: source.encode("utf-8", "surrogateescape"), process.stdin: stdin.encode()}
-        most = limits.output_kib * 1024
-        outputs = {process.stdout: most, process.stderr: most, told: 2**16}
+    most = limits.output_kib * 1024
+    with process:  # which waits for its end
         try:
-            printed, cause = _exchange(inputs, outputs, told, limits.seconds)
+            os.close(source_end)
+            os.close(status_end)
+            with os.fdopen(source_pipe, "wb", 0) as code, os.fdopen(status, "rb", 0) as told:
+                inputs = {code: program, process.stdin: given}
+                outputs = {process.stdout: most, process.stderr: most, told: 2**16}
+                printed, cause = _exchange(inputs, outputs, told, limits.seconds)
         finally:
             _end(process)
     said: dict[str, Any] = {}
