@@ -110,7 +110,8 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
     """A run in figures, from its metrics: the first and last validation, all steps' comparison, and tokens."""
     validations = [m for m in metrics if "validation/reward" in m]
     compared = [m for m in metrics if "parity/tokens_checked" in m]
-    measured = ("reward", "accuracy") if "validation/accuracy" in validations[0] else ("reward",)
+    ends = validations[0], validations[-1]  # whose rewards may all have failed
+    measured = ("reward", "accuracy") if all("validation/accuracy" in each for each in ends) else ("reward",)
     rewards = sorted(
         {
             n.split("/")[1]

@@ -8,6 +8,7 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import Algorithm, RewardConfig
 from lockstep.errors import UserError
+from lockstep.rl.bookkeeping import summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards
 from lockstep.rl.controller import reinforce
 from lockstep.rl.ledger import Ledger, LedgerError
@@ -204,3 +205,16 @@ def test_a_run_with_failures_trains_on_and_its_ledger_adds_up_in_every_step(
         assert metrics["parity/tokens_different"] == 0
         tokens = sum(len(r["token_ids"]) for g in left for r in g if on_failure == "zero" or "failure" not in r)
         assert metrics["parity/tokens_checked"] == tokens, "what was dropped was not trained on"
+
+
+def test_a_summary_leaves_out_the_accuracy_that_one_of_the_validations_lacks():
+    """Where all of its rewards failed and are left out."""
+    rollouts = _rollouts(["1"], ["0"])
+    assign_rewards(rollouts, Says())
+    first = validation_metrics(rollouts, Says())
+    rollouts = _rollouts(["bad"], ["bad"])
+    assign_rewards(rollouts, Says(), limited=False)
+    last = validation_metrics(rollouts, Says()) | {"parity/tokens_checked": 1, "parity/tokens_different": 0}
+    summary = summarize([first, last | {"policy/ratio_first_max": 1.0}])
+    assert first["validation/accuracy"] == 0.5 and "validation/accuracy" not in last
+    assert summary["reward_before"] == 0.5 and "accuracy_after" not in summary
