@@ -117,16 +117,17 @@ int main() {
     draw_f32(x.data(), inverse.data(), uniforms.data(), masses.data(), pieces, drawn.data(), rows, width, count);
     digest("draws", drawn);
     std::vector<int64_t> row(rows), prefixes(rows), sums_of_buckets(rows * 256), remaining(rows);
+    std::vector<float> inverse_of_row(rows);
     for (int64_t r = 0; r < rows; r++) {
-        row[r] = rows - 1 - r, remaining[r] = (int64_t)r << 39;
+        row[r] = rows - 1 - r, remaining[r] = (int64_t)r << 39, inverse_of_row[r] = inverse[row[r]];
         for (int64_t p = 0; p < count; p++) highest[r] = std::max(highest[r], masses[(row[r] * count + p) * 3]);
     }
-    bucket_sums_f32(x.data(), row.data(), inverse.data(), highest.data(), prefixes.data(), sums_of_buckets.data(), 1, 24,
+    bucket_sums_f32(x.data(), row.data(), inverse_of_row.data(), highest.data(), prefixes.data(), sums_of_buckets.data(), 1, 24,
                     rows, width);
     digest("weights of buckets", sums_of_buckets);
     for (int64_t r = 0; r < rows; r++) prefixes[r] = 0x3f + r % 2;  // the last byte of keys of logits between 0.5 and 2
     out = x;
-    keep_f32(out.data(), row.data(), inverse.data(), highest.data(), prefixes.data(), remaining.data(), 1, 24, rows,
+    keep_f32(out.data(), row.data(), inverse_of_row.data(), highest.data(), prefixes.data(), remaining.data(), 1, 24, rows,
              width);
     digest("cuts", out);
     const int64_t depth = 848, outputs = 75;

@@ -31,10 +31,10 @@ rotation fd41400e510e0037
 log-probabilities 8516cadb02914add
 entropies 9a912d0146f723d5
 draws 4e73fc1bb5d2a4c7
-weights of buckets ae0339dcbb45db90
-cuts 4f8226dab273178b
-product in chunks 769c303d233d8b1a
-its sums in bfloat16 848b2ca9ca6cf97c
+weights of buckets ba9660ac7af583a7
+cuts 9f63f53fe1ea1a7c
+product in chunks 480da842a120bc0d
+its sums in bfloat16 40ea57a253844337
 """
 """The digest so far after each operator: where two differ, the first line that does names it."""
 

@@ -1,5 +1,6 @@
 """A dry run against a real one: the same memory for what stays, the same collectives."""
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -50,6 +51,7 @@ def _real(parallel: ParallelConfig, dtype: str = "bfloat16"):
     from lockstep.train.packing import pack_rows
     from tests.parallel.memory import PeakMemory
 
+    os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"  # the collectives of other hosts' ranks, which are foreseen
     config = _config(parallel, dtype)
     world = open_world(parallel, "cpu")
     fill = partial(initialize, seed=0)
