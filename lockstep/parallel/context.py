@@ -9,6 +9,7 @@ Between forward and backward a rank keeps its own keys and values alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +22,7 @@ from lockstep import ops
 from lockstep.ops import one_order
 from lockstep.ops.attention import attend_backward
 from lockstep.ops.kept import keep
-from lockstep.parallel.exchange import all_gather, reduce_scatter
+from lockstep.parallel.exchange import all_gather, gather_rows, reduce_scatter
 from lockstep.parallel.one_order import ContextRows
 
 Piece = tuple[int, int, int]
@@ -73,17 +74,19 @@ class ContextAttention:
         self._places = gathered[torch.cat(rows).argsort()].to(device)
         self.shares = rows
         self.shared_tokens = ContextRows(group, self.padded_rows, self._places, self.rows)
-        self.shared_targets: ContextRows | None = None
-        """Of the row's targets, once they are known; see `share_targets`."""
+        self.predictors: Int[Tensor, "targets"] = torch.arange(0, device=device)
+        """Which of the packed row's tokens are scored, in the order of their targets."""
 
-    def share_targets(self, predictors: Int[Tensor, "targets"]) -> None:
-        """Tells it which of the packed row's tokens are scored, in the order of their targets."""
+    @cached_property
+    def shared_targets(self) -> ContextRows:
+        """The ranks' shares of the row's targets; made only where gradients are summed in one order."""
+        predictors = self.predictors
         of_rank = [torch.isin(predictors.cpu(), share).nonzero()[:, 0] for share in self.shares]
         padded = max(map(len, of_rank))
         gathered = torch.cat([rank * padded + torch.arange(len(own)) for rank, own in enumerate(of_rank)])
         places = gathered[torch.cat(of_rank).argsort()].to(predictors.device)
         own = of_rank[dist.get_rank(self.group)].to(predictors.device)
-        self.shared_targets = ContextRows(self.group, padded, places, own)
+        return ContextRows(self.group, padded, places, own)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -163,9 +166,7 @@ def _own_rows(part: Tensor, like: Tensor, most: int, attention: ContextAttention
     """This rank's rows of all heads, from each rank's part `[tokens, up to most heads, head_dim]`, shaped as `like`."""
     padded = part.new_zeros(part.shape[0], most, part.shape[2])
     padded[:, : part.shape[1]] = part
-    ranks = dist.get_world_size(attention.group)
-    everyone = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(everyone, padded, group=attention.group)
+    everyone = gather_rows(padded[None], attention.group).unbind()
     whole = torch.zeros_like(like)
     whole[: len(attention.rows)] = torch.cat(everyone, 1)[attention.rows, : like.shape[1]]
     return whole

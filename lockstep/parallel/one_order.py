@@ -90,13 +90,10 @@ class _ColumnProduct(torch.autograd.Function):
 def _product_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, group: dist.ProcessGroup, of_x: bool = True, of_weight: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    input_gradient_of = _shared_input_gradient if one_order.is_asked() else _own_input_gradient
-    grad_x = input_gradient_of(grad, weight, group) if of_x else None
+    grad_x = None
+    if of_x:
+        grad_x = _shared_input_gradient(grad, weight, group) if one_order.is_asked() else input_gradient(grad, weight)
     return grad_x, token_weight_gradient(grad, x) if of_weight else None
-
-
-def _own_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return input_gradient(grad, weight)
 
 
 def _shared_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from lockstep.errors import UserError
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
 
@@ -38,9 +39,10 @@ class TorchStage(PipelineStage):
         if self.each is None:
             return
         if microbatch != self._ended:
-            raise ValueError(
-                f"stage {self.stage.index} has run micro-batch {microbatch} backward before {self._ended}: its "
-                "gradients are not summed in the micro-batches' order"
+            raise UserError(
+                f"parallel.pipeline_schedule runs micro-batch {microbatch} backward through stage {self.stage.index} "
+                f"before {self._ended}, but train.deterministic_layout sums gradients in the micro-batches' order; "
+                "order each stage's backwards so, or switch it off"
             )
         self._ended += 1
         if isinstance(self.stage, FSDPModule):

@@ -24,7 +24,7 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
     assert world.mesh is not None
     device = row.tokens.device
     attention = ContextAttention(row.lengths, world.mesh.get_group("context"), device, ROW_MULTIPLE)
-    attention.share_targets(row.predictors)
+    attention.predictors = row.predictors
     padding = attention.padded_rows - len(attention.rows)
     place = torch.full_like(row.tokens, -1)
     place[attention.rows] = torch.arange(len(attention.rows), device=device)
