@@ -2,7 +2,8 @@
 
 Each run begins with the demo's small model, which gives half of the sums a wrong answer, and is judged by the accuracy
 on sums that no stage has seen. In the control a coin is the reward, so that accuracy must not rise; distillation's
-control has the start itself as teacher, and else the result of GRPO. Draws a picture and prints a table.
+control has the start itself as teacher, and else the result of GRPO. Draws a picture and prints a table. Runs, starts
+and curves are kept in --work: what is there is not run again.
 Run: python benchmarks/algorithms.py --output algorithms.png     (3 seeds take hours; --seeds 1 --steps 30 minutes)
 """
 
@@ -47,8 +48,11 @@ def start(folder: Path, seed: int, progress: Progress | None = None, steps: int 
     """The folder of a model that is to be reinforced."""
     config = careless_start(str(folder / f"start-{seed}"), seed)
     config.steps = steps or config.steps
-    run = pretrain(config, list(pretraining_text(LINES, ERROR_RATE, seed)), progress)
-    return run / "checkpoints" / f"step_{config.steps:08}"
+    model = Path(config.output) / "checkpoints" / f"step_{config.steps:08}"
+    if not model.exists():
+        config.overwrite = True
+        pretrain(config, list(pretraining_text(LINES, ERROR_RATE, seed)), progress)
+    return model
 
 
 def accuracies(
@@ -60,8 +64,10 @@ def accuracies(
     config.validation_every = EVERY
     for setting, value in changes.items():
         setattr(config, setting, value)
-    run = reinforce(config, Coin(seed) if control else DigitSum(), progress)
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if "validation/accuracy" in line]
+    if not (output / "summary.json").exists():
+        config.overwrite = True
+        reinforce(config, Coin(seed) if control else DigitSum(), progress)
+    lines = [line for line in read_metrics(output / "metrics.jsonl") if "validation/accuracy" in line]
     return [(line["step"], line["validation/accuracy"]) for line in lines]
 
 
@@ -106,6 +112,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--output", type=Path, default=Path("algorithms.png"))
+    parser.add_argument("--work", type=Path, help="folder of the runs (default: one that is deleted)")
     options = parser.parse_args()
     # A teacher is made by GRPO, which goes first.
     names = sorted(options.algorithms, key=lambda name: name == "distillation")
@@ -115,7 +122,7 @@ def main() -> None:
     total = options.seeds * (PRETRAINING + len(curves))
     with tempfile.TemporaryDirectory() as scratch, Progress("algorithms", total) as bar:
         for seed in range(options.seeds):
-            folder = Path(scratch)
+            folder = options.work or Path(scratch)
             careless = careless_start("", seed)
             model = start(folder, seed, bar.stage(f"start, seed {seed}", careless.steps, PRETRAINING))
             for name, control in curves:
