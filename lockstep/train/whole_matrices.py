@@ -35,7 +35,8 @@ def map_whole_matrices(
         else:
             results[index] = function(parts[index])
     for mesh, indices in sharded.items():
-        group = (mesh._flatten() if mesh.ndim > 1 else mesh).get_group()
+        with unset_fake_temporarily():  # a dry run's: meshes are made of real numbers
+            group = (mesh._flatten() if mesh.ndim > 1 else mesh).get_group()
         size = mesh.size()
         for start in range(0, len(indices), size):
             batch = indices[start : start + size]

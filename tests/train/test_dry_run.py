@@ -133,6 +133,17 @@ def test_muons_matrices_and_the_sums_of_one_order_are_counted():
     assert calls["alltoall_base"] > 0 and calls["reduce_scatter_base"] == 2 * 7  # of two micro-batches
 
 
+def _muon_of_copies():
+    config = _config(ParallelConfig(data_replicate=2), tokens=2048)
+    config.train.optimizer = "muon"
+    return {kind: t.calls for (_, kind), t in dry_run(config, SHAPE, 4, NextTokenLoss(126)).traffic.items()}
+
+
+def test_muons_matrices_are_counted_over_copies_too():
+    (calls,) = launch(1, _muon_of_copies)
+    assert calls["alltoall_base"] > 0
+
+
 def test_the_command_prints_a_cluster_on_one_process():
     command = [sys.executable, "-m", "lockstep", "pretrain", "--model", "llama3:1b", "--sequence-length", "1024"]
     command += ["--tokens-per-step", "65536", "--train.tokens-per-microbatch", "1024", "--dry-run", "64"]
