@@ -14,6 +14,7 @@ from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
 from lockstep.model import arithmetic_of, load_model, open_device
+from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import (
     Observer,
     OnMetrics,
@@ -93,6 +94,7 @@ def _reinforce(
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
     model = load_model(config.model, config.dtype, device)
+    refuse_unknown_operators(model)
     apply_compile(model, config.compile)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, model, tokenizer)

@@ -1,0 +1,75 @@
+"""Which of PyTorch's own operators a forward pass may use, and the refusal of a model that uses others.
+
+The invariant operators are functions of the compiled kernels, which PyTorch does not see; everything else that makes
+floating-point values passes its dispatcher. A product or a reduction of the library there may depend on who shares the
+batch, though no test on this machine shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep import ops
+from lockstep.errors import UserError
+from lockstep.model.decoder import Decoder
+
+MOVED = {
+    "_to_copy", "cat", "copy_", "detach", "embedding", "empty", "empty_like", "expand", "full", "gather", "index",
+    "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "scalar_tensor", "select", "slice", "unbind",
+    "unsqueeze", "view", "zeros",
+}  # fmt: skip
+"""Values are copied, or made of nothing."""
+ELEMENTWISE = {"abs", "add", "ceil", "mul", "reciprocal", "sub", "where"}
+"""One rounding each, which IEEE 754 defines: an element's place and neighbours do not matter."""
+CHOSEN = {"amax", "sort"}
+"""One of the values, whichever order they are looked at in."""
+
+
+def unknown_operators(call: Callable[[], object]) -> set[str]:
+    """The names of PyTorch's operators that make floating-point values in a call and are on none of the lists."""
+    with _Seen() as seen:
+        call()
+    return seen.names - MOVED - ELEMENTWISE - CHOSEN
+
+
+def refuse_unknown_operators(model: Decoder) -> None:
+    """Raises UserError, naming them, where a forward pass of `model` uses operators that are on none of the lists.
+
+    A forward of two tokens, on the CPU's compiled operators; elsewhere the operators are PyTorch's own, or Triton's.
+    """
+    if model.device.type != "cpu" or ops.arithmetic() == "pytorch":
+        return
+    tokens = torch.arange(2)
+
+    def forward() -> None:
+        hidden = model(tokens, tokens, ops.PackedAttention([2]))
+        ops.token_log_probs(hidden, model.head_weight, tokens, 0.7)
+
+    with torch.no_grad():
+        unknown = unknown_operators(forward)
+    if unknown:
+        raise UserError(
+            f"the model's forward uses {', '.join(sorted(unknown))} of PyTorch, of which nobody has shown that a row's "
+            "bits are the same in any batch; use lockstep.ops instead, or add it to lockstep/model/known_operators.py "
+            "with the reason"
+        )
+
+
+class _Seen(TorchDispatchMode):
+    """The names of PyTorch's operators that made floating-point values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        parts = out if isinstance(out, (tuple, list)) else [out]
+        if any(isinstance(part, Tensor) and part.is_floating_point() for part in parts):
+            self.names.add(func.overloadpacket.__name__)
+        return out
