@@ -13,9 +13,10 @@ from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.model import ScoringModel
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
+from lockstep.rl.critic import ValueHead
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
+from lockstep.train.packing import PackedRow, pack, predicting_states, split_by_tokens, target_log_probs
 
 
 @dataclass
@@ -30,6 +31,10 @@ class PolicyBatch:
     weights: Float[Tensor, "targets"]
     """Share of each token in the loss; over the whole step they add up to 1, but for `loss_average = "budget"`."""
     reference_log_probs: Float[Tensor, "targets"] | None
+    old_values: Float[Tensor, "targets"] | None = None
+    """V of each token's state before the step, where there is a value function."""
+    returns: Float[Tensor, "targets"] | None = None
+    """What the values are to become."""
     before_step: Float[Tensor, "targets"] | None = None
     """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
 
@@ -44,7 +49,10 @@ def policy_batches(
     batches = []
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
         chosen = rollouts[part]
-        reference = [x for r in chosen for x in r.reference_logprobs]
+        reference, values, returns = (
+            [x for r in chosen for x in of_tokens(r)]
+            for of_tokens in (lambda r: r.reference_logprobs, lambda r: r.values, lambda r: r.returns)
+        )
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
@@ -53,6 +61,8 @@ def policy_batches(
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat(weights[part]).to(device),
                 reference_log_probs=torch.tensor(reference, device=device) if reference else None,
+                old_values=torch.tensor(values, device=device) if values else None,
+                returns=torch.tensor(returns, device=device) if returns else None,
             )
         )
     return batches
@@ -61,16 +71,18 @@ def policy_batches(
 class PolicyLoss:
     """The loss of a micro-batch, as `Trainer.step` calls it; keeps the metrics and the parity of one inner step."""
 
-    def __init__(self, config: RLConfig, compare: bool):
+    def __init__(self, config: RLConfig, compare: bool, critic: ValueHead | None = None):
         self.temperature = config.temperature
         self.algorithm = algorithm_of(config)
         self.compare = compare
+        self.critic = critic
         self.parity = Parity()
         self.found: dict[str, float] = {}
         self.weight = 0.0
 
     def __call__(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
-        log_probs, entropies = target_log_probs(model, batch.row, self.temperature)
+        states = predicting_states(model, batch.row)
+        log_probs, entropies = target_log_probs(model, batch.row, self.temperature, states)
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts)
         old, sampler = batch.old_log_probs, None
@@ -87,6 +99,9 @@ class PolicyLoss:
             lengths=[len(r.token_ids) for r in batch.rollouts],
             sampler_log_probs=sampler,
             entropies=entropies,
+            values=self.critic(states) if self.critic else None,
+            old_values=batch.old_values,
+            returns=batch.returns,
         )
         loss, metrics = objective(inputs, self.algorithm)
         self.weight += float(ops.total(batch.weights))

@@ -36,6 +36,10 @@ class Rollout:
     """Of each token, by the KL divergence's reference model; empty without one."""
     teacher_logprobs: list[float] = field(default_factory=list)
     """Of each token, by the teacher; empty without one."""
+    values: list[float] = field(default_factory=list)
+    """The value function's estimate of the state that each token was sampled in; empty without one."""
+    returns: list[float] = field(default_factory=list)
+    """What each of `values` is to become."""
     dropped: str = ""
     """Why it is not trained on; empty: it is."""
     failure: str = ""
@@ -62,6 +66,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "reward": rollout.reward,
                 "advantage": rollout.advantage,
                 **({"token_advantages": rollout.token_advantages} if rollout.token_advantages else {}),
+                **({"values": rollout.values} if rollout.values else {}),
                 **({"dropped": rollout.dropped} if rollout.dropped else {}),
                 "finish_reason": rollout.finish_reason,
                 "group": rollout.group,

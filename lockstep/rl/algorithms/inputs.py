@@ -29,6 +29,13 @@ class PolicyLossInputs:
     entropies: Float[Tensor, "tokens"] | None = None
     """Of the distribution that each token was drawn from, with gradient, for the entropy bonus."""
 
+    values: Float[Tensor, "tokens"] | None = None
+    """V of the state that each token was sampled in, with gradient, where a value function is trained."""
+    old_values: Float[Tensor, "tokens"] | None = None
+    """The same before the step."""
+    returns: Float[Tensor, "tokens"] | None = None
+    """What the values are to become."""
+
     @property
     def of_completions(self) -> list[int]:
         """Tokens of each completion."""
