@@ -184,9 +184,9 @@ class RLConfig:
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the policy's entropy, in nats, that is taken off the loss."""
     off_policy: Literal["none", "truncate", "mask"] = "none"
-    """Correction for completions from older weights or another engine, by p / p_sampler of the weights before the
-    step: cut at off_policy_high, or the tokens outside the bounds left out; none: the sampler's log-probabilities
-    are taken as the policy's."""
+    """Correction for completions from older weights, another engine or under a cut, by p / p_sampler of the weights
+    before the step, with p_sampler after top_k, top_p and min_p: bounded by off_policy_high, or the tokens outside the
+    bounds left out; none: the sampler's log-probabilities before the cut are taken as the policy's."""
     off_policy_level: Literal["token", "sequence"] = "token"
     """Of each token, or of the whole completion: the product over its tokens."""
     off_policy_low: Annotated[float, AtLeast(0), AtMost(1)] = 0.5

@@ -26,11 +26,13 @@ class PolicyBatch:
     rollouts: Sequence[Rollout]
     row: PackedRow
     old_log_probs: Float[Tensor, "targets"]
-    """The generator's own, from sampling."""
+    """The generator's own, from sampling, before any cut."""
     advantages: Float[Tensor, "targets"]
     weights: Float[Tensor, "targets"]
     """Share of each token in the loss; over the whole step they add up to 1, but for `loss_average = "budget"`."""
     reference_log_probs: Float[Tensor, "targets"] | None
+    cut_log_probs: Float[Tensor, "targets"] | None = None
+    """The generator's own under the cut distribution that the tokens were drawn from; None: nothing was cut."""
     old_values: Float[Tensor, "targets"] | None = None
     """V of each token's state before the step, where there is a value function."""
     returns: Float[Tensor, "targets"] | None = None
@@ -49,9 +51,9 @@ def policy_batches(
     batches = []
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
         chosen = rollouts[part]
-        reference, values, returns = (
-            [x for r in chosen for x in of_tokens(r)]
-            for of_tokens in (lambda r: r.reference_logprobs, lambda r: r.values, lambda r: r.returns)
+        reference, cut, values, returns = (
+            torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
+            for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
         )
         batches.append(
             PolicyBatch(
@@ -60,9 +62,10 @@ def policy_batches(
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat(weights[part]).to(device),
-                reference_log_probs=torch.tensor(reference, device=device) if reference else None,
-                old_values=torch.tensor(values, device=device) if values else None,
-                returns=torch.tensor(returns, device=device) if returns else None,
+                reference_log_probs=reference,
+                cut_log_probs=cut,
+                old_values=values,
+                returns=returns,
             )
         )
     return batches
@@ -89,7 +92,8 @@ class PolicyLoss:
         if self.algorithm.off_policy != "none":
             if batch.before_step is None:
                 batch.before_step = log_probs.detach()
-            old, sampler = batch.before_step, batch.old_log_probs
+            old = batch.before_step
+            sampler = batch.old_log_probs if batch.cut_log_probs is None else batch.cut_log_probs
         inputs = PolicyLossInputs(
             log_probs=log_probs,
             old_log_probs=old,

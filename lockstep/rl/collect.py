@@ -190,6 +190,7 @@ def _sample(
             prompt_ids=prompt,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
+            cut_logprobs=completion.cut_logprobs,
             finish_reason=completion.finish_reason,
             completion=completion_text(tokenizer, completion),
             version=engine.weights_version,

@@ -25,7 +25,8 @@ class PolicyLossInputs:
     lengths: Sequence[int] | None = None
     """Tokens of each completion, for what is taken over whole ones; None: they are one completion."""
     sampler_log_probs: Float[Tensor, "tokens"] | None = None
-    """Of the policy that sampled the tokens, where that is another than the one before the step."""
+    """What the tokens were sampled with, where that is another than the policy before the step: older weights, another
+    engine, or a distribution cut by top-k, top-p or min-p."""
     entropies: Float[Tensor, "tokens"] | None = None
     """Of the distribution that each token was drawn from, with gradient, for the entropy bonus."""
 
