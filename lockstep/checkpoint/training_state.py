@@ -1,7 +1,8 @@
 """A trainer's tensors under the names that they have in a checkpoint.
 
 `model/` holds the model as Hugging Face names it, in the run's dtype. `trainer/` holds `KIND.PARAMETER`: the float32
-masters (unless the model's file has them already) and the optimizer's moments. `random/` holds each rank's generators.
+masters (unless the model's file has them already) and the optimizer's moments, of parameters beside the model too.
+`random/` holds each rank's generators.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def tensors_to_save(
     model: TrainableModel, optimizer: Optimizer, dtype: torch.dtype, rank: int, model_only: bool = False
 ) -> dict[str, tuple[Tensor, torch.dtype]]:
     """This rank's tensors, the very ones that training uses, each with the dtype to save it in."""
-    masters = optimizer.masters
+    masters, own = optimizer.masters, {f"master.{name}" for name, _ in model.named_parameters()}
     tensors = {f"model/{hugging_face_name(n)}": (masters.get(n, p), dtype) for n, p in model.named_parameters()}
     if model_only:
         return tensors
     for name, tensor in optimizer.state_tensors().items():
-        if not (dtype == torch.float32 and name.startswith("master.")):
+        if not (dtype == torch.float32 and name in own):
             tensors[f"trainer/{name}"] = (tensor, tensor.dtype)
     for kind, tensor in random_state().items():
         tensors[f"random/{rank}.{kind}"] = (tensor, tensor.dtype)
@@ -73,10 +74,11 @@ def parts_to_load(
         parts[master] = Part.of(target)
         if name in masters:
             state[f"master.{name}"] = target
+    of_model = set(state)
     for saved, entry in held.items():
         group, _, name = saved.partition("/")
-        kind, _, owner = name.partition(".")
-        if group == "trainer" and kind != "master" and owner in masters:
+        _, _, owner = name.partition(".")
+        if group == "trainer" and owner in masters and name not in of_model:
             dtype, like = entry.properties.dtype, masters[owner].detach()
             if name in own and (own[name].shape, own[name].dtype) == (entry.size, dtype):
                 state[name] = own[name]

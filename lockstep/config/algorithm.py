@@ -21,8 +21,9 @@ AlgorithmName = Literal[
     "reinforce++-baseline",
     "rejection",
     "distillation",
+    "ppo",
 ]
-Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "best", "teacher"]
+Advantage = Literal["group", "leave_one_out", "batch", "group_batch", "best", "teacher", "gae"]
 LossName = Literal["clip", "clip_sequence", "clip_weight", "reinforce"]
 Average = Literal["token", "sequence", "budget"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -54,6 +55,10 @@ class Algorithm:
     off_policy_level: Level = "token"
     off_policy_low: float = 0.5
     off_policy_high: float = 2.0
+    gae_gamma: float = 1.0
+    gae_lambda: float = 0.95
+    value_coefficient: float = 0.1
+    value_clip: float = 0.2
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -74,6 +79,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reinforce++-baseline": Algorithm(advantage="group_batch", kl_estimator="k2"),
     "rejection": Algorithm(advantage="best", normalize_advantages=False, loss="reinforce"),
     "distillation": Algorithm(advantage="teacher", normalize_advantages=False, loss="reinforce"),
+    "ppo": Algorithm(advantage="gae", kl_in="reward", kl_estimator="k1"),
 }
 """By the names of `RLConfig.algorithm`; docs/algorithms.md has their papers."""
 

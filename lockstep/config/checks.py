@@ -79,6 +79,15 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
         yield "extra_rounds drops groups of equal reward, from which a teacher's advantages learn as well; leave it out"
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0 and algorithm.advantage in ("best", "teacher"):
         yield f'{given} does not count a KL divergence in the reward; set kl_in = "loss"'
+    if algorithm.loss == "clip_sequence" and algorithm.advantage == "gae":
+        yield (
+            f"loss clip_sequence takes one advantage per completion, and {given} gives each token its own; set "
+            'loss = "clip"'
+        )
+    if algorithm.advantage == "gae" and config.train.deterministic_layout:
+        yield f"{given} trains a value head, whose gradient train.deterministic_layout has no order for; leave it out"
+    if algorithm.advantage != "gae" and config.value_detached:
+        yield f"value_detached is set, but {given} has no value function; leave it out, or set algorithm = ppo"
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:
         yield (
             "loss clip_sequence takes one advantage per completion, and the KL divergence in the rewards of advantage "

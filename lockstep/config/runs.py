@@ -128,13 +128,14 @@ class RLConfig:
     algorithm: AlgorithmName = "grpo"
     """Ready-made choice of the settings from `advantage` to `overlong_share`, of which any can be given beside it;
     docs/algorithms.md says what each is for."""
-    advantage: Literal["", "group", "leave_one_out", "batch", "group_batch", "best", "teacher"] = ""
+    advantage: Literal["", "group", "leave_one_out", "batch", "group_batch", "best", "teacher", "gae"] = ""
     """What a completion's reward is compared with; empty: the algorithm's. `group`: the mean of its group,
     `leave_one_out`: that of the others of its group, `batch`: that of the step's tokens, `group_batch`: its group's,
-    then as `batch`. `best`: 1 for the best of a group, else 0. `teacher`: each token's, by the teacher."""
+    then as `batch`. `best`: 1 for the best of a group, else 0. `teacher`: each token's, by the teacher. `gae`: each
+    token's, by a value function that is trained with the policy."""
     normalize_advantages: bool | None = None
     """Divide advantages by the (population) standard deviation of the group's rewards, or of the step's tokens for
-    `batch` and `group_batch`; None: as the algorithm does."""
+    `batch`, `group_batch` and `gae`, whose mean is taken off as well; None: as the algorithm does."""
     loss: Literal["", "clip", "clip_sequence", "clip_weight", "reinforce"] = ""
     """Empty: the algorithm's. `clip`: the importance ratio of each token is clipped; `clip_sequence`: that of the
     whole completion (GSPO); `clip_weight`: the ratio as a weight of the log-probability, clipped (CISPO); `reinforce`:
@@ -147,8 +148,8 @@ class RLConfig:
     clip_high: Annotated[float | None, AtLeast(0)] = None
     """The importance ratio is clipped above at 1 + clip_high; None: the algorithm's."""
     kl_in: Literal["", "loss", "reward"] = ""
-    """Where the KL divergence is charged: in the loss, or taken from the reward, of each token for advantage `batch`
-    and of the whole completion for the others; empty: the algorithm's."""
+    """Where the KL divergence is charged: in the loss, or taken from the reward, of each token for the advantages
+    `batch` and `gae`, and of the whole completion for the others; empty: the algorithm's."""
     kl_estimator: Literal["", "k1", "k2", "k3"] = ""
     """Of the KL divergence from one sampled token, d = log p - log p_reference: k1 = d, k2 = d²/2,
     k3 = exp(-d) + d - 1; empty: the algorithm's."""
@@ -157,6 +158,20 @@ class RLConfig:
     further rounds at most; 0: such groups stay; None: the algorithm's."""
     overlong_share: Annotated[float | None, AtLeast(0), AtMost(1)] = None
     """The last share of max_new_tokens is charged for: the reward falls by up to 1 over it; None: the algorithm's."""
+    gae_gamma: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    """Advantage `gae`: the share of a reward that counts one token earlier; None: the algorithm's."""
+    gae_lambda: Annotated[float | None, AtLeast(0), AtMost(1)] = None
+    """Advantage `gae`: 1 looks at what was earned up to the end (no bias), 0 at the next token's value (little
+    variance); None: the algorithm's."""
+    value_coefficient: Annotated[float | None, AtLeast(0)] = None
+    """Weight of the value function's loss beside the policy's; None: the algorithm's."""
+    value_clip: Annotated[float | None, AtLeast(0)] = None
+    """The value loss is bounded where a value is further than this from what it was before the step; 0: nowhere; None:
+    the algorithm's."""
+    value_learning_rate: Annotated[float, AtLeast(0)] = 10.0
+    """Of the value head, which begins as zero, as a factor of the schedule's."""
+    value_detached: bool = False
+    """Train the value head alone by its loss, which then has no gradient through the model."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL divergence to the reference model; 0: no reference model is kept."""
     kl_reference: str = "start"
@@ -169,9 +184,9 @@ class RLConfig:
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the policy's entropy, in nats, that is taken off the loss."""
     off_policy: Literal["none", "truncate", "mask"] = "none"
-    """Correction for completions from older weights or another engine, by p / p_sampler of the weights before the
-    step: cut at off_policy_high, or the tokens outside the bounds left out; none: the sampler's log-probabilities
-    are taken as the policy's."""
+    """Correction for completions from older weights, another engine or under a cut, by p / p_sampler of the weights
+    before the step, with p_sampler after top_k, top_p and min_p: bounded by off_policy_high, or the tokens outside the
+    bounds left out; none: the sampler's log-probabilities before the cut are taken as the policy's."""
     off_policy_level: Literal["token", "sequence"] = "token"
     """Of each token, or of the whole completion: the product over its tokens."""
     off_policy_low: Annotated[float, AtLeast(0), AtMost(1)] = 0.5

@@ -35,8 +35,8 @@ from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB where they are float32."""
 
-Sample = tuple[int, float, list[tuple[int, float]]]
-"""A token, its log-probability, and the likeliest tokens with theirs."""
+Sample = tuple[int, float, float, list[tuple[int, float]]]
+"""A token, its log-probability before and after cuts, and the likeliest tokens with theirs."""
 
 
 @dataclass
@@ -262,7 +262,8 @@ class Engine:
         self._sampling = batch.sequences
         decoded = self._runner.decode(batch)
         if decoded is not None and not any(s.params.cuts or s.params.top_logprobs for s in batch.sequences):
-            return [(token, score, []) for token, score in zip(decoded.tokens.tolist(), decoded.log_probs.tolist())]
+            drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist())
+            return [(token, score, score, []) for token, score in drawn]
         batch = batch.to(self.model.device)
         hidden = None if decoded is not None else self._runner.hidden(batch)
         count, vocab = len(batch.sequences), self.model.config.vocab_size
@@ -276,20 +277,20 @@ class Engine:
             else:
                 logits = self.model.logits(hidden[batch.last_rows[part]])
             sampling = [p[part] for p in batch.sampling]
-            drawn, scores = self._sampler.sample(logits, *sampling)
+            drawn, scores, cut_scores = self._sampler.sample(logits, *sampling)
             wanted = [s.params.top_logprobs for s in batch.sequences[part]]
             tops = self._sampler.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
-            samples += zip(drawn.tolist(), scores.tolist(), tops)
+            samples += zip(drawn.tolist(), scores.tolist(), cut_scores.tolist(), tops)
         return samples
 
     def _events(self, samples: list[Sample]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         finished: list[Sequence] = []
-        for sequence, (token, log_prob, top) in zip(self._sampling, samples):
+        for sequence, (token, log_prob, cut_log_prob, top) in zip(self._sampling, samples):
             if sequence.finish_reason is not None:  # with another sample of its request, just now
                 continue
             if math.isfinite(log_prob):
-                sequence.append(token, log_prob)
+                sequence.append(token, log_prob, cut_log_prob)
             else:
                 self._break(sequence.request_id)
             reason = sequence.finish_reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.errors import UserError
@@ -72,6 +72,8 @@ class Completion:
     logprobs: list[float]
     """log p of each, at the sampling temperature, over the whole vocabulary: what `lockstep.score` gives."""
     finish_reason: FinishReason
+    cut_logprobs: list[float] = field(default_factory=list)
+    """log p of each among the tokens that top_k, top_p and min_p left: what it was drawn with. Empty without a cut."""
 
 
 @dataclass
@@ -83,6 +85,7 @@ class TokenEvent:
     """Which of the request's n samples."""
     token_id: int
     logprob: float
+    """At the sampling temperature, over the whole vocabulary."""
     finish_reason: FinishReason | None
     """`error`: the logits are not finite, the whole request has ended, and token and log-probability mean nothing."""
     weights_version: int

@@ -28,6 +28,8 @@ class Sequence:
     """Only where stop strings have to be looked for."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
+    cut_logprobs: list[float] = field(default_factory=list)
+    """Under the cut distribution; empty where `params` cuts nothing."""
     finish_reason: FinishReason | None = None
 
     computed: int = 0
@@ -43,10 +45,12 @@ class Sequence:
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_length
 
-    def append(self, token: int, logprob: float) -> None:
+    def append(self, token: int, logprob: float, cut_logprob: float) -> None:
         """Takes a sampled token and notices whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.params.cuts:
+            self.cut_logprobs.append(cut_logprob)
         if token in self.stop_ids or self._completes_stop_string(token):
             self.finish_reason = "stop"
         elif self.sampled >= self.params.max_tokens:
@@ -62,4 +66,5 @@ class Sequence:
         return any(stop in tail for stop in self.params.stop)
 
     def completion(self) -> Completion:
-        return Completion(self.tokens[self.prompt_length :], self.logprobs, self.finish_reason or "abort")
+        sampled = self.tokens[self.prompt_length :]
+        return Completion(sampled, self.logprobs, self.finish_reason or "abort", self.cut_logprobs)

@@ -1,4 +1,4 @@
-"""Drawing the next token of each row, with the log-probability that the trainer will compute for it."""
+"""Drawing the next token of each row, with the log-probability that the trainer will compute for it, and its own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def sample(
     min_p: Float[Tensor, "rows"],
     uniform: Float[Tensor, "rows"],
     part: VocabularyPart | None = None,
-) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """One token a row, by inverse transform of `uniform` in [0, 1), and its log-probability (float32).
+) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
+    """One token per row, by inverse transform of `uniform` in [0, 1), with its log-probability before and after cuts.
 
     temperature 0 takes the likeliest token, its log-probability then at temperature 1. top_k 0, top_p 1 and min_p 0
-    switch a cut off; top_p counts from the tokens that top_k leaves. Cuts apply to the draw alone: the log-probability
-    is over the whole vocabulary. It is NaN or infinite where a logit is NaN or +inf, or all are -inf.
+    switch a cut off; top_p counts from the tokens that top_k leaves. Cuts apply to the draw: the first log-probability
+    (float32) is over the whole vocabulary, and NaN or infinite where a logit is NaN or +inf, or all are -inf. The
+    second is over the tokens that were left, log p − log Σ p of those, and has the first one's bits where none was cut.
 
     Where `logits` are those of a `part` of the vocabulary, all processes that hold one call it, with the same other
     arguments, and all have the result of one process. They exchange sums over their parts, never logits.
@@ -44,7 +45,7 @@ def draw(
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
     """`sample` without cuts. Nothing in it waits for the device: a CUDA graph can record it."""
     uniform = torch.where(temperature == 0, -1.0, uniform.double())
-    return _draw(logits, None, inverse_temperature(temperature), uniform, Whole(logits.shape[1]))
+    return _draw(logits, None, inverse_temperature(temperature), uniform, Whole(logits.shape[1]))[:2]
 
 
 def top_log_probs(
@@ -89,8 +90,8 @@ def _likeliest(logits: Tensor, count: int, part: VocabularyPart) -> tuple[Tensor
 
 def _draw(
     logits: Tensor, allowed: Tensor | None, inverse: Tensor, uniform: Tensor, part: VocabularyPart
-) -> tuple[Tensor, Tensor]:
-    """A token of those `allowed`, and its log-probability among all."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A token of those `allowed`, its log-probability among all, and among those."""
     bounds = own_pieces(part, logits.device)
     pieces = masses(logits, inverse, bounds)
     if allowed is None:
@@ -101,7 +102,9 @@ def _draw(
     tokens = _draw_from_pieces(logits if allowed is None else allowed, inverse, uniform, weights, part)
     chosen = logits.gather(1, tokens[:, None].clamp(min=0))[:, 0] if logits.shape[1] else logits.new_zeros(len(logits))
     tokens, scaled = part.drawn(tokens, chosen.float() * inverse)
-    return tokens, join_masses(pieces, scaled)[0]
+    log_probs = join_masses(pieces, scaled)[0]
+    # The sums that the draw has made, joined as those of the whole vocabulary are: in no other order in any layout.
+    return tokens, log_probs, log_probs if allowed is None else join_masses(weights, scaled)[0]
 
 
 def _draw_from_pieces(

@@ -13,9 +13,10 @@ from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.model import ScoringModel
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
+from lockstep.rl.critic import ValueHead
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
+from lockstep.train.packing import PackedRow, pack, predicting_states, split_by_tokens, target_log_probs
 
 
 @dataclass
@@ -25,11 +26,17 @@ class PolicyBatch:
     rollouts: Sequence[Rollout]
     row: PackedRow
     old_log_probs: Float[Tensor, "targets"]
-    """The generator's own, from sampling."""
+    """The generator's own, from sampling, before any cut."""
     advantages: Float[Tensor, "targets"]
     weights: Float[Tensor, "targets"]
     """Share of each token in the loss; over the whole step they add up to 1, but for `loss_average = "budget"`."""
     reference_log_probs: Float[Tensor, "targets"] | None
+    cut_log_probs: Float[Tensor, "targets"] | None = None
+    """The generator's own under the cut distribution that the tokens were drawn from; None: nothing was cut."""
+    old_values: Float[Tensor, "targets"] | None = None
+    """V of each token's state before the step, where there is a value function."""
+    returns: Float[Tensor, "targets"] | None = None
+    """What the values are to become."""
     before_step: Float[Tensor, "targets"] | None = None
     """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
 
@@ -44,7 +51,10 @@ def policy_batches(
     batches = []
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
         chosen = rollouts[part]
-        reference = [x for r in chosen for x in r.reference_logprobs]
+        reference, cut, values, returns = (
+            torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
+            for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
+        )
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
@@ -52,7 +62,10 @@ def policy_batches(
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat(weights[part]).to(device),
-                reference_log_probs=torch.tensor(reference, device=device) if reference else None,
+                reference_log_probs=reference,
+                cut_log_probs=cut,
+                old_values=values,
+                returns=returns,
             )
         )
     return batches
@@ -61,23 +74,26 @@ def policy_batches(
 class PolicyLoss:
     """The loss of a micro-batch, as `Trainer.step` calls it; keeps the metrics and the parity of one inner step."""
 
-    def __init__(self, config: RLConfig, compare: bool):
+    def __init__(self, config: RLConfig, compare: bool, critic: ValueHead | None = None):
         self.temperature = config.temperature
         self.algorithm = algorithm_of(config)
         self.compare = compare
+        self.critic = critic
         self.parity = Parity()
         self.found: dict[str, float] = {}
         self.weight = 0.0
 
     def __call__(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
-        log_probs, entropies = target_log_probs(model, batch.row, self.temperature)
+        states = predicting_states(model, batch.row)
+        log_probs, entropies = target_log_probs(model, batch.row, self.temperature, states)
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts)
         old, sampler = batch.old_log_probs, None
         if self.algorithm.off_policy != "none":
             if batch.before_step is None:
                 batch.before_step = log_probs.detach()
-            old, sampler = batch.before_step, batch.old_log_probs
+            old = batch.before_step
+            sampler = batch.old_log_probs if batch.cut_log_probs is None else batch.cut_log_probs
         inputs = PolicyLossInputs(
             log_probs=log_probs,
             old_log_probs=old,
@@ -87,6 +103,9 @@ class PolicyLoss:
             lengths=[len(r.token_ids) for r in batch.rollouts],
             sampler_log_probs=sampler,
             entropies=entropies,
+            values=self.critic(states) if self.critic else None,
+            old_values=batch.old_values,
+            returns=batch.returns,
         )
         loss, metrics = objective(inputs, self.algorithm)
         self.weight += float(ops.total(batch.weights))

@@ -19,10 +19,12 @@ from lockstep.rl.algorithms import (
     best_of_group,
     distillation_advantages,
     divergences,
+    generalized_advantages,
     group_advantages,
     leave_one_out_advantages,
     overlong_penalty,
     rewards_to_go,
+    value_returns,
     whitened,
 )
 from lockstep.rl.environment import Environment, Example
@@ -81,12 +83,17 @@ def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> No
 def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None:
     """Advantages by `algorithm.advantage`; the rollouts stand group by group.
 
-    Rewards, and `reference_logprobs` and `teacher_logprobs` where the algorithm takes them, have been assigned.
+    Rewards, and `reference_logprobs`, `teacher_logprobs` and `values` where the algorithm takes them, have been
+    assigned.
     """
     if algorithm.advantage == "teacher":
         _assign(rollouts, [distillation_advantages(r.logprobs, r.teacher_logprobs) for r in rollouts])
         return
     charges = _charges(rollouts, algorithm)
+    if algorithm.advantage == "gae":
+        estimates = [_estimated(rollout, own, algorithm) for rollout, own in zip(rollouts, charges)]
+        _assign(rollouts, whitened(estimates) if algorithm.normalize_advantages else estimates)
+        return
     if algorithm.advantage == "batch":
         to_go = [rewards_to_go(r.reward, own) for r, own in zip(rollouts, charges)]
         _assign(rollouts, whitened(to_go, algorithm.normalize_advantages))
@@ -99,6 +106,15 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
             rollout.advantage = advantage
     if algorithm.advantage == "group_batch":
         _assign(rollouts, whitened([r.advantages_of_tokens() for r in rollouts], algorithm.normalize_advantages))
+
+
+def _estimated(rollout: Rollout, charges: Sequence[float], algorithm: Algorithm) -> list[float]:
+    """By the values: the completion's reward is earned with its last token, the charges at their own."""
+    rewards = [-charge for charge in charges]
+    rewards[-1] += rollout.reward
+    advantages = generalized_advantages(rewards, rollout.values, algorithm.gae_gamma, algorithm.gae_lambda)
+    rollout.returns = value_returns(advantages, rollout.values)
+    return advantages
 
 
 def _relative(rewards: Tensor, algorithm: Algorithm) -> Tensor:
@@ -174,6 +190,7 @@ def _sample(
             prompt_ids=prompt,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
+            cut_logprobs=completion.cut_logprobs,
             finish_reason=completion.finish_reason,
             completion=completion_text(tokenizer, completion),
             version=engine.weights_version,

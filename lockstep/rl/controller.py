@@ -32,6 +32,7 @@ from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
+from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
 from lockstep.rl.environment import Environment
 from lockstep.rl.ledger import Ledger
 from lockstep.rl.load_environment import load_environment
@@ -87,8 +88,10 @@ def _reinforce(
     device = open_device(config.device)
     config = settle(config, World(device))
     algorithm = algorithm_of(config)
-    others = algorithm.advantage == "teacher" or algorithm.kl_coefficient > 0 or algorithm.entropy_coefficient > 0
-    learns_from_rewards_alone = not others
+    others = (
+        algorithm.advantage in ("teacher", "gae") or max(algorithm.kl_coefficient, algorithm.entropy_coefficient) > 0
+    )
+    learns_from_spread_alone = not others
     is_given = environment is not None
     environment = environment or load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
@@ -101,7 +104,9 @@ def _reinforce(
     teacher = load_teacher(config, model, tokenizer)
     # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.
     engine = Engine(model, config.engine, tokenizer)
-    trainer = Trainer(model, config.train, config.steps * config.inner_steps)
+    critic = make_critic(config, model)
+    beside = critic.parameters_by_name() if critic else {}
+    trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, beside=beside)
     average = moving_average(config, reference, trainer)
 
     require_observers(config.observe, model.device)
@@ -164,6 +169,8 @@ def _reinforce(
                     assign_reference_scores(ledger.trained, reference, config)
                 if teacher:
                     assign_teacher_scores(ledger.trained, teacher, config)
+                if critic:
+                    assign_values(ledger.trained, model, critic, config)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
@@ -171,7 +178,7 @@ def _reinforce(
                 batches = policy_batches(ledger.trained, config, device)
                 metrics: dict[str, float] = {}
                 for inner in range(config.inner_steps):
-                    loss = PolicyLoss(config, compare=inner == 0)
+                    loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     metrics |= trainer.step(batches, loss) | loss.metrics()
                     bad_steps.check(step, trainer)
                     if inner == 0:
@@ -185,12 +192,13 @@ def _reinforce(
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
+                metrics |= value_metrics(ledger.trained)
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if due(step, config.validation_every, config.steps):
                     validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
-                silent = learns_from_rewards_alone and metrics["reward/groups_without_spread"] == 1
+                silent = learns_from_spread_alone and metrics["reward/groups_without_spread"] == 1
                 silent_steps = silent_steps + 1 if silent else 0
                 if silent_steps == SILENT_STEPS:
                     log.warning(NOTHING_LEARNT, silent_steps)

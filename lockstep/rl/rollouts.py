@@ -21,7 +21,7 @@ class Rollout:
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    """The generator's, of each sampled token."""
+    """The generator's, of each sampled token, over the whole vocabulary."""
     finish_reason: str
     completion: str
     version: int
@@ -36,6 +36,12 @@ class Rollout:
     """Of each token, by the KL divergence's reference model; empty without one."""
     teacher_logprobs: list[float] = field(default_factory=list)
     """Of each token, by the teacher; empty without one."""
+    cut_logprobs: list[float] = field(default_factory=list)
+    """The generator's, of each among the tokens that top_k, top_p and min_p left; empty where nothing was cut."""
+    values: list[float] = field(default_factory=list)
+    """The value function's estimate of the state that each token was sampled in; empty without one."""
+    returns: list[float] = field(default_factory=list)
+    """What each of `values` is to become."""
     dropped: str = ""
     """Why it is not trained on; empty: it is."""
     failure: str = ""
@@ -62,6 +68,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "reward": rollout.reward,
                 "advantage": rollout.advantage,
                 **({"token_advantages": rollout.token_advantages} if rollout.token_advantages else {}),
+                **({"values": rollout.values} if rollout.values else {}),
                 **({"dropped": rollout.dropped} if rollout.dropped else {}),
                 "finish_reason": rollout.finish_reason,
                 "group": rollout.group,
@@ -69,6 +76,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "prompt_ids": rollout.prompt_ids,
                 "token_ids": rollout.token_ids,
                 "log_probs": rollout.logprobs,
+                **({"cut_log_probs": rollout.cut_logprobs} if rollout.cut_logprobs else {}),
             }
             if rollout.failure:
                 line["failure"] = rollout.failure

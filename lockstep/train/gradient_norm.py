@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from lockstep import ops
 from lockstep.parallel.messages import from_all
 
-PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "other")
+PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "value_head", "other")
 
 
 @torch.no_grad()
@@ -134,6 +134,7 @@ def part_of(name: str) -> str:
     if "norm" in name:
         return "norms"
     kinds = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "feed-forward"}
+    kinds["value_head"] = "value_head"
     return next((part for piece, part in kinds.items() if piece in name.split(".")), "other")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,19 @@ class MasterOptimizer:
     With `optimizer_in_backward` every parameter is updated within the backward, and nothing is left for `update`.
     """
 
-    def __init__(self, model: TrainableModel, config: TrainConfig):
+    def __init__(self, model: TrainableModel, config: TrainConfig, beside: Mapping[str, nn.Parameter] | None = None):
+        """`beside`: parameters that are trained with the model's and are not part of it, by names of their own."""
         self.config = config
+        further = dict(beside or {})
         whole = Decoder(model.config, torch.float32, "meta")  # a rank may hold some of the layers only
-        settings = settings_of({n: p.shape for n, p in whole.named_parameters()}, config)
+        settings = settings_of({n: p.shape for n, p in [*whole.named_parameters(), *further.items()]}, config)
+        if frozen := [name for name in further if settings[name].frozen]:
+            raise UserError(
+                f"train.rules freeze {frozen[0]}, which begins as zero and would stay so; add the rule "
+                f'"{frozen[0]} frozen=false"'
+            )
         self.parameters: dict[str, nn.Parameter] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *further.items()]:
             parameter.requires_grad_(not settings[name].frozen)
             if not settings[name].frozen:
                 self.parameters[name] = parameter
@@ -138,7 +145,8 @@ class MasterOptimizer:
         if missing := sorted(own.keys() - tensors.keys()):
             raise UserError(
                 f"the checkpoint lacks {len(missing)} of the optimizer's tensors, such as {missing[0]}; "
-                "train.optimizer, train.rules and a kl_reference of averages must be those that it was made with"
+                "algorithm, train.optimizer, train.rules and a kl_reference of averages must be those that it was made "
+                "with"
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

@@ -69,21 +69,27 @@ def pack_rows(rows: Sequence[Row], device: str | torch.device = "cpu") -> Packed
 
 
 def target_log_probs(
-    model: ScoringModel, row: PackedRow, temperature: float = 1.0
+    model: ScoringModel,
+    row: PackedRow,
+    temperature: float = 1.0,
+    states: Float[Tensor, "targets dim"] | None = None,
 ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
     """Log-probability of each target, with gradient where it is switched on, and the entropy it was drawn at.
 
-    The policy's loss, scoring and the parity check all call this one function.
+    The policy's loss, scoring and the parity check all call this one function. `states` are the row's
+    `predicting_states` where they have been computed already.
     """
-    return ops.token_log_probs(_predicting(model, row), model.head_weight, row.targets, temperature)
+    states = predicting_states(model, row) if states is None else states
+    return ops.token_log_probs(states, model.head_weight, row.targets, temperature)
 
 
 def target_log_prob_sum(model: ScoringModel, row: PackedRow, weight: float) -> Float[Tensor, ""]:
     """`weight` times the sum of `target_log_probs`, at a lower cost: the next-token loss."""
-    return ops.log_prob_sum(_predicting(model, row), model.head_weight, row.targets, weight)
+    return ops.log_prob_sum(predicting_states(model, row), model.head_weight, row.targets, weight)
 
 
-def _predicting(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets dim"]:
+def predicting_states(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets dim"]:
+    """The hidden states that the targets are predicted from."""
     if row.lengths:
         model.reserve_positions(max(row.lengths))
     attention = row.attention or ops.PackedAttention(row.lengths, row.tokens.device)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.config import TrainConfig
@@ -28,9 +28,19 @@ _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 
 
 class Trainer:
-    """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone."""
+    """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone.
 
-    def __init__(self, model: TrainableModel, config: TrainConfig, total_updates: int, world: World | None = None):
+    `beside`: further parameters that a loss reads, such as a value head's, by name; trained and saved with the model's.
+    """
+
+    def __init__(
+        self,
+        model: TrainableModel,
+        config: TrainConfig,
+        total_updates: int,
+        world: World | None = None,
+        beside: Mapping[str, nn.Parameter] | None = None,
+    ):
         if isinstance(model, Pipeline) and config.optimizer_in_backward:
             raise UserError(
                 "train.optimizer_in_backward does not go with parallel.pipeline, which computes a weight's gradient in "
@@ -46,7 +56,7 @@ class Trainer:
             share_rows(model)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
-        self.optimizer = MasterOptimizer(model, config)
+        self.optimizer = MasterOptimizer(model, config, beside)
         self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
             model.config.num_parameters, self.world
         )

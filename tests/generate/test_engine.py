@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.config import CompileConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
@@ -74,7 +74,7 @@ def _load(seed: int, count: int) -> tuple[list[list[int]], list[SamplingParams]]
 
 
 def _values(groups):
-    return [[(c.token_ids, c.logprobs, c.finish_reason) for c in group] for group in groups]
+    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -99,6 +99,23 @@ def test_load_changes_no_bit_and_loses_no_page(dtype, compiled, seed, budget, se
         scores = score(model, [prompt + c.token_ids for c in group], param.temperature or 1.0)
         for completion, trainer in zip(group, scores):
             assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
+            assert len(completion.cut_logprobs) == (len(completion.token_ids) if param.cuts else 0)
+
+
+def test_a_completion_has_the_log_probabilities_that_its_tokens_were_drawn_with():
+    model, prompt = MODELS["float32"], [5, 6, 7]
+    params = SamplingParams(max_tokens=12, temperature=0.7, top_k=4, n=3, seed=1, ignore_eos=True)
+    for completion in Engine(model, ROOMY).generate([prompt], params)[0]:
+        tokens = torch.tensor(prompt + completion.token_ids)
+        hidden = model(tokens, torch.arange(len(tokens)), ops.PackedAttention([len(tokens)]))[len(prompt) - 1 : -1]
+        scaled = model.logits(hidden).double() / 0.7
+        kept = scaled >= scaled.topk(4).values[:, -1:]
+        left = torch.log_softmax(scaled.masked_fill(~kept, -torch.inf), -1)
+        expected = left.gather(1, tokens[len(prompt) :, None])[:, 0]
+        # float32 logits of up to 100 and their normaliser: 8e-6 each.
+        torch.testing.assert_close(torch.tensor(completion.cut_logprobs).double(), expected, rtol=0, atol=3e-5)
+    alone = SamplingParams(max_tokens=4, top_k=1, seed=0, ignore_eos=True)
+    assert Engine(model).generate([prompt], alone)[0][0].cut_logprobs == [0.0] * 4, "what could not be otherwise"
 
 
 @settings(max_examples=15, deadline=None)

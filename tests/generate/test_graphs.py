@@ -93,8 +93,8 @@ def test_replayed_steps_give_the_same_bits_as_direct_ones(mode, seed, budget, se
     recorder = Recorder()
     engine = _engine(mode, recorder, max_tokens_per_step=budget, max_sequences=sequences, cache_tokens=cache_tokens)
     groups = engine.generate(prompts, params)
-    assert [[(c.token_ids, c.logprobs) for c in g] for g in groups] == [
-        [(c.token_ids, c.logprobs) for c in g] for g in expected
+    assert [[(c.token_ids, c.logprobs, c.cut_logprobs) for c in g] for g in groups] == [
+        [(c.token_ids, c.logprobs, c.cut_logprobs) for c in g] for g in expected
     ]
     # Recorded once a size: by far most steps are replays.
     parts = MODEL.config.num_layers + 1

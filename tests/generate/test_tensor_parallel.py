@@ -50,7 +50,7 @@ def sample(ranks, chunks, name, dtype, vocab):
             for _ in range(8)
         ]
         for prompt, param, group in zip(prompts, params, engine.generate(prompts, params)):
-            found += [(c.token_ids, c.logprobs) for c in group]
+            found += [(c.token_ids, c.logprobs, c.cut_logprobs) for c in group]
             for c in group:
                 # The trainer's path shares the tokens between ranks, which the engine does not.
                 trainer = score(model, [prompt + c.token_ids], param.temperature or 1.0)[0]
@@ -115,7 +115,7 @@ def compare_draws():
         sampler = ShardedSampler(vocab, world.mesh.get_group("tensor"))
         part = logits[:, sampler.part.first : sampler.part.stop]
         tokens, log_probs = sampler.sample(part, temperature, *off, uniform)
-        expected, their_log_probs = ops.sample(logits, temperature, *off, uniform)
+        expected, their_log_probs, _ = ops.sample(logits, temperature, *off, uniform)
         finite = their_log_probs.isfinite()
         assert torch.equal(finite, log_probs.isfinite()) and not finite.all()
         assert torch.equal(tokens[finite], expected[finite])

@@ -16,7 +16,9 @@ from lockstep.model import ModelConfig
 from lockstep.ops import attention_reference, cuda, logprobs, sampling
 from lockstep.ops.cuda import linear, rows, vocabulary
 from lockstep.ops.cuda.attention_backward import attend_backward
+from lockstep.ops.cuts import cut
 from lockstep.ops.linear import tree_sum
+from lockstep.ops.parts import Whole
 from tests.ops.paging import assert_only_those_who_see_it_break, assert_pieces_agree
 from tests.ops.pieces import assert_pieces_add_up
 
@@ -228,6 +230,23 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
         assert all(torch.equal(a, o[part]) for a, o in zip(alone, ours))
         drawn = vocabulary.draw(logits[part], inverse[part], uniform[part], pieces[part], bounds)
         assert torch.equal(drawn, tokens[part])
+
+
+def test_a_drawn_token_has_its_log_probability_among_what_the_cuts_left(kernels):
+    count, vocab = 12, 258
+    logits, off = _randn(0, count, vocab) * 3, torch.zeros(count)
+    top_k, top_p = torch.tensor([0, 1, 5, 0, 40, 258] * 2), torch.tensor([0.5] * 3 + [1.0] * 9)
+    uniform = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    params = torch.full((count,), 0.8), top_k, top_p, off, uniform
+    tokens, log_probs, drawn_with = ops.sample(logits, *params)
+    left = cut(logits, torch.full((count,), 1.25), top_k, top_p, off, off == 0, Whole(vocab)).double() / 0.8
+    expected = torch.log_softmax(left, -1).gather(1, tokens[:, None])[:, 0]
+    _close([drawn_with], [expected], torch.float32)
+    uncut = ((top_k == 0) | (top_k == vocab)) & (top_p == 1)
+    assert torch.equal(drawn_with[uncut], log_probs[uncut]) and uncut.any()
+    for part in (slice(0, 1), slice(2, 9)):
+        alone = ops.sample(logits[part], *(p[part] for p in params))
+        assert all(torch.equal(own, each[part]) for own, each in zip(alone, (tokens, log_probs, drawn_with)))
 
 
 def test_engine_and_trainer_agree_bit_for_bit_through_the_kernels(kernels):

@@ -93,10 +93,10 @@ def test_a_draw_depends_on_its_own_row_alone():
         torch.tensor([0.0, 0.0, 0.0, 0.1] * 10),
         ops.uniforms(torch.arange(rows), torch.arange(rows)),
     )
-    tokens, log_probs = ops.sample(logits, *params)
+    drawn = ops.sample(logits, *params)
     for rows_ in (slice(0, 1), slice(5, 6), slice(10, 31)):
         alone = ops.sample(logits[rows_], *(p[rows_] for p in params))
-        assert torch.equal(alone[0], tokens[rows_]) and torch.equal(alone[1], log_probs[rows_])
+        assert all(torch.equal(own, each[rows_]) for own, each in zip(alone, drawn, strict=True))
 
 
 def test_a_row_that_is_not_finite_shows_it_and_changes_no_other():
@@ -109,12 +109,12 @@ def test_a_row_that_is_not_finite_shows_it_and_changes_no_other():
     temperature = torch.tensor([0.0, 0.8, 0.8, 0.8, 0.0, 0.8, 1.0, 1.0])
     top_k, top_p = torch.tensor([0, 5, 0, 0, 0, 5, 0, 2]), torch.tensor([1.0, 1.0, 0.7, 1.0, 1.0, 0.7, 0.5, 1.0])
     params = temperature, top_k, top_p, torch.zeros(8), ops.uniforms(torch.arange(8), torch.arange(8))
-    tokens, log_probs = ops.sample(logits, *params)
+    tokens, log_probs, _ = drawn = ops.sample(logits, *params)
     assert log_probs.isfinite().tolist() == [True, False, False, False, False, True, False, True]
     assert (tokens >= 0).all() and (tokens < vocab).all()
     whole = [0, 5, 7]
     alone = ops.sample(logits[whole], *(p[whole] for p in params))
-    assert torch.equal(alone[0], tokens[whole]) and torch.equal(alone[1], log_probs[whole])
+    assert all(torch.equal(own, each[whole]) for own, each in zip(alone, drawn, strict=True))
 
 
 def test_the_lowest_temperature_draws_the_likeliest_token_where_it_is_clearly_so():
@@ -124,7 +124,8 @@ def test_the_lowest_temperature_draws_the_likeliest_token_where_it_is_clearly_so
     off = torch.zeros(300, dtype=torch.int64), torch.ones(300), torch.zeros(300)
     for temperature in (0.01, 0.1):
         uniform = ops.uniforms(torch.arange(300), torch.arange(300))
-        tokens, log_probs = ops.sample(logits, torch.full((300,), temperature), *off, uniform)
+        tokens, log_probs, drawn_with = ops.sample(logits, torch.full((300,), temperature), *off, uniform)
+        assert torch.equal(drawn_with, log_probs)
         assert torch.equal(tokens, likeliest) or temperature == 0.1
         assert (log_probs <= 0).all() and (log_probs[tokens == likeliest] > -0.01).all()
 
@@ -186,6 +187,39 @@ def cut_by_sorting(logits, inverse, top_k, top_p, min_p, asked):
     out &= asked[:, None]
     out[:, 0] = False
     return logits.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from([5, 258, 1031]), spread=st.sampled_from([1e-3, 1.0, 6.0]))
+def test_a_token_has_its_log_probability_among_those_that_the_cuts_left(dtype, seed, vocab, spread):
+    """log p − log Σ p of the tokens left, in float64, of rows with and without cuts side by side."""
+    draw, rows = random.Random(seed), 24
+    logits = (_randn(seed, rows, vocab, dtype=torch.float32) * spread + draw.choice([0, 1000, -1000])).to(dtype)
+    logits[3, : vocab // 2] = -torch.inf
+    temperature = torch.tensor([draw.choice([0.0, 0.3, 1.0, 1.7]) for _ in range(rows)])
+    top_k = torch.tensor([draw.choice([0, 0, 1, 2, vocab // 2, vocab, vocab + 9]) for _ in range(rows)])
+    top_p = torch.tensor([draw.choice([1.0, 1.0, 1e-6, draw.uniform(0.05, 0.999)]) for _ in range(rows)])
+    min_p = torch.tensor([draw.choice([0.0, 0.0, draw.uniform(0.001, 0.9)]) for _ in range(rows)])
+    uniform = ops.uniforms(torch.arange(rows) + seed, torch.arange(rows))
+    params = temperature, top_k, top_p, min_p, uniform
+    tokens, log_probs, drawn_with = ops.sample(logits, *params)
+
+    inverse = inverse_temperature(temperature)
+    asked = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    kept = cut(logits, inverse, top_k, top_p, min_p, asked, Whole(vocab)).isfinite()
+    scaled = logits.double() * inverse.double()[:, None]
+    expected = torch.log_softmax(scaled.masked_fill(~kept, -torch.inf), -1).gather(1, tokens[:, None])[:, 0]
+    # Logits / temperature are rounded to float32, 6e-8 of numbers up to 3400, and so are sums of a thousand weights.
+    torch.testing.assert_close(drawn_with.double(), expected, rtol=0, atol=1e-3 if logits.abs().max() > 500 else 2e-5)
+    assert kept.gather(1, tokens[:, None]).all() and (drawn_with <= 0).all()
+    whole = ~asked | (kept.sum(1) == logits.isfinite().sum(1))
+    assert torch.equal(drawn_with[whole], log_probs[whole])
+    assert (drawn_with[kept.sum(1) == 1] == 0).all(), "what could not be otherwise"
+    order = torch.tensor(draw.sample(range(rows), rows))
+    for company in (order, order[:1], order[5:12]):
+        again = ops.sample(logits[company], *(p[company] for p in params))
+        assert all(torch.equal(own, each[company]) for own, each in zip(again, (tokens, log_probs, drawn_with)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

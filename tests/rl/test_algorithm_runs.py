@@ -1,6 +1,7 @@
 """Whole runs of every algorithm on a small random model: what is drawn, dropped, charged and compared."""
 
 import json
+import math
 import string
 from dataclasses import asdict, replace
 
@@ -80,6 +81,26 @@ def _metrics(folder):
 
 def _rollouts(folder, step):
     return [json.loads(line) for line in (folder / f"rollouts/step_{step:08}.jsonl").read_text().splitlines()]
+
+
+def test_a_cut_is_corrected_by_the_mass_that_it_kept_and_parity_compares_what_is_before_it(tmp_path, folders):
+    cuts = dict(top_k=20, top_p=0.8, temperature=0.7)
+    for how in ("truncate", "none"):
+        changes = dict(cuts, off_policy=how, inner_steps=2)
+        folder = reinforce(_config(tmp_path / how, folders[0], **changes), EvenBytes())
+        for step, metrics in enumerate(_metrics(folder), 1):
+            rollouts = _rollouts(folder, step)
+            kept = [p - q for r in rollouts for p, q in zip(r["log_probs"], r["cut_log_probs"], strict=True)]
+            assert all(mass < 0 for mass in kept), "some tokens were left out"
+            assert metrics["parity/tokens_different"] == 0 < metrics["parity/tokens_checked"]
+            assert metrics["policy/ratio_first_max"] == 1.0, "the ratio of the loss is taken before the cut"
+            assert ("off_policy/ratio_min" in metrics) == (how == "truncate")
+            if how == "truncate":
+                # exp of a difference of float32 numbers below 6.
+                assert metrics["off_policy/ratio_min"] == pytest.approx(math.exp(min(kept)), rel=1e-6)
+                assert metrics["off_policy/ratio_max"] == pytest.approx(math.exp(max(kept)), rel=1e-6)
+    uncut = reinforce(_config(tmp_path / "uncut", folders[0], steps=1), EvenBytes())
+    assert not any("cut_log_probs" in r for r in _rollouts(uncut, 1))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -8,6 +8,12 @@ from lockstep.rl.algorithms.advantages import (
     rewards_to_go,
     whitened,
 )
+from lockstep.rl.algorithms.gae import (
+    explained_variance,
+    generalized_advantages,
+    value_losses,
+    value_returns,
+)
 from lockstep.rl.algorithms.inputs import PolicyLossInputs
 from lockstep.rl.algorithms.kl import divergences
 from lockstep.rl.algorithms.objective import objective, policy_loss
@@ -21,6 +27,8 @@ __all__ = [
     "correction",
     "distillation_advantages",
     "divergences",
+    "explained_variance",
+    "generalized_advantages",
     "group_advantages",
     "leave_one_out_advantages",
     "objective",
@@ -30,5 +38,7 @@ __all__ = [
     "ratios",
     "rewards_to_go",
     "token_weights",
+    "value_losses",
+    "value_returns",
     "whitened",
 ]

@@ -25,9 +25,17 @@ class PolicyLossInputs:
     lengths: Sequence[int] | None = None
     """Tokens of each completion, for what is taken over whole ones; None: they are one completion."""
     sampler_log_probs: Float[Tensor, "tokens"] | None = None
-    """Of the policy that sampled the tokens, where that is another than the one before the step."""
+    """What the tokens were sampled with, where that is another than the policy before the step: older weights, another
+    engine, or a distribution cut by top-k, top-p or min-p."""
     entropies: Float[Tensor, "tokens"] | None = None
     """Of the distribution that each token was drawn from, with gradient, for the entropy bonus."""
+
+    values: Float[Tensor, "tokens"] | None = None
+    """V of the state that each token was sampled in, with gradient, where a value function is trained."""
+    old_values: Float[Tensor, "tokens"] | None = None
+    """The same before the step."""
+    returns: Float[Tensor, "tokens"] | None = None
+    """What the values are to become."""
 
     @property
     def of_completions(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The whole loss of a micro-batch: policy, correction, KL divergence and entropy, from plain data."""
+"""The whole loss of a micro-batch: policy, correction, KL divergence, entropy and values, from plain data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import Algorithm
+from lockstep.rl.algorithms.gae import value_losses
 from lockstep.rl.algorithms.inputs import PolicyLossInputs
 from lockstep.rl.algorithms.kl import divergences
 from lockstep.rl.algorithms.losses import Loss, clip, clip_sequence, clip_weight, reinforce
@@ -16,7 +17,8 @@ Metrics = dict[str, Float[Tensor, ""]]
 
 
 def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Tensor, ""], Metrics]:
-    """Σ w · c · loss + kl_coefficient · Σ w · KL − entropy_coefficient · Σ w · entropy, over the tokens.
+    """Σ w · c · loss + kl_coefficient · Σ w · KL − entropy_coefficient · Σ w · entropy, over the tokens, and
+    value_coefficient · Σ w · value loss where values are trained.
 
     The token's loss is `algorithm.loss`, c is the off-policy correction where there is one, and KL counts where
     `algorithm.kl_in` is the loss. Also returns metrics, without gradient: names that end in `_min` and `_max` combine
@@ -51,6 +53,12 @@ def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Ten
         if algorithm.entropy_coefficient > 0:
             loss = loss - algorithm.entropy_coefficient * entropy
         metrics["policy/entropy"] = entropy.detach()
+    if inputs.values is not None and inputs.old_values is not None and inputs.returns is not None:
+        errors, bounded = value_losses(inputs.values, inputs.old_values, inputs.returns, algorithm.value_clip)
+        total = ops.total(errors * weights)
+        loss = loss + algorithm.value_coefficient * total
+        metrics["value/loss"] = total.detach()
+        metrics["value/clip_fraction"] = ops.total(bounded.to(weights.dtype) * weights)
     return loss, metrics
 
 

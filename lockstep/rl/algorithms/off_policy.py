@@ -1,4 +1,5 @@
-"""Corrections for tokens that another policy sampled: older weights, or another engine with bits of its own."""
+"""Corrections for tokens that another distribution sampled: of older weights, of another engine with bits of its own,
+or cut by top-k, top-p or min-p."""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ class Step:
     teacher: list[torch.Tensor]
     sampler: list[torch.Tensor]
     entropies: list[torch.Tensor]
+    values: list[torch.Tensor]
+    new_values: list[torch.Tensor]
 
     @property
     def rewards(self):
@@ -44,10 +46,13 @@ def drawn_step(seed=0, prompts=3, samples=4, spread=0.3):
 
     old = [-2 * torch.rand(n, generator=draw).double() - 0.1 for n in lengths]
     old = near(old, 0.0)
-    return Step(
+    step = Step(
         groups, lengths, near(old, spread), old, near(old, 0.2), near(old, 0.5), near(old, 0.4),
-        near([c.abs() for c in old], 0.0),
+        near([c.abs() for c in old], 0.0), [], [],
     )  # fmt: skip
+    step.values = near([torch.full_like(c, 0.4) for c in old], 0.3)
+    step.new_values = near(step.values, 0.3)
+    return step
 
 
 def rollouts_of(step):
@@ -56,7 +61,7 @@ def rollouts_of(step):
         Rollout(
             Example("p"), index // samples, [1, 2], [3] * n, step.old[index].tolist(), "stop", "", 0,
             reward=step.rewards[index], reference_logprobs=step.reference[index].tolist(),
-            teacher_logprobs=step.teacher[index].tolist(),
+            teacher_logprobs=step.teacher[index].tolist(), values=step.values[index].tolist(),
         )
         for index, n in enumerate(step.lengths)
     ]  # fmt: skip
@@ -75,6 +80,11 @@ def inputs_of(step, algorithm, **given):
     def joined(of_each):
         return torch.cat([of_each[index] for index in kept])
 
+    values = {}
+    if algorithm.advantage == "gae":
+        returns = torch.tensor([x for r in chosen for x in r.returns], dtype=torch.float64)
+        current = joined(step.new_values).requires_grad_()
+        values = {"values": current, "old_values": joined(step.values), "returns": returns}
     return PolicyLossInputs(
         log_probs=joined(step.new).requires_grad_(),
         old_log_probs=joined(step.old),
@@ -84,6 +94,7 @@ def inputs_of(step, algorithm, **given):
         lengths=[lengths[index] for index in kept],
         sampler_log_probs=joined(step.sampler) if algorithm.off_policy != "none" else None,
         entropies=joined(step.entropies).requires_grad_(),
+        **values,
     )
 
 
@@ -95,7 +106,7 @@ def sliced(inputs, first, last):
         for f in fields(inputs)
         if isinstance(value := getattr(inputs, f.name), torch.Tensor)
     }
-    for leaf in ("log_probs", "entropies"):
+    for leaf in parts.keys() & {"log_probs", "entropies", "values"}:
         parts[leaf].requires_grad_()
     return replace(inputs, **parts, lengths=inputs.lengths[first:last])
 

@@ -9,6 +9,7 @@ from lockstep.model import ModelConfig
 from lockstep.rl import Example
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.collect import assign_advantages
+from lockstep.rl.critic import assign_values, make_critic
 from lockstep.rl.reference import score_rollouts
 from lockstep.rl.rollouts import Rollout
 from tests.rl.algorithms.steps import drawn_step, inputs_of, loss_and_gradient, named, sliced
@@ -55,13 +56,22 @@ def rollouts():
             tokens = torch.randint(40, (length + 3,), generator=draw).tolist()
             reward = float(torch.randint(3, (), generator=draw))
             made.append(Rollout(Example("p"), group, tokens[:3], tokens[3:], [], "stop", "", 0, reward=reward))
-    config = RLConfig(model="m")
+    config = RLConfig(model="m", algorithm="ppo")
+    assign_values(made, policy, _critic(config, policy), config)
     scores = score_rollouts(policy, made, config), score_rollouts(other, made, config)
     for rollout, own, others in zip(made, *scores):
         noise = 0.1 * torch.randn(len(own), generator=draw)
         rollout.logprobs = (torch.tensor(own) + noise).tolist()
         rollout.reference_logprobs = rollout.teacher_logprobs = others
     return made
+
+
+def _critic(config, model):
+    critic = make_critic(config, model)
+    if critic:
+        with torch.no_grad():
+            critic.weight.copy_(torch.randn(critic.weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
+    return critic
 
 
 def _gradients(rollouts, name, average, tokens):
@@ -72,13 +82,16 @@ def _gradients(rollouts, name, average, tokens):
     )  # fmt: skip
     assign_advantages(rollouts, algorithm_of(config))
     model = build_model(SHAPE, dtype="float32", seed=0)
-    sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.named_parameters()}
+    critic = _critic(config, model)
+    parameters = dict(model.named_parameters()) | (critic.parameters_by_name() if critic else {})
+    sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in parameters.items()}
     batches = policy_batches(rollouts, config)
-    step = PolicyLoss(config, compare=False)
+    step = PolicyLoss(config, compare=False, critic=critic)
     for batch in batches:
-        model.zero_grad()
+        for parameter in parameters.values():
+            parameter.grad = None
         step(model, batch).backward()
-        for name_, parameter in model.named_parameters():
+        for name_, parameter in parameters.items():
             sums[name_] += parameter.grad.double()
     return sums, len(batches)
 

@@ -178,6 +178,57 @@ def test_reinforce_plus_plus_with_baseline():
     _agree(drawn_step(), named("reinforce++-baseline", kl_coefficient=0.01), objective)
 
 
+@pytest.mark.parametrize(("gamma", "lambda_", "beta"), [(1.0, 0.95, 0.0), (0.9, 0.8, 0.1), (1.0, 1.0, 0.1)])
+@pytest.mark.parametrize("clip", [0.2, 0.0])
+def test_ppo(gamma, lambda_, beta, clip):
+    """arXiv 1707.06347, equations 7 and 9, with the advantages of arXiv 1506.02438, equation 16."""
+    estimates = {}
+
+    def objective(step):
+        total = 0.0
+        for i, n in enumerate(step.lengths):
+            # The reward is earned with the last token; the KL divergence is charged at each.
+            rewards = [-beta * float(step.old[i][t] - step.reference[i][t]) for t in range(n)]
+            rewards[-1] += step.rewards[i]
+            values = [*step.values[i].tolist(), 0.0]
+            deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(n)]
+            for t in range(n):
+                estimates[i, t] = sum((gamma * lambda_) ** k * deltas[t + k] for k in range(n - t))
+        mean, std = _mean(estimates.values()), _std(estimates.values())
+        for (i, t), advantage in estimates.items():
+            total = total + _min_clip(_ratio(step, i, t), (advantage - mean) / std, 0.2, 0.2)
+        return total / sum(step.lengths) - 0.3 * _value_loss(step, estimates, clip)
+
+    # `_agree` compares the gradients of the log-probabilities; those of the values are compared below.
+    algorithm = named(
+        "ppo", gae_gamma=gamma, gae_lambda=lambda_, kl_coefficient=beta, value_coefficient=0.3, value_clip=clip
+    )
+    _agree(drawn_step(), algorithm, objective)
+    step = drawn_step()
+    inputs = inputs_of(step, algorithm)
+    _, _, metrics = loss_and_gradient(inputs, algorithm)
+    step.new_values = [x.clone().requires_grad_() for x in step.new_values]
+    loss = _value_loss(step, estimates, clip)
+    loss.backward()
+    expected = 0.3 * torch.cat([x.grad for x in step.new_values])
+    assert (inputs.values.grad - expected).abs().max() < TOLERANCE * expected.abs().max()
+    assert float(metrics["value/loss"]) == pytest.approx(float(loss.detach()), rel=TOLERANCE)
+    assert (metrics["value/clip_fraction"] > 0) == (clip > 0)
+
+
+def _value_loss(step, advantages, clip):
+    total = 0.0
+    for (i, t), advantage in advantages.items():
+        old, new = step.values[i][t], step.new_values[i][t]
+        target = advantage + float(old)
+        error = (new - target) ** 2
+        if clip:
+            bounded = old + torch.clamp(new - old, -clip, clip)
+            error = torch.maximum(error, (bounded - target) ** 2)
+        total = total + error / 2
+    return total / sum(step.lengths)
+
+
 def test_rejection_sampling_fine_tuning():
     """arXiv 2304.06767, algorithm 1: the likelihood of the best completions of each prompt."""
     kept = []

@@ -1,0 +1,70 @@
+"""Advantages of single tokens by a value function's estimates, and what that function learns from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep.rl.algorithms.losses import Loss
+
+
+def generalized_advantages(
+    rewards: Sequence[float], values: Sequence[float], gamma: float, lambda_: float
+) -> list[float]:
+    """Σ (γλ)^l δ_{t+l} over l ≥ 0, with δ_t = r_t + γ V_{t+1} − V_t, of each token of one completion.
+
+    Generalized advantage estimation, Schulman et al., arXiv 1506.02438, equations 11 and 16. `values[t]` is V of the
+    state that token t is sampled in; after the last token nothing is to be earned any more, so V is 0 there, for
+    completions that reached their limit too.
+    """
+    advantages: list[float] = []
+    later = following = 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        later = reward + gamma * following - value + gamma * lambda_ * later
+        following = value
+        advantages.append(later)
+    return advantages[::-1]
+
+
+def value_returns(advantages: Sequence[float], values: Sequence[float]) -> list[float]:
+    """A_t + V_t: what the value function is to become, by the same λ as the advantages (TD(λ))."""
+    return [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def value_losses(
+    values: Float[Tensor, "tokens"],
+    old_values: Float[Tensor, "tokens"],
+    returns: Float[Tensor, "tokens"],
+    clip: float,
+) -> Loss:
+    """½ max((V − R)², (V_clipped − R)²) with V_clipped = V_old + min(max(V − V_old, −clip), clip); ½ (V − R)² for 0.
+
+    The value loss of PPO (arXiv 1707.06347, equation 9) with the bound of its authors' implementation: like the
+    policy's, an update has no gradient where it already went further than `clip` from the values before the step and
+    is nearer to R than the bound.
+    """
+    plain = (values - returns).square()
+    if clip == 0:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    bounded = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (bounded - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
+    """1 − Var(R − V) / Var(R): 1 where the values foretell the returns, 0 where they are no better than a constant.
+
+    Sums without rounding, so in no order. 0 where all returns are equal.
+    """
+    spread = _variance(returns)
+    errors = [r - v for r, v in zip(returns, values, strict=True)]
+    return 1 - _variance(errors) / spread if spread > 0 else 0.0
+
+
+def _variance(numbers: Sequence[float]) -> float:
+    mean = math.fsum(numbers) / max(len(numbers), 1)
+    return math.fsum((x - mean) * (x - mean) for x in numbers) / max(len(numbers), 1)

@@ -1,0 +1,81 @@
+"""The value function of PPO: a head on the policy's own hidden states."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lockstep import ops
+from lockstep.config import RLConfig, TrainConfig, algorithm_of
+from lockstep.model import Decoder, ScoringModel
+from lockstep.rl.algorithms import explained_variance
+from lockstep.rl.rollouts import Rollout
+from lockstep.train.packing import pack, predicting_states, split_by_tokens
+
+NAME = "value_head"
+"""Its parameters' prefix, in `train.rules` and in checkpoints."""
+
+
+class ValueHead(nn.Module):
+    """V of a state, in float32, from the hidden state that the next token is sampled from.
+
+    It begins as zero, so that the first step's advantages are sums of rewards. Its product is the model's own operator:
+    like a log-probability, a value has the same bits in any company, and so before and within the first inner step.
+    """
+
+    def __init__(self, dim: int, device: str | torch.device = "cpu", detached: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dim + 1, dtype=torch.float32, device=device))
+        """The last one is the bias, in units of `unit`: its gradient is summed as the others are, in one order."""
+        self.unit = math.sqrt(dim)
+        """So the bias moves as far in a step as the rest together: of the first values' error most is their mean."""
+        self.detached = detached
+        """Whether the value's loss leaves the model alone."""
+
+    def forward(self, hidden: Float[Tensor, "states dim"]) -> Float[Tensor, "states"]:
+        hidden = hidden.detach() if self.detached else hidden
+        return ops.linear(F.pad(hidden.float(), (0, 1), value=self.unit), self.weight)[:, 0]
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """As the optimizer and checkpoints name them."""
+        return {f"{NAME}.{name}": parameter for name, parameter in self.named_parameters()}
+
+
+def make_critic(config: RLConfig, model: Decoder) -> ValueHead | None:
+    """The value function of the run's algorithm; None where it has none."""
+    if algorithm_of(config).advantage != "gae":
+        return None
+    return ValueHead(model.config.dim, model.device, config.value_detached)
+
+
+def train_settings(config: RLConfig) -> TrainConfig:
+    """The run's, in which the value head has its own learning rate; `train.rules` go before it."""
+    if algorithm_of(config).advantage != "gae":
+        return config.train
+    own = f"{NAME}.* learning_rate={config.value_learning_rate}"
+    return dataclasses.replace(config.train, rules=(own, *config.train.rules))
+
+
+@torch.no_grad()
+def assign_values(rollouts: Sequence[Rollout], model: ScoringModel, critic: ValueHead, config: RLConfig) -> None:
+    """V of the state that each token was sampled in, by the weights before the step."""
+    lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
+    for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
+        chosen = rollouts[part]
+        tokens, firsts = [r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen]
+        values = critic(predicting_states(model, pack(tokens, firsts, critic.weight.device)))
+        for rollout, own in zip(chosen, values.split([len(r.token_ids) for r in chosen])):
+            rollout.values = own.tolist()
+
+
+def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How well the values before the step foretold what was earned; nothing without a value function."""
+    values = [v for r in rollouts for v in r.values]
+    returns = [x for r in rollouts for x in r.returns]
+    return {"value/explained_variance": explained_variance(values, returns)} if values else {}
