@@ -42,6 +42,7 @@ from lockstep.rl.reference import (
     load_teacher,
     moving_average,
 )
+from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rewards.workers import open_grader
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.train import Trainer
@@ -143,12 +144,12 @@ def _reinforce(
         for step in range(start + 1, config.steps + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(observer.timeline)
-                ledger = Ledger(config.prompts_per_step)
+                ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
                 for extra_round in range(algorithm.extra_rounds + 1):
                     asked = prompts.next(ledger.missing)
                     drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round)
                     stopwatch.lap("time/generate")
-                    assign_rewards(drawn, environment, config.rewards, grader)
+                    outcomes += assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")
                     ledger.add(drawn)
                     ledger.drop_failed()
@@ -156,6 +157,7 @@ def _reinforce(
                         ledger.drop_equal_rewards()
                     if not ledger.missing:
                         break
+                refuse_too_many(outcomes, config.rewards.failure_limit)
                 ledger.keep_some()
                 charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
                 if reference:
