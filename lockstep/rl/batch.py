@@ -112,9 +112,7 @@ class PolicyLoss:
         return means
 
 
-def _note(
-    rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]
-) -> None:
+def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:
     """Enters what the trainer found of each token; its log-probabilities only where they are not the generator's."""
     lengths = [len(r.token_ids) for r in rollouts]
     for rollout, own, entropy in zip(rollouts, log_probs.split(lengths), entropies.split(lengths)):
