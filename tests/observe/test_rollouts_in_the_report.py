@@ -131,7 +131,7 @@ def test_groups_that_taught_something_come_first_and_an_unknown_tokenizer_leaves
 
 
 def test_a_report_of_the_longest_rollouts_stays_below_its_size(tmp_path):
-    loud = "\"&<>'" * 20_000
+    loud = "\"&<>'" * 4_000
     many = {f"name {n} {HOSTILE}": 0.1 for n in range(300)}
     lines = [_line(g, loud, a, entropies=[1.0] * len(loud), rewards=many) for g in range(4) for a in (1.0, -1.0)]
     run = _run(tmp_path / "run", step1=lines, step2=lines, step3=lines)

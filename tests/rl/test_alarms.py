@@ -133,7 +133,7 @@ def test_a_run_whose_rewards_are_all_equal_warns_and_ends_by_setting_also_when_i
     changes |= dict(checkpoint=CheckpointConfig(every=1, asynchronous=False), alarms=AlarmConfig(no_signal=3))
     run = reinforce(_config(tmp_path / "run", folders[0], **changes | {"steps": 4}), Impossible())
     said = [r.message for r in caplog.records if r.message.startswith("alarm no_signal at step")]
-    assert len(said) == 1 and "step 3: in 3 steps in a row all completions of each prompt had the same" in said[0]
+    assert len(said) == 1 and "step 3: in 3 steps in a row: all completions of each prompt had the same" in said[0]
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [m.get("alarm/no_signal") for m in metrics] == [None, None, None, 1.0, 1.0]
     assert "no_signal" in (run / "report.html").read_text()
