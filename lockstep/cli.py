@@ -1,4 +1,5 @@
-"""One command: lockstep demo | pretrain | sft | data | rl | generate | serve | parity | compare | convert | doctor.
+"""One command: lockstep demo | pretrain | sft | data | rl | replay | generate | serve | parity | compare | convert |
+doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -446,6 +447,28 @@ def compare(arguments: list[str]) -> int:
 
 
 @dataclass
+class ReplayOptions:
+    """A finished step of a reinforcement run, computed again."""
+
+    run: str
+    """The run's folder."""
+    step: int = 0
+    """The step; the checkpoint of the one before it must be there, unless it is the first. 0: the last that can be."""
+    sample: bool = False
+    """Sample its completions again, too, instead of taking them from rollouts/."""
+
+
+def replay(arguments: list[str]) -> int:
+    """compute a finished step of rl again and compare its bits with the record; exit code 0: equal, 1: not"""
+    options = _parse(ReplayOptions, arguments, "replay", positional=True)
+    from lockstep.rl.replay import replay as run
+
+    result = run(options.run, options.step, sample=options.sample)
+    print(result.text())
+    return 0 if result.equal else 1
+
+
+@dataclass
 class DoctorOptions:
     """What this machine offers to Lockstep, and what to do about what is missing."""
 
@@ -485,6 +508,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "parity": parity,
     "compare": compare,
+    "replay": replay,
     "convert": convert,
     "doctor": doctor,
 }

@@ -4,6 +4,7 @@ A run is described by one flat dataclass with nested ones (`train`, `engine`, `c
 under a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
 """
 
+from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of, with_algorithm
 from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.checks import validate
@@ -19,7 +20,9 @@ from lockstep.config.toml import from_toml, recorded_run, to_toml
 from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
 
 __all__ = [
+    "ALARMS",
     "ALGORITHMS",
+    "AlarmConfig",
     "Algorithm",
     "Arithmetic",
     "CheckpointConfig",

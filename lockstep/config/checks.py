@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
@@ -56,6 +57,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield "data is empty; give conversations with --data FILE"
     if isinstance(config, RLConfig):
         yield from _algorithm_problems(config)
+        yield from _alarm_problems(config.alarms)
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
 
@@ -95,6 +97,14 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
         )
     if config.kl_reference != "start" and not config.kl_coefficient:
         yield f"kl_reference is {config.kl_reference} and kl_coefficient is 0, so it would not count; give one"
+
+
+def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
+    for name in alarms.stop:
+        if name not in ALARMS:
+            yield f'alarms.stop: there is no alarm "{name}".{closest(name, ALARMS)} There are {", ".join(ALARMS)}'
+        elif getattr(alarms, name) == 0:
+            yield f"alarms.stop names {name}, but alarms.{name} is 0, so it is never raised; give a limit"
 
 
 def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:

@@ -30,4 +30,4 @@ class RewardConfig:
     on_failure: Literal["drop", "zero"] = "drop"
     """`drop` leaves a rollout whose reward failed out of advantages and loss; `zero` gives it the reward 0."""
     failure_limit: Annotated[float, AtLeast(0), AtMost(1)] = 0.25
-    """The run ends at a step in which a larger share of the rewards failed."""
+    """The run ends at a step in which a larger share of the rewards failed, all rounds of dynamic sampling together."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from lockstep.config.alarms import AlarmConfig
 from lockstep.config.algorithm import AlgorithmName
 from lockstep.config.bounds import Above, AtLeast, AtMost, Below
 from lockstep.config.checkpoint import CheckpointConfig
@@ -214,6 +215,7 @@ class RLConfig:
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: Annotated[int, Above(0)] = 256
     """Held-out examples of a validation, one completion each, sampled as in training."""
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     # Sampling takes as long as it takes, and tells nothing meanwhile.

@@ -112,12 +112,16 @@ class ByteTokenizer:
         _write_all(folder, self.carried)
 
 
-def _bytes_for_transformers() -> dict[str, Any]:
-    """The byte tokenizer as the content of a `tokenizer.json`: byte-level BPE without merges."""
-    # Byte-level BPE writes a byte as a printable character: itself where it is one, else the next one from 256 on.
+def byte_characters() -> dict[int, str]:
+    """How byte-level BPE writes a byte: as itself where that is printable, else as the next character from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def _bytes_for_transformers() -> dict[str, Any]:
+    """The byte tokenizer as the content of a `tokenizer.json`: byte-level BPE without merges."""
+    names = byte_characters()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     end = {"id": 256, "content": END_OF_TEXT, "special": True, "normalized": False}
     return {

@@ -63,8 +63,16 @@ REINFORCEMENT = [
     Panel(
         "Completion length",
         "tokens",
-        ("rollout/tokens_mean",),
-        "Mean tokens per completion. Growth without more reward can mean that the model rambles.",
+        ("rollout/tokens_mean", "rollout/tokens_p10", "rollout/tokens_p90"),
+        "Tokens per completion: the mean, and what 10 and 90 % are not above. Growth without more reward can mean that "
+        "the model rambles.",
+    ),
+    Panel(
+        "Diversity",
+        "share",
+        ("diversity/distinct", "diversity/overlap"),
+        "Different completions among those of a prompt, and how many pairs of tokens two of them share. Where all say "
+        "the same there is nothing to compare.",
     ),
     Panel(
         "Policy entropy",
@@ -110,6 +118,8 @@ SMOOTH = ("learning_rate", "memory_gib", "skipped_steps")
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea")
 FEW = 20
 """Points up to which each is marked and none is smoothed."""
+MOST_POINTS = 2_000
+"""Of a line: more than can be told apart, and it bounds the page."""
 
 
 def curves_png(run: Path, path: Path, columns: int = 3) -> None:
@@ -175,11 +185,12 @@ def _draw(axis: Any, panel: Panel, metrics: Sequence[dict[str, Any]], title: boo
         few = len(values) < FEW
         # What is smooth by nature is drawn as it is.
         smooth = few or name in SMOOTH
-        label = _label(name) if smooth else None
+        label = _label(name, panel) if smooth else None
         marker, alpha = "o" if few else "", 1.0 if smooth else 0.25
-        axis.plot(steps, values, color=color, alpha=alpha, linewidth=1.2, marker=marker, markersize=4, label=label)
+        style = {"linewidth": 1.2, "marker": marker, "markersize": 4}
+        axis.plot(*_thinned(steps, values), color=color, alpha=alpha, label=label, **style)
         if not smooth:
-            axis.plot(steps, _smoothed(values), color=color, linewidth=1.8, label=_label(name))
+            axis.plot(*_thinned(steps, _smoothed(values)), color=color, linewidth=1.8, label=_label(name, panel))
     if sum(bool(steps) for _, steps, _ in drawn) > 1:
         for text in axis.legend(fontsize=7).get_texts():
             text.set_parse_math(False)  # a reward's name may hold a $
@@ -206,9 +217,25 @@ def _smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
     return smooth
 
 
-def _label(name: str) -> str:
-    """`reward/format/mean` -> format; `rollout/tokens_per_second` -> rollout; `tokens_per_second` -> training."""
+def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most `MOST_POINTS`: of each stretch its lowest and its highest, so that no spike is lost."""
+    stretch = -(-2 * len(values) // MOST_POINTS)
+    if stretch <= 2:
+        return list(steps), list(values)
+    kept = []
+    for start in range(0, len(values), stretch):
+        places = range(start, min(start + stretch, len(values)))
+        kept += sorted({min(places, key=values.__getitem__), max(places, key=values.__getitem__)})
+    return [steps[place] for place in kept], [values[place] for place in kept]
+
+
+def _label(name: str, panel: Panel) -> str:
+    """`reward/format/mean` -> format; `rollout/tokens_per_second` -> rollout; `tokens_per_second` -> training.
+
+    Names of one panel that all begin alike are told apart by their ends.
+    """
     parts = name.split("/")
     if len(parts) == 1:
         return "training"
-    return parts[1] if len(parts) == 3 else parts[0]
+    alike = len(panel.names) > 1 and len({other.split("/")[0] for other in panel.names}) == 1
+    return parts[1] if len(parts) == 3 or alike else parts[0]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lockstep.config import ObserveConfig
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import open_sinks
 
@@ -22,14 +25,31 @@ class MetricsWriter:
     def __init__(self, folder: Path, config: ObserveConfig | None = None):
         self._run = RunFolder(folder)
         self._sinks = open_sinks(config, folder) if config is not None else []
-        self._file = self._run.metrics.open("a")
+        self._file = self._open()
+
+    def _open(self) -> FileIO:
+        # Without a buffer: whoever watches the run, or finds it killed, has all of it.
+        return FileIO(self._run.metrics, "a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds `step` and `time` (Unix seconds). What is not finite is written as null, for JSON has no NaN."""
-        line = {"step": step, "time": time.time(), **metrics}
-        self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
-        # Flushed each step: whoever watches the run, or finds it killed, has all of it.
-        self._file.flush()
+        """Adds `step` and `time` (Unix seconds). What is not finite is written as null, for JSON has no NaN.
+
+        Raises RunStopped where the disk does not take the line, of which nothing is left then.
+        """
+        values = {"step": step, "time": time.time(), **metrics}
+        line = (json.dumps({k: v if math.isfinite(v) else None for k, v in values.items()}) + "\n").encode()
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise RunStopped(
+                f"{self._run.metrics}: the metrics of step {step} cannot be written ({error.strerror}), and the run "
+                "ends here. Free some space, then --resume continues from the newest checkpoint",
+                exit_code=1,
+            ) from error
         for sink in self._sinks:
             sink.write(step, metrics)
 
@@ -37,7 +57,7 @@ class MetricsWriter:
         """Forgets the lines after `step`, which the run writes anew; other sinks keep both."""
         self._file.close()
         self._run.truncate(step)
-        self._file = self._run.metrics.open("a")
+        self._file = self._open()
 
     def __enter__(self) -> MetricsWriter:
         return self

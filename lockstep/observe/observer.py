@@ -12,7 +12,7 @@ import torch
 from lockstep.config import FaultConfig, ObserveConfig
 from lockstep.observe.determinism import determinism
 from lockstep.observe.garbage import GarbageCollection
-from lockstep.observe.logs import open_logs
+from lockstep.observe.logs import log, open_logs
 from lockstep.observe.metrics import MetricsWriter
 from lockstep.observe.profiling import Profiling, require_profiling
 from lockstep.observe.sinks import require_sinks
@@ -90,4 +90,9 @@ class Observer:
 
     def _write_timeline(self) -> None:
         if self.config.timeline_steps:
-            self.timeline.write(timeline_path(self.run, self._rank, self._ranks))
+            path = timeline_path(self.run, self._rank, self._ranks)
+            try:
+                self.timeline.write(path)
+            except OSError as error:  # it must not stand in for what has ended the run, such as a full disk
+                path.unlink(missing_ok=True)
+                log.warning("%s: the timeline could not be written (%s)", path, error.strerror)

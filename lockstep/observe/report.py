@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from lockstep.config import ALARMS
 from lockstep.observe.curves import LOSS, curves_svg
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.run_folder import CONFIG, METRICS
+from lockstep.observe.token_view import channels, shown_steps
 
 SAMPLES = 12
+MOST_BYTES = 5_000_000
+"""Of a report; of a run that would need more, fewer tokens are shown."""
+TOKENS = (12_000, 2_000, 0)
+"""Shown of rollouts one by one, as far as they fit."""
+LONGEST = 2_000
+"""Characters of a prompt or completion in a table."""
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PRETRAINING_LOSS = replace(LOSS, title="Loss in pretraining")
 STAGES = {"pretrain": "pretraining", "rl": "reinforcement", "sft": "fine-tuning"}
@@ -40,32 +49,73 @@ class Sample:
 
 
 def write_report(
-    run: Path, title: str = "Lockstep run", introduction: str = "", pretraining: Path | None = None
+    run: Path,
+    title: str = "Lockstep run",
+    introduction: str = "",
+    pretraining: Path | None = None,
+    steps: Sequence[int] = (),
 ) -> Path:
     """Writes `report.html` into the run's folder from what is there, and returns its path.
 
-    `pretraining` is the run that this one started from, whose loss is then drawn too. A run without rollouts, without
-    a summary, or one that was interrupted gets the parts that it has.
+    `pretraining` is the run that this one started from, whose loss is then drawn too. steps: those of a reinforcement
+    run whose rollouts are shown; empty: the first, a middle and the last one. A run without rollouts, without a
+    summary, or one that was interrupted gets the parts that it has. Raises UserError for a step without rollouts.
     """
     from jinja2 import Environment
 
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE.read_text())
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["clip"] = _clipped
+    template = environment.from_string(TEMPLATE.read_text())
     metrics = read_metrics(run / METRICS)
     summary = _json(run / "summary.json")
     parity = _parity(metrics)
-    page = template.render(
-        title=title,
-        introduction=introduction,
-        figures=[*_results(summary), *_speed(metrics), *_parity_figure(parity), *_totals(summary)],
-        curves=[*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)],
-        parity=parity,
-        samples=_samples(run),
-        rollouts=_rollouts(run),
-        config=(run / CONFIG).read_text() if (run / CONFIG).is_file() else "",
-    )
+    curves = [*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)]
+    for most_tokens in TOKENS:
+        shown = shown_steps(run, steps, most_tokens)
+        page = template.render(
+            title=title,
+            introduction=introduction,
+            figures=[*_results(summary), *_speed(metrics), *_parity_figure(parity), *_totals(summary)],
+            alarms=_alarms(metrics),
+            curves=curves,
+            parity=parity,
+            samples=_samples(run),
+            shown=shown,
+            channels=channels(shown),
+            config=(run / CONFIG).read_text() if (run / CONFIG).is_file() else "",
+        )
+        if len(page.encode()) < MOST_BYTES:
+            break
     partial = run / "report.html.partial"
     partial.write_text(page)
     return partial.replace(run / "report.html")
+
+
+def _clipped(value: Any, longest: int = LONGEST) -> str:
+    text = str(value)
+    return text if len(text) <= longest else f"{text[:longest]} … ({len(text) - longest:,} characters left out)"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm of a reinforcement run: when it was raised, and what it means."""
+
+    name: str
+    steps: str
+    meaning: str
+
+
+def _alarms(metrics: list[dict[str, Any]]) -> list[Alarm]:
+    """Every alarm that was raised, with the first steps of its occurrences."""
+    names = sorted({name for m in metrics for name in m if name.startswith("alarm/")})
+    found = []
+    for name in names:
+        begun = [m["step"] for before, m in zip([{}, *metrics], metrics) if name in m and name not in before]
+        count = sum(name in m for m in metrics)
+        first = ", ".join(map(str, begun[:5])) + (", …" if begun[5:] else "")
+        alarm = name.removeprefix("alarm/")
+        found.append(Alarm(alarm, f"from step {first}; {count} in all", ALARMS.get(alarm, "")))
+    return found
 
 
 def _results(summary: dict[str, Any]) -> list[Figure]:
@@ -167,15 +217,6 @@ def _samples(run: Path) -> list[Sample]:
     first, last = ({(r["prompt"], r["group"]): r for r in _lines(path)} for path in (validations[0], validations[-1]))
     both = [key for key in first if key in last][:SAMPLES]
     return [Sample(key[0], first[key]["answer"], first[key], last[key]) for key in both]
-
-
-def _rollouts(run: Path) -> list[dict[str, Any]]:
-    """The last step's rollouts of different prompts, as many as the report shows; first those that taught something."""
-    chosen: dict[int, dict[str, Any]] = {}
-    for path in sorted(run.glob("rollouts/step_*.jsonl"))[-1:]:
-        for rollout in _lines(path):
-            chosen.setdefault(rollout["group"], rollout)
-    return sorted(chosen.values(), key=lambda rollout: rollout["advantage"] == 0)[:SAMPLES]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

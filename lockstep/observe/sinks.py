@@ -10,6 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from lockstep.config import ObserveConfig
 from lockstep.errors import UserError
+from lockstep.observe.logs import log
+
+PATIENCE = 3
+"""Failures in a row, after which a sink is not written to any more."""
+LEFT_OUT = "observe.%s could not be %s (%s), and the run goes on without it; metrics.jsonl in %s is whole"
 
 
 @runtime_checkable
@@ -29,14 +34,48 @@ def require_sinks(config: ObserveConfig) -> None:
 
 
 def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
-    """The chosen sinks, for the run in `folder`; a resumed run goes on in the same curves."""
+    """The chosen sinks, for the run in `folder`; a resumed run goes on in the same curves.
+
+    One that cannot be reached is named in a warning and left out: `metrics.jsonl` has everything.
+    """
     require_sinks(config)
     kinds: dict[str, Callable[[ObserveConfig, Path], Sink]] = {
         "tensorboard": TensorBoard,
         "wandb": WeightsAndBiases,
         "trackio": Trackio,
     }
-    return [kinds[name](config, folder) for name in _chosen(config)]
+    opened: list[Sink] = []
+    for name in _chosen(config):
+        try:
+            opened.append(Guarded(name, kinds[name](config, folder)))
+        except Exception as error:  # whatever a tracker raises, the run does not depend on it
+            log.warning(LEFT_OUT, name, "opened", error, folder)
+    return opened
+
+
+class Guarded:
+    """A sink whose failures are warnings; after `PATIENCE` in a row it is left alone, for each may take its time."""
+
+    def __init__(self, name: str, sink: Sink):
+        self._name, self._sink = name, sink
+        self._failures = 0
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._failures >= PATIENCE:
+            return
+        try:
+            self._sink.write(step, metrics)
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if self._failures == PATIENCE:
+                log.warning(LEFT_OUT, self._name, f"written to at step {step}", error, "the run's folder")
+
+    def close(self) -> None:
+        try:
+            self._sink.close()
+        except Exception as error:
+            log.warning("observe.%s could not be closed (%s); what it shows may end early", self._name, error)
 
 
 class TensorBoard:

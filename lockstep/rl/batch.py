@@ -88,6 +88,7 @@ class PolicyLoss:
         log_probs, entropies = target_log_probs(model, batch.row, self.temperature, states)
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts)
+            _note(batch.rollouts, log_probs.detach(), entropies.detach())
         old, sampler = batch.old_log_probs, None
         if self.algorithm.off_policy != "none":
             if batch.before_step is None:
@@ -128,6 +129,14 @@ class PolicyLoss:
             stem, square = name.removesuffix("_square"), means.pop(name)
             means[f"{stem}_effective"] = means[f"{stem}_mean"] * means[f"{stem}_mean"] / square if square else 0.0
         return means
+
+
+def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:
+    """Enters what the trainer found of each token; its log-probabilities only where they are not the generator's."""
+    lengths = [len(r.token_ids) for r in rollouts]
+    for rollout, own, entropy in zip(rollouts, log_probs.split(lengths), entropies.split(lengths)):
+        rollout.entropies, found = entropy.tolist(), own.tolist()
+        rollout.trainer_logprobs = found if found != rollout.logprobs else []
 
 
 def _joined(name: str, before: float | None, value: float) -> float:

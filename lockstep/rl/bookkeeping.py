@@ -13,10 +13,13 @@ from typing import Any
 from lockstep.config import RLConfig
 from lockstep.model import Decoder
 from lockstep.observe import Timeline
+from lockstep.rl.diversity import distinct_share, pairwise_overlap
 from lockstep.rl.environment import Environment
 from lockstep.rl.explain import in_words
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.rollouts import Rollout
+
+PERCENTILES = (10, 50, 90)
 
 
 class Stopwatch:
@@ -64,9 +67,11 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     count = len(rollouts)
     mean = math.fsum(rewards) / len(rewards)
     groups = [{r.reward for r in group} for _, group in groupby(counting, key=lambda r: r.group)]
+    said = [[r.token_ids for r in group] for _, group in groupby(rollouts, key=lambda r: r.group)]
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / len(rewards)),
+        **_percentiles("reward/total", rewards),
         "reward/groups_without_spread": sum(len(group) == 1 for group in groups) / len(groups),
         **{f"reward/{name}/mean": value for name, value in _means(rollouts).items()},
         **_failures("reward", rollouts),
@@ -75,7 +80,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/tokens": sum(len(r.token_ids) for r in rollouts),
         "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rollouts),
         "rollout/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
+        **_percentiles("rollout/tokens", [len(r.token_ids) for r in rollouts]),
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
+        "diversity/distinct": sum(map(distinct_share, said)) / len(said),
+        "diversity/overlap": sum(map(pairwise_overlap, said)) / len(said),
         "policy/staleness_max": 0.0,
     }
 
@@ -97,7 +105,19 @@ def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) ->
 def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Of each named reward, over the rollouts that have it: all but those whose reward failed."""
     graded = [r for r in rollouts if not r.failure]
-    return {name: sum(r.rewards[name] for r in graded) / len(graded) for name in (graded[0].rewards if graded else ())}
+    names = graded[0].rewards if graded else ()
+    return {_escaped(name): sum(r.rewards[name] for r in graded) / len(graded) for name in names}
+
+
+def _escaped(name: str) -> str:
+    """A reward's name as a part of a metric's: without what would end the part, or what no log can show."""
+    return "".join(c if c.isprintable() and c not in "/%" else f"%{ord(c):02x}" for c in name)
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The values that 10, 50 and 90 % of all are not above (nearest rank)."""
+    ordered = sorted(values)
+    return {f"{name}_p{p}": float(ordered[math.ceil(p / 100 * len(ordered)) - 1]) for p in PERCENTILES}
 
 
 def _failures(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

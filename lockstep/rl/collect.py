@@ -28,7 +28,7 @@ from lockstep.rl.algorithms import (
     whitened,
 )
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards import Grader, failures, grade_here, refuse_too_many, totals
+from lockstep.rl.rewards import Grader, Outcome, failures, grade_here, totals
 from lockstep.rl.rollouts import Rollout
 
 
@@ -55,22 +55,20 @@ def assign_rewards(
     environment: Environment,
     config: RewardConfig | None = None,
     grader: Grader | None = None,
-    limited: bool = True,
-) -> None:
+) -> list[Outcome]:
     """Grades every rollout, with `grader` where one is given, else in this process; marks those whose reward failed.
 
-    Raises UserError where a larger share than `failure_limit` failed, if `limited`, and as `totals` does.
+    Returns what the rewards came to, for `refuse_too_many`. Raises UserError as `totals` does.
     """
     config = config or RewardConfig()
     jobs = [(r.example, r.completion) for r in rollouts]
     outcomes = grader(jobs) if grader else grade_here(environment, jobs, config.seconds)
-    if limited:
-        refuse_too_many(outcomes, config.failure_limit)
     if said := failures(outcomes):
         log.warning("%s", said)
     for rollout, graded in zip(rollouts, totals(environment, jobs, outcomes)):
         rollout.rewards, rollout.reward, rollout.failure = graded.by_name, graded.total, graded.failure
         rollout.counts = not graded.failure or config.on_failure == "zero"
+    return outcomes
 
 
 def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> None:
@@ -156,7 +154,7 @@ def evaluate(
     The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
     """
     rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, tokenizer, config)
-    assign_rewards(rollouts, environment, config.rewards, grader, limited=False)
+    assign_rewards(rollouts, environment, config.rewards, grader)
     return rollouts
 
 

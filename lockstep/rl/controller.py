@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,11 +30,12 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import World, apply_compile, refuse_ranks
+from lockstep.rl.alarms import Alarms
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
 from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
-from lockstep.rl.environment import Environment
+from lockstep.rl.environment import Environment, Example
 from lockstep.rl.ledger import Ledger
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
@@ -44,19 +46,17 @@ from lockstep.rl.reference import (
     load_teacher,
     moving_average,
 )
+from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rewards.workers import open_grader
-from lockstep.rl.rollouts import write_rollouts
+from lockstep.rl.rollouts import Rollout, write_rollouts
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.settle import settle
 from lockstep.train.stop_signal import StopSignal
 from lockstep.train.threads import fitting_threads
 
-SILENT_STEPS = 10
-NOTHING_LEARNT = (
-    "in %d steps in a row all completions of each prompt had the same reward, so nothing was learnt: "
-    "the task is too hard or too easy, or its reward is wrong; rollouts/ shows the completions"
-)
+Draws = Callable[[Sequence[Example]], list[Rollout]]
+"""Rollouts of these examples that were sampled before."""
 
 
 def reinforce(
@@ -75,14 +75,25 @@ def reinforce(
         return _reinforce(config, environment, progress, on_metrics, opened)
 
 
+def compute_again(config: RLConfig, environment: Environment | None, step: int, drawn: Draws | None) -> None:
+    """Makes `step` alone, from the checkpoint before it in `config.output`: metrics and rollouts are written there.
+
+    Its rollouts are those of `drawn`, or sampled again without. Nothing is validated or saved. Raises as `reinforce`.
+    """
+    with ExitStack() as opened:
+        _reinforce(config, environment, Progress("replay", step, "step"), None, opened, step, drawn)
+
+
 def _reinforce(
     config: RLConfig,
     environment: Environment | None,
     progress: Progress | None,
     on_metrics: OnMetrics | None,
     opened: ExitStack,
+    only: int = 0,
+    recorded: Draws | None = None,
 ) -> Path:
-    """The run; `opened` closes its folder after it."""
+    """The run, or `only` one step of it; `opened` closes its folder after it."""
     validate(config)
     refuse_ranks("rl")
     device = open_device(config.device)
@@ -130,7 +141,8 @@ def _reinforce(
     announce("rl: " + start_line(config.model, model.config.num_parameters, device, model.dtype, work))
     if device.type == "cuda" and (count := torch.cuda.device_count()) > 1:
         announce(f"rl uses one GPU so far: {device} of {count}; --device chooses another")
-    clock, silent_steps = time.perf_counter(), 0
+    clock, title = time.perf_counter(), f"{config.algorithm} on {config.environment}"
+    watch = Alarms(config.alarms, read_metrics(run.metrics), learns_from_spread_alone)
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     with (
         fitting_threads(model.config, config.train.tokens_per_microbatch),
@@ -143,19 +155,23 @@ def _reinforce(
         bar.advance(min(start, config.steps))
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
-        if start == 0:
+        if start == 0 and not only:
             validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
             write_rollouts(run.validation_path(0), validation)
-            observer.write(0, validation_metrics(validation, environment))
-        for step in range(start + 1, config.steps + 1):
+            metrics = validation_metrics(validation, environment)
+            observer.write(0, metrics | watch.enter(0, metrics))
+        for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(observer.timeline)
-                ledger = Ledger(config.prompts_per_step)
+                ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
                 for extra_round in range(algorithm.extra_rounds + 1):
                     asked = prompts.next(ledger.missing)
-                    drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round)
+                    if recorded:
+                        drawn = recorded(asked)
+                    else:
+                        drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round)
                     stopwatch.lap("time/generate")
-                    assign_rewards(drawn, environment, config.rewards, grader)
+                    outcomes += assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")
                     ledger.add(drawn)
                     ledger.drop_failed()
@@ -163,6 +179,7 @@ def _reinforce(
                         ledger.drop_equal_rewards()
                     if not ledger.missing:
                         break
+                refuse_too_many(outcomes, config.rewards.failure_limit)
                 ledger.keep_some()
                 charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
                 if reference:
@@ -176,7 +193,7 @@ def _reinforce(
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
                     ledger.keep_some()
                 batches = policy_batches(ledger.trained, config, device)
-                metrics: dict[str, float] = {}
+                metrics = {}
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     metrics |= trainer.step(batches, loss) | loss.metrics()
@@ -194,28 +211,27 @@ def _reinforce(
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
                 metrics |= value_metrics(ledger.trained)
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
-                if due(step, config.validation_every, config.steps):
+                if not only and due(step, config.validation_every, config.steps):
                     validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
-                silent = learns_from_spread_alone and metrics["reward/groups_without_spread"] == 1
-                silent_steps = silent_steps + 1 if silent else 0
-                if silent_steps == SILENT_STEPS:
-                    log.warning(NOTHING_LEARNT, silent_steps)
-                observer.write(step, metrics)
+                observer.write(step, metrics | watch.enter(step, metrics))
                 stopped_by = stop.agreed(trainer.world)
                 write_rollouts(run.rollouts_path(step), ledger.rollouts)
-                if stopped_by or checkpoints.due(step):
+                if not only and (stopped_by or checkpoints.due(step)):
                     checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
             bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
             if stopped_by and step < config.steps:
                 raise stop.error(stopped_by, step, config.output)
+            if (ending := watch.ending()) and step < config.steps:
+                write_report(run.path, title)
+                raise ending
 
-    if start < config.steps or not run.summary.is_file():
+    if not only and (start < config.steps or not run.summary.is_file()):
         summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
             "seconds": {"rl": time.perf_counter() - clock},
             "arithmetic": arithmetic_of(device),
         }
         run.summary.write_text(json.dumps(summary, indent=1))
-        write_report(run.path, f"{config.algorithm} on {config.environment}")
+        write_report(run.path, title)
     return run.path

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.errors import UserError
+from lockstep.observe import log
 from lockstep.rl.environment import Environment, Example, source_file, user_line
 
 MOST_EXAMPLES = 1_000_000
+"""Of a split: whatever yields more is taken to have no end."""
 
 
 class PromptLoader:
@@ -72,18 +75,26 @@ class PromptLoader:
 
 
 def examples_of(environment: Environment, split: str) -> list[Example]:
-    """All examples of a split. Raises UserError where there are none, or where the environment's own code fails."""
+    """All examples of a split. A warning counts those that are there twice, which are asked as often.
+
+    Raises UserError where there are none or no end of them, or where the environment's own code fails.
+    """
     kind = type(environment)
     if not isinstance(environment, Environment):
         given = f"the class {environment.__name__}" if isinstance(environment, type) else f"a {kind.__name__}"
         raise UserError(f"the environment is {given}; give an object of a subclass of rl.Environment, such as MyTask()")
     try:
-        examples = list(itertools.islice(environment.examples(split), MOST_EXAMPLES))
+        examples = list(itertools.islice(environment.examples(split), MOST_EXAMPLES + 1))
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
         call = f'{user_line(error, source_file(kind))}: {kind.__name__}.examples("{split}")'
         raise UserError(f"{call} failed ({type(error).__name__}: {error})") from error
+    if len(examples) > MOST_EXAMPLES:
+        raise UserError(
+            f'{kind.__name__}.examples("{split}") yields more than {MOST_EXAMPLES:,} examples, or has no end; yield '
+            "fewer, such as by itertools.islice: every epoch asks all of them"
+        )
     if not examples:
         raise UserError(f'{kind.__name__}.examples("{split}") yields nothing; it must yield rl.Example')
     if strange := next((e for e in examples if not isinstance(e, Example)), None):
@@ -93,4 +104,21 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
             f'{kind.__name__}.examples("{split}") yields a prompt that is a {type(other.prompt).__name__}; it must be '
             "text, which the model reads as it is: render a chat template in `examples`"
         )
+    if said := _repeated(examples):
+        log.warning('%s.examples("%s") yields %s', kind.__name__, split, said)
     return examples
+
+
+def _repeated(examples: Sequence[Example]) -> str:
+    """What is there more than once, in words; empty where nothing is."""
+    contents = Counter(repr((e.prompt, e.answer)) for e in examples)
+    ids = Counter(e.id for e in examples if e.id)
+    found = []
+    if repeated := len(examples) - len(contents):
+        first = next(e for e in examples if contents[repr((e.prompt, e.answer))] > 1)
+        times = "example" if repeated == 1 else "examples"
+        found.append(f"{repeated} of {len(examples)} {times} again that it has yielded before, such as {first.name}")
+    if several := [name for name, count in ids.items() if count > 1]:
+        named = ", ".join(map(repr, several[:3])) + (", …" if several[3:] else "")
+        found.append(f"the same id for several examples: {named}")
+    return ", and ".join(found)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import RunStopped, UserError
 from lockstep.rl.environment import Example
 
 
@@ -42,6 +44,10 @@ class Rollout:
     """The value function's estimate of the state that each token was sampled in; empty without one."""
     returns: list[float] = field(default_factory=list)
     """What each of `values` is to become."""
+    trainer_logprobs: list[float] = field(default_factory=list)
+    """The trainer's, of each token, where any of them differs from the generator's; else empty."""
+    entropies: list[float] = field(default_factory=list)
+    """Of the distribution that each token was drawn from, in nats; empty where it is not trained on."""
     dropped: str = ""
     """Why it is not trained on; empty: it is."""
     failure: str = ""
@@ -55,30 +61,79 @@ class Rollout:
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """One JSON object a line, under a temporary name until all are written."""
-    path.parent.mkdir(exist_ok=True)
+    """One JSON object a line, under a temporary name until all are written.
+
+    Raises RunStopped where the disk does not take them, and leaves nothing half-written behind.
+    """
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        for rollout in rollouts:
-            line: dict[str, Any] = {
-                "prompt": rollout.example.prompt,
-                "completion": rollout.completion,
-                "answer": rollout.example.answer,
-                "rewards": rollout.rewards,
-                "reward": rollout.reward,
-                "advantage": rollout.advantage,
-                **({"token_advantages": rollout.token_advantages} if rollout.token_advantages else {}),
-                **({"values": rollout.values} if rollout.values else {}),
-                **({"dropped": rollout.dropped} if rollout.dropped else {}),
-                "finish_reason": rollout.finish_reason,
-                "group": rollout.group,
-                "version": rollout.version,
-                "prompt_ids": rollout.prompt_ids,
-                "token_ids": rollout.token_ids,
-                "log_probs": rollout.logprobs,
-                **({"cut_log_probs": rollout.cut_logprobs} if rollout.cut_logprobs else {}),
-            }
-            if rollout.failure:
-                line["failure"] = rollout.failure
-            file.write(json.dumps(line) + "\n")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with partial.open("w") as file:
+            for rollout in rollouts:
+                file.write(json.dumps(_line(rollout)) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise RunStopped(
+            f"{path}: the rollouts cannot be written ({error.strerror}), and the run ends here; its metrics up to this "
+            "step are whole. Free some space, then --resume continues from the newest checkpoint",
+            exit_code=1,
+        ) from error
+
+
+def read_rollouts(path: Path) -> list[Rollout]:
+    """What `write_rollouts` has written, but for the examples' names and metadata.
+
+    Raises UserError, naming the line, for a file that it has not.
+    """
+    rollouts = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            rollout = Rollout(
+                Example(line["prompt"], line["answer"]),
+                line["group"],
+                line["prompt_ids"],
+                line["token_ids"],
+                line["log_probs"],
+                line["finish_reason"],
+                line["completion"],
+                line["version"],
+                cut_logprobs=line.get("cut_log_probs", []),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number}: is no rollout of a run ({type(error).__name__}: {error})") from error
+        rollouts.append(rollout)
+    return rollouts
+
+
+def _line(rollout: Rollout) -> dict[str, Any]:
+    """What is empty is left out, but for what every rollout has."""
+    sometimes = {
+        "token_advantages": rollout.token_advantages,
+        "values": rollout.values,
+        "cut_log_probs": rollout.cut_logprobs,
+        "dropped": rollout.dropped,
+        "failure": rollout.failure,
+        "reference_log_probs": rollout.reference_logprobs,
+        "teacher_log_probs": rollout.teacher_logprobs,
+        "trainer_log_probs": rollout.trainer_logprobs,
+        # To look at: four places are enough, and half as long.
+        "entropies": [round(entropy, 4) for entropy in rollout.entropies],
+    }
+    return {
+        "prompt": rollout.example.prompt,
+        "completion": rollout.completion,
+        "answer": rollout.example.answer,
+        "rewards": rollout.rewards,
+        "reward": rollout.reward,
+        "advantage": rollout.advantage,
+        "finish_reason": rollout.finish_reason,
+        "group": rollout.group,
+        "version": rollout.version,
+        "prompt_ids": rollout.prompt_ids,
+        "token_ids": rollout.token_ids,
+        "log_probs": rollout.logprobs,
+        **{name: value for name, value in sometimes.items() if value},
+    }

@@ -190,7 +190,7 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, model_folder, caplog):
     changes = dict(environment=task, steps=10, prompts_per_step=2, samples_per_prompt=2, max_new_tokens=2)
     run = reinforce(_config(tmp_path / "run", model_folder, "", **changes))
     assert [m["reward/groups_without_spread"] for m in _metrics(run)[1:]] == [1.0] * 10
-    assert "in 10 steps in a row all completions of each prompt had the same reward" in caplog.text
+    assert "in 10 steps in a row: all completions of each prompt had the same reward" in caplog.text
 
 
 def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, model_folder, monkeypatch):

@@ -1,6 +1,8 @@
 """Rewards that fail: what becomes of their rollouts, and the ledger that loses no group."""
 
 import json
+import threading
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
@@ -12,7 +14,10 @@ from lockstep.rl.bookkeeping import summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards
 from lockstep.rl.controller import reinforce
 from lockstep.rl.ledger import Ledger, LedgerError
+from lockstep.rl.rewards import refuse_too_many
 from lockstep.rl.rewards.grading import grade_here
+from tests.rl.test_algorithm_runs import EvenBytes, folders  # noqa: F401
+from tests.rl.test_algorithm_runs import _config as run_of_even_bytes
 from tests.rl.test_controller import TASK, _config, _metrics
 
 
@@ -87,8 +92,31 @@ def test_a_ledger_that_does_not_add_up_stops_the_run():
 def test_too_many_failures_end_the_run_with_their_causes_and_the_first():
     said = r"more rewards .*limit 0.25 allows: 2 of 4 rewards failed \(2 raised\). The first: .*'p0' \(ValueError"
     with pytest.raises(UserError, match=said):
-        assign_rewards(_rollouts(["1", "bad", "bad", "0"]), Says())
-    assign_rewards(_rollouts(["1", "bad", "1", "0"]), Says())
+        refuse_too_many(assign_rewards(_rollouts(["1", "bad", "bad", "0"]), Says()), 0.25)
+    refuse_too_many(assign_rewards(_rollouts(["1", "bad", "1", "0"]), Says()), 0.25)
+
+
+def test_failures_are_counted_over_all_rounds_of_a_step(tmp_path, folders):  # noqa: F811
+    """Two of four fail in the second round, six of sixteen in the step: below a limit of 0.4."""
+
+    class Later(EvenBytes):
+        words = ("=a", "=b", "=c", "d", "e", "f")
+        calls = 0
+
+        def reward(self, example, completion):
+            self.calls += 1
+            # The validation before the first step has two; twelve are the first round of three prompts.
+            if self.calls > 2 + 12 and self.calls % 2:
+                raise ValueError("from the second round on")
+            return super().reward(example, completion)
+
+    environment = Later()
+    changes = dict(algorithm="dapo", extra_rounds=2, steps=1, seed=0, rewards=RewardConfig(failure_limit=0.4))
+    run = reinforce(run_of_even_bytes(tmp_path / "run", folders[0], **changes), environment)
+    rollouts = [json.loads(line) for line in (run / "rollouts/step_00000001.jsonl").read_text().splitlines()]
+    rounds = [[r.get("failure", "") for r in rollouts[part]] for part in (slice(0, 12), slice(12, None))]
+    assert not any(rounds[0]) and sum(map(bool, rounds[1])) / len(rounds[1]) > 0.4, "one round alone is above it"
+    assert sum(map(bool, rounds[1])) / len(rollouts) < 0.4
 
 
 def test_rewards_may_be_functions_by_name_and_coroutines():
@@ -127,6 +155,25 @@ def test_a_coroutine_that_takes_too_long_fails_by_itself():
 
     rollouts = _rollouts(["a", "slow", "b", "c"])
     assign_rewards(rollouts, Slow(), RewardConfig(seconds=0.2))
+    assert [r.failure for r in rollouts] == ["", "timeout", "", ""]
+
+
+def test_a_coroutine_that_goes_on_when_it_is_cancelled_is_left_behind():
+    class Stubborn(rl.Environment):
+        async def reward(self, example, completion):
+            import asyncio
+
+            while completion == "slow" and not over.is_set():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.05)
+            return 1.0
+
+    over = threading.Event()
+    rollouts = _rollouts(["a", "slow", "b", "c"])
+    try:
+        assign_rewards(rollouts, Stubborn(), RewardConfig(seconds=0.2))
+    finally:
+        over.set()
     assert [r.failure for r in rollouts] == ["", "timeout", "", ""]
 
 
@@ -213,7 +260,7 @@ def test_a_summary_leaves_out_the_accuracy_that_one_of_the_validations_lacks():
     assign_rewards(rollouts, Says())
     first = validation_metrics(rollouts, Says())
     rollouts = _rollouts(["bad"], ["bad"])
-    assign_rewards(rollouts, Says(), limited=False)
+    assign_rewards(rollouts, Says())
     last = validation_metrics(rollouts, Says()) | {"parity/tokens_checked": 1, "parity/tokens_different": 0}
     summary = summarize([first, last | {"policy/ratio_first_max": 1.0}])
     assert first["validation/accuracy"] == 0.5 and "validation/accuracy" not in last

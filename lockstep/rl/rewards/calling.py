@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
@@ -77,7 +77,7 @@ def call_rewards(
     async def call(index: int, job: Job, places: asyncio.Semaphore) -> None:
         async with places:
             try:
-                outcome = _outcome(await asyncio.wait_for(_value(environment, *job), seconds), environment, job[0])
+                outcome = _outcome(await _within(seconds, _value(environment, *job)), environment, job[0])
             except BaseException as error:
                 outcome = _failed(error, environment, job[0])
             report(index, outcome)
@@ -87,6 +87,25 @@ def call_rewards(
         await asyncio.gather(*(call(index, job, places) for index, job in enumerate(jobs)))
 
     asyncio.run_coroutine_threadsafe(call_all(), _loop()).result()
+
+
+async def _within(seconds: float | None, value: Coroutine[Any, Any, Any]) -> Any:
+    """What `value` returns. Raises TimeoutError after `seconds`, also where it goes on in spite of being cancelled."""
+    task = asyncio.ensure_future(value)
+    task.add_done_callback(_heard)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()  # does nothing to one that is done
+    if not task.done():
+        raise TimeoutError
+    return task.result()
+
+
+def _heard(task: asyncio.Future[Any]) -> None:
+    """asyncio complains of an error that nobody has asked for, such as one after the time was up."""
+    if not task.cancelled():
+        task.exception()
 
 
 @functools.cache

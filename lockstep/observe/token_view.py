@@ -1,0 +1,175 @@
+"""Rollouts of chosen steps for the report, token by token, with what each token's colour is made of."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.observe.run_folder import CONFIG
+
+GROUPS = 4
+"""Of a step, two completions of each: the best and the worst."""
+LONGEST = 40
+"""Characters of a token that are shown."""
+FULL = 4.0
+"""Nats at which a colour of log-probability, entropy or difference is at its full strength."""
+LEFT_OUT = "left out"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token: its text, the strengths of its colours as CSS variables, and its figures in words."""
+
+    text: str
+    style: str
+    figures: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A rollout, with its tokens or, where they are not known, without."""
+
+    rollout: dict[str, Any]
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class ShownStep:
+    step: int
+    rollouts: list[Shown]
+
+
+def shown_steps(run: Path, steps: Sequence[int] = (), most_tokens: int = 12_000) -> list[ShownStep]:
+    """Of each of `steps`, or else of the first, a middle and the last one, some rollouts, `most_tokens` tokens in all.
+
+    Raises UserError for a step without rollouts.
+    """
+    files = {int(path.stem.removeprefix("step_")): path for path in sorted(run.glob("rollouts/step_*.jsonl"))}
+    if missing := [step for step in steps if step not in files]:
+        raise UserError(f"{run}: there are no rollouts of step {missing[0]}; there are some of {len(files)} steps")
+    chosen = {step: _chosen(files[step]) for step in steps or _some(list(files))}
+    count = sum(map(len, chosen.values()))
+    name_of = _names(run)
+    longest = most_tokens // max(count, 1)
+    largest = max((abs(a) for rollouts in chosen.values() for r in rollouts for a in _advantages(r)), default=0.0)
+    return [
+        ShownStep(step, [Shown(rollout, _pieces(rollout, name_of, longest, largest)) for rollout in rollouts])
+        for step, rollouts in chosen.items()
+    ]
+
+
+def channels(steps: Sequence[ShownStep]) -> dict[str, str]:
+    """What tokens can be coloured by, by the letter of their CSS variables: what is known of at least one rollout."""
+    known = {name for step in steps for shown in step.rollouts if shown.pieces for name in shown.rollout}
+    return {letter: title for letter, (title, field) in CHANNELS.items() if field in known}
+
+
+CHANNELS = {
+    "l": ("log-probability", "log_probs"),
+    "a": ("advantage", "advantage"),
+    "e": ("entropy", "entropies"),
+    "d": ("difference of trainer and generator", "log_probs"),
+    "r": ("difference from the reference", "reference_log_probs"),
+    "t": ("difference from the teacher", "teacher_log_probs"),
+}
+"""Title, and the name that a rollout has it by, of each way to colour."""
+
+
+def _some(steps: list[int]) -> list[int]:
+    return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+
+
+def _chosen(path: Path) -> list[dict[str, Any]]:
+    """The best and the worst completion of some groups, first of those whose advantages differ."""
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for line in path.read_text().splitlines():
+        rollout = json.loads(line)
+        groups.setdefault(rollout["group"], []).append(rollout)
+    ordered = sorted(groups.values(), key=lambda group: not any(rollout["advantage"] for rollout in group))
+    chosen = []
+    for group in ordered[:GROUPS]:
+        ranked = sorted(group, key=lambda rollout: -rollout["advantage"])
+        chosen += [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
+    return chosen
+
+
+def _names(run: Path) -> Any:
+    """A function from tokens to their texts; None where the run's tokenizer cannot be found."""
+    # Imported here: data is a neighbour, which a report of pretraining does without.
+    from lockstep.data import load_tokenizer
+    from lockstep.data.pieces import token_pieces
+
+    folders = sorted(run.glob("checkpoints/step_*[0-9]"), reverse=True)[:1]
+    if (run / CONFIG).is_file():
+        with suppress(ValueError, RecursionError):  # of settings that cannot be read
+            folders.append(Path(str(tomllib.loads((run / CONFIG).read_text()).get("model", ""))))
+    for folder in folders:
+        try:
+            tokenizer = load_tokenizer(folder)
+        except (UserError, OSError):
+            continue
+        return lambda tokens: token_pieces(tokenizer, tokens)
+    return None
+
+
+def _pieces(rollout: dict[str, Any], name_of: Any, longest: int, largest: float) -> list[Piece]:
+    """The first and the last of a rollout's tokens, `longest` in all."""
+    tokens = rollout.get("token_ids")
+    if name_of is None or not tokens or longest < 2 or len(rollout.get("log_probs", ())) != len(tokens):
+        return []
+    places: list[int | None] = list(range(len(tokens)))
+    if len(places) > longest:
+        places = [*places[: longest // 2], None, *places[len(places) - longest // 2 :]]
+    texts = dict(zip((p for p in places if p is not None), name_of([tokens[p] for p in places if p is not None])))
+    advantages = _advantages(rollout)
+    pieces = []
+    for place in places:
+        if place is None:
+            pieces.append(Piece(f" [{len(tokens) - 2 * (longest // 2)} tokens {LEFT_OUT}] ", "", LEFT_OUT))
+            continue
+        values = _values(rollout, place, advantages)
+        figures = " · ".join(f"{CHANNELS[letter][0]} {value:.4g}" for letter, value in values.items())
+        pieces.append(Piece(_visible(texts[place]), _style(values, largest), figures))
+    return pieces
+
+
+def _advantages(rollout: dict[str, Any]) -> list[float]:
+    return rollout.get("token_advantages") or [rollout["advantage"]] * len(rollout.get("token_ids", ()))
+
+
+def _values(rollout: dict[str, Any], place: int, advantages: Sequence[float]) -> dict[str, float]:
+    """By the letters of `CHANNELS`; what the rollout does not have is left out."""
+    own = rollout["log_probs"][place]
+    values = {
+        "l": own,
+        "a": advantages[place],
+        "d": rollout.get("trainer_log_probs", rollout["log_probs"])[place] - own,
+    }
+    for letter in "ert":
+        if rollout.get(name := CHANNELS[letter][1]):
+            values[letter] = rollout[name][place] - (0 if letter == "e" else own)
+    return values
+
+
+def _style(values: dict[str, float], largest: float) -> str:
+    """`--l` and `--e` from 0 to 1; the others as `--a` where they are above 0 and `--an` where below."""
+    parts = []
+    for letter, value in values.items():
+        # A difference of trainer and generator is a fault whatever its size.
+        scale = {"a": largest, "d": abs(value)}.get(letter, FULL)
+        strength = min(1.0, abs(value) / scale) if scale else 0.0
+        if strength >= 0.005:
+            parts.append(f"--{letter}{'n' if value < 0 and letter in 'adrt' else ''}:{strength:.2g}")
+    return ";".join(parts)
+
+
+def _visible(text: str) -> str:
+    """A line break with a sign of its own; other characters that cannot be seen by their number."""
+    text = text if len(text) <= LONGEST else text[:LONGEST] + "…"
+    return "".join("⏎\n" if c == "\n" else c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)

@@ -1,0 +1,151 @@
+"""Known ways in which a run fails, found in its metrics: each a sentence that names the cause and what to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import fsum, isfinite
+from typing import Any
+
+from lockstep.config import ALARMS, AlarmConfig
+from lockstep.errors import RunStopped
+from lockstep.observe import log
+
+Metrics = Mapping[str, Any]
+PREFIX = "alarm/"
+"""Of a metric that is 1 at every step at which an alarm is raised."""
+
+
+class Alarms:
+    """Watches a run's metrics from its beginning; `history` are those of the run that is resumed."""
+
+    def __init__(self, config: AlarmConfig, history: Sequence[Metrics] = (), learns_from_spread_alone: bool = True):
+        self.config, self.history = config, list(history)
+        self.learns_from_spread_alone = learns_from_spread_alone
+        self._raised: dict[str, str] = {}
+
+    def enter(self, step: int, metrics: Metrics) -> dict[str, float]:
+        """Warns of what this step's metrics raise, once until a step does not; returns `alarm/NAME` of each."""
+        now = {"step": step, **metrics}
+        self._raised = alarms([*self.history, now], self.config, self.learns_from_spread_alone)
+        for name, sentence in new_alarms(self._raised, self.history).items():
+            log.warning("alarm %s at step %d: %s", name, step, sentence)
+        found = {PREFIX + name: 1.0 for name in self._raised}
+        self.history.append(now | found)
+        return found
+
+    def ending(self) -> RunStopped | None:
+        """What the last step ends the run with, where `alarms.stop` names an alarm that it raised."""
+        for name in self.config.stop:
+            if sentence := self._raised.get(name):
+                return RunStopped(
+                    f"step {self.history[-1]['step']}: alarm {name}, which alarms.stop names: {sentence}. The run ends "
+                    "here; --resume goes back to the newest checkpoint",
+                    exit_code=1,
+                )
+        return None
+
+
+def alarms(history: Sequence[Metrics], config: AlarmConfig, learns_from_spread_alone: bool = True) -> dict[str, str]:
+    """The alarms that the last step raises, with their sentences; none for a validation before the first step.
+
+    history: all metrics of the run so far, as its metrics.jsonl has them, whose values may be None. Nothing else is
+    known, so a resumed run raises what the uninterrupted one would.
+    """
+    if not history or "loss" not in history[-1]:
+        return {}
+    steps = [m for m in history if "loss" in m]
+    found = {
+        "no_signal": _no_signal(steps, config) if learns_from_spread_alone else "",
+        "reward_gap": _reward_gap(history, steps, config),
+        "length": _length(steps, config),
+        "entropy": _entropy(steps, config),
+        "ratio": _ratio(steps[-1], config),
+        "kl": _kl(steps[-1], config),
+    }
+    return {name: f"{figures}: {ALARMS[name]}" for name, figures in found.items() if figures}
+
+
+def new_alarms(raised: Mapping[str, str], before: Sequence[Metrics]) -> dict[str, str]:
+    """Those of `raised` that the step before did not raise."""
+    held = before[-1] if before else {}
+    return {name: sentence for name, sentence in raised.items() if PREFIX + name not in held}
+
+
+def _no_signal(steps: Sequence[Metrics], config: AlarmConfig) -> str:
+    last = steps[-config.no_signal :]
+    if not config.no_signal or len(last) < config.no_signal:
+        return ""
+    silent = all(m.get("reward/groups_without_spread") == 1 for m in last)
+    return f"in {config.no_signal} steps in a row" if silent else ""
+
+
+def _reward_gap(history: Sequence[Metrics], steps: Sequence[Metrics], config: AlarmConfig) -> str:
+    validations = [m for m in history if m.get("validation/reward") is not None]
+    if not config.reward_gap or len(validations) < 2:
+        return ""
+    # Between validations it stays as the last one found it.
+    steps = [m for m in steps if m["step"] <= validations[-1]["step"]]
+    best = max(validations[:-1], key=lambda m: float(m["validation/reward"]))
+    # The steps around the best validation, of which those before the first step has none behind it.
+    until = max(int(best["step"]), config.window)
+    before = [_reward(m) for m in steps if until - config.window < m["step"] <= until]
+    now = [_reward(m) for m in steps[-config.window :]]
+    if not before or not steps or steps[-1]["step"] < until + config.window:
+        return ""
+    rise, fall = _mean(now) - _mean(before), best["validation/reward"] - validations[-1]["validation/reward"]
+    spread = _mean([m["reward/std"] for m in steps[-config.window :]])
+    if rise <= 0 or fall <= 0 or rise + fall <= config.reward_gap * spread:
+        return ""
+    return (
+        f"since the validation after step {best['step']} the mean reward has gone from {_mean(before):.3g} to "
+        f"{_mean(now):.3g} and that of validation from {best['validation/reward']:.3g} to "
+        f"{validations[-1]['validation/reward']:.3g}"
+    )
+
+
+def _reward(metrics: Metrics) -> float:
+    """As validations measure it: without the charge for overlong completions."""
+    return float(metrics["reward/mean"]) - float(metrics.get("reward/overlong/mean", 0.0))
+
+
+def _length(steps: Sequence[Metrics], config: AlarmConfig) -> str:
+    first, last = _ends(steps, "rollout/tokens_mean", config.window)
+    if not config.length or last is None or last <= config.length * max(first, 1.0):
+        return ""
+    cut = _mean([m["rollout/truncated"] for m in steps[-config.window :]])
+    return f"the mean length has gone from {first:.4g} to {last:.4g} tokens, and {100 * cut:.0f} % are cut off"
+
+
+def _entropy(steps: Sequence[Metrics], config: AlarmConfig) -> str:
+    first, last = _ends(steps, "policy/entropy", config.window)
+    if not config.entropy or last is None or last >= config.entropy * first:
+        return ""
+    return f"the entropy has gone from {first:.3g} to {last:.3g} nats per token"
+
+
+def _ratio(step: Metrics, config: AlarmConfig) -> str:
+    if not config.ratio:
+        return ""
+    for kind in ("policy/ratio", "off_policy/ratio"):
+        low, high = step.get(f"{kind}_min"), step.get(f"{kind}_max")
+        if high is not None and low is not None and (high > config.ratio or low * config.ratio < 1):
+            return f"{kind} is between {low:.3g} and {high:.3g}"
+    return ""
+
+
+def _kl(step: Metrics, config: AlarmConfig) -> str:
+    kl = step.get("policy/kl")
+    return f"policy/kl is {kl:.3g} nats per token" if config.kl and kl is not None and abs(kl) > config.kl else ""
+
+
+def _ends(steps: Sequence[Metrics], name: str, window: int) -> tuple[float, float | None]:
+    """The metric's mean over the first and over the last `window` steps; None for these where they overlap."""
+    values = [m[name] for m in steps if m.get(name) is not None and isfinite(m[name])]
+    ends = values[:window], values[-window:]
+    if len(values) < 2 * window:
+        return 0.0, None
+    return _mean(ends[0]), _mean(ends[1])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fsum(values) / len(values)

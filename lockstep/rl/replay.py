@@ -1,0 +1,229 @@
+"""A finished step computed again, from the checkpoint before it and its rollouts, and compared bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.checkpoints import STATE, step_name
+from lockstep.config import AlarmConfig, ObserveConfig, RLConfig, from_toml, to_toml
+from lockstep.errors import UserError
+from lockstep.observe import RunFolder, read_metrics
+from lockstep.observe.run_folder import CONFIG
+from lockstep.rl.controller import compute_again
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.rollouts import Rollout, read_rollouts
+
+OF_ROLLOUTS = {
+    "prompts": ("prompt", "answer"),
+    "tokens": ("token_ids", "completion"),
+    "generator's log-probabilities": ("log_probs",),
+    "rewards": ("rewards", "reward", "failure"),
+    "dropped": ("dropped",),
+    "reference's log-probabilities": ("reference_log_probs",),
+    "teacher's log-probabilities": ("teacher_log_probs",),
+    "advantages": ("advantage", "token_advantages"),
+    "trainer's log-probabilities": ("trainer_log_probs",),
+    "entropies": ("entropies",),
+}
+"""What is compared of each rollout, in the order in which one follows from the other: by its names in the file."""
+SAMPLED = ("tokens", "generator's log-probabilities")
+"""Taken from the file, unless they are sampled again."""
+NOT_COMPARED = ("time", "rollout/tokens_per_second", "validation/", "alarm/")
+"""Beginnings of metrics that are another's each time, or that a replay does not make."""
+REWARDS_DIFFER = (
+    "Rewards differ: the environment, its data or its reward is another now, or the reward is no function of example "
+    "and completion alone, such as one that draws or asks a judge. What follows from rewards differs with them."
+)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One of the things that are compared."""
+
+    name: str
+    compared: int
+    different: int
+    first: str = ""
+    """The first difference: where, what was recorded, and what came now."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step computed again."""
+
+    step: int
+    quantities: list[Quantity]
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was compared has the recorded bits."""
+        return not any(quantity.different for quantity in self.quantities)
+
+    def text(self) -> str:
+        """What `lockstep replay` prints."""
+        lines = [f"step {self.step}, computed again from the checkpoint before it:"]
+        for quantity in self.quantities:
+            found = f"{quantity.different} of {quantity.compared} differ" if quantity.different else "equal"
+            lines.append(f"  {quantity.name:32} {found}" + (f": {quantity.first}" if quantity.first else ""))
+        if any(quantity.name == "rewards" and quantity.different for quantity in self.quantities):
+            lines.append(REWARDS_DIFFER)
+        return "\n".join([*lines, "the recorded bits" if self.equal else "NOT the recorded bits"])
+
+
+def replay(run: str | Path, step: int = 0, environment: Environment | None = None, sample: bool = False) -> Replay:
+    """Grades the rollouts of a finished `step` of `run` again and trains on them again, and compares what comes.
+
+    The loop's own code does it, in a temporary folder; the run's is only read. step: 0 is the last one that can be
+    computed again. environment: the one that the run was given as an object. sample: sample again, too, instead of
+    taking tokens and log-probabilities from the file. Raises UserError where the step cannot be computed again, naming
+    those that can.
+    """
+    folder = RunFolder(Path(run))
+    recorded = _recorded(folder, step)
+    step = recorded["step"]
+    rollouts_file = folder.rollouts_path(step)
+    drawn = None if sample else _Drawn(read_rollouts(rollouts_file))
+    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
+        again = RunFolder(Path(name) / "run")
+        config = _config(folder, step, again.path)
+        (again.path / "checkpoints").mkdir(parents=True)
+        again.record(to_toml(config))
+        if step > 1:
+            before = Path("checkpoints") / step_name(step - 1)
+            (again.path / before).symlink_to((folder.path / before).resolve(), target_is_directory=True)
+        compute_again(config, environment, step, drawn)
+        lines = _lines(rollouts_file), _lines(again.rollouts_path(step))
+        metrics = next(m for m in read_metrics(again.metrics) if m["step"] == step)
+    names = [name for name in OF_ROLLOUTS if sample or name not in SAMPLED]
+    of_rollouts = [_compared_rollouts(name, *lines) for name in names]
+    return Replay(step, [_counted(*lines), *filter(None, of_rollouts), *_compared_metrics(recorded, metrics)])
+
+
+def replayable(run: Path) -> list[int]:
+    """The finished steps with rollouts, and the checkpoint before them; the first step has the run's own model."""
+    folder, steps = RunFolder(run), {m["step"] for m in read_metrics(run / "metrics.jsonl") if "loss" in m}
+    return [s for s in sorted(steps) if folder.rollouts_path(s).is_file() and (s == 1 or _can_resume(run, s - 1))]
+
+
+class _Drawn:
+    """Recorded rollouts, handed out group by group as the examples of a step are asked."""
+
+    def __init__(self, rollouts: Sequence[Rollout]):
+        self._groups = [list(members) for _, members in groupby(rollouts, key=lambda r: r.group)]
+
+    def __call__(self, asked: Sequence[Example]) -> list[Rollout]:
+        """Of examples that are asked beyond those of the record, none: rewards that changed ask for others."""
+        drawn, self._groups = self._groups[: len(asked)], self._groups[len(asked) :]
+        return [
+            dataclasses.replace(rollout, example=example, group=group)
+            for group, (example, members) in enumerate(zip(asked, drawn))
+            for rollout in members
+        ]
+
+
+def _recorded(folder: RunFolder, step: int) -> dict[str, Any]:
+    """The step's metrics."""
+    if not (folder.path / CONFIG).is_file():
+        raise UserError(f"{folder.path}: holds no run; give the folder of a reinforcement run")
+    possible = replayable(folder.path)
+    step = step or (possible[-1] if possible else 0)
+    if step not in possible:
+        there = f"steps that can: {_ranges(possible)}" if possible else "no step of this run can"
+        raise UserError(
+            f"step {step} of {folder.path} cannot be computed again: that takes its metrics, "
+            f"rollouts/{folder.rollouts_path(step).name} and, but for step 1, the whole checkpoint of the step before "
+            f"(checkpoint.every, checkpoint.keep_last); {there}"
+        )
+    return next(m for m in reversed(read_metrics(folder.metrics)) if m["step"] == step)
+
+
+def _config(folder: RunFolder, step: int, output: Path) -> RLConfig:
+    """The settings that the step was made with: a later resume of the run may have changed them."""
+    after = folder.path / "checkpoints" / step_name(step) / CONFIG
+    config = from_toml(after if after.is_file() else folder.path / CONFIG, RLConfig())
+    return dataclasses.replace(
+        config,
+        output=str(output),
+        resume=True,
+        overwrite=False,
+        on_parity_error="warn",
+        alarms=AlarmConfig(),
+        observe=ObserveConfig(deterministic=config.observe.deterministic),
+    )
+
+
+def _can_resume(run: Path, step: int) -> bool:
+    try:
+        return json.loads((run / "checkpoints" / step_name(step) / STATE).read_text())["model_only"] is False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _counted(recorded: list[dict[str, Any]], again: list[dict[str, Any]]) -> Quantity:
+    difference = abs(len(recorded) - len(again))
+    said = f"{len(recorded)} recorded, {len(again)} now" if difference else ""
+    return Quantity("rollouts", len(recorded), difference, said)
+
+
+def _compared_rollouts(name: str, recorded: list[dict[str, Any]], again: list[dict[str, Any]]) -> Quantity | None:
+    """None where neither side has any of it."""
+    fields = OF_ROLLOUTS[name]
+    if not any(field in line for line in [*recorded, *again] for field in fields):
+        return None
+    different = [
+        (index, field, before.get(field), now.get(field))
+        for index, (before, now) in enumerate(zip(recorded, again))
+        for field in fields
+        if _bits(before.get(field)) != _bits(now.get(field))
+    ]
+    said = ""
+    if different:
+        index, field, before, now = different[0]
+        if isinstance(before, list) and isinstance(now, list):
+            place = next((i for i, pair in enumerate(zip(before, now)) if _bits(pair[0]) != _bits(pair[1])), len(now))
+            field, before, now = f"{field}[{place}]", before[place : place + 1], now[place : place + 1]
+        said = f"line {index + 1}, {field}: {_short(before)} recorded, {_short(now)} now"
+    return Quantity(name, len(recorded), len({index for index, *_ in different}), said)
+
+
+def _compared_metrics(recorded: dict[str, Any], again: dict[str, Any]) -> list[Quantity]:
+    """Loss and gradient norm by themselves, all others together."""
+    names = [name for name in recorded if not name.startswith(NOT_COMPARED)]
+    different = [name for name in names if _bits(recorded[name]) != _bits(again.get(name))]
+
+    def said(name: str) -> str:
+        return f"{recorded[name]!r} recorded, {again.get(name)!r} now"
+
+    alone = [
+        Quantity(name, 1, int(name in different), said(name) if name in different else "")
+        for name in ("loss", "grad_norm")
+    ]
+    others = [name for name in different if name not in ("loss", "grad_norm")]
+    first = f"{others[0]} {said(others[0])}" if others else ""
+    return [*alone, Quantity("other metrics", len(names) - 2, len(others), first)]
+
+
+def _bits(value: Any) -> str:
+    """JSON keeps every bit of a number, and the sign of a zero."""
+    return json.dumps(value)
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.60}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`1-4, 7`."""
+    runs = [[step for _, step in members] for _, members in groupby(enumerate(steps), key=lambda p: p[1] - p[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,138 @@
+"""What a run is given wrongly, or loses on its way: an end with the cause, or a warning and a run that goes on."""
+
+import itertools
+import json
+import os
+import resource
+from typing import ClassVar
+
+import pytest
+
+import lockstep.rl as rl
+from lockstep.config import ObserveConfig
+from lockstep.errors import RunStopped, UserError
+from lockstep.observe import MetricsWriter, open_run, read_metrics
+from lockstep.observe.sinks import PATIENCE, Guarded
+from lockstep.rl import prompts
+from lockstep.rl.controller import reinforce
+from lockstep.rl.prompts import examples_of
+from tests.rl.test_algorithm_runs import EvenBytes, _config, folders  # noqa: F401
+
+
+class Task(rl.Environment):
+    given: ClassVar = []
+
+    def examples(self, split):
+        yield from (rl.Example(*one) for one in self.given)
+
+
+def _task(*given):
+    task = Task()
+    task.given = given
+    return task
+
+
+def test_examples_without_end_are_refused_and_as_many_as_the_bound_are_not(monkeypatch):
+    monkeypatch.setattr(prompts, "MOST_EXAMPLES", 1000)
+    assert len(examples_of(_task(*((str(n),) for n in range(1000))), "train")) == 1000
+    endless = Task()
+    endless.given = ((str(n),) for n in itertools.count())
+    with pytest.raises(
+        UserError, match=r'Task.examples\("train"\) yields more than 1,000 examples, or has no end; yield'
+    ):
+        examples_of(endless, "train")
+    with pytest.raises(UserError, match=r'Task.examples\("train"\) yields nothing; it must yield rl.Example'):
+        examples_of(_task(), "train")
+
+
+def test_examples_that_are_there_twice_are_counted_and_an_id_that_is_names_them(caplog):
+    assert len(examples_of(_task(("a", "1"), ("a", "2"), ("b", "1")), "train")) == 3
+    assert not caplog.messages, "another answer makes another example"
+    assert len(examples_of(_task(("a", "1"), ("b", "1"), ("a", "1"), ("a", "1")), "train")) == 4
+    assert caplog.messages == [
+        "Task.examples(\"train\") yields 2 of 4 examples again that it has yielded before, such as 'a'"
+    ]
+    caplog.clear()
+    examples_of(_task(("a", "", "x"), ("b", "", "y"), ("c", "", "x")), "validation")
+    assert caplog.messages == ["Task.examples(\"validation\") yields the same id for several examples: 'x'"]
+
+
+def test_a_disk_that_is_full_while_rollouts_are_written_ends_the_run_with_the_file_and_whole_metrics(
+    tmp_path,
+    folders,  # noqa: F811
+):
+    """Files may not grow beyond a size, from step 2 on: the system refuses to write as a full disk does."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(step, metrics):
+        if step == 2:
+            # A little more than the metrics: the rollouts, and the timeline at the end, do not fit.
+            size = os.stat(tmp_path / "run/metrics.jsonl").st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, unlimited[1]))
+
+    config = _config(tmp_path / "run", folders[0], samples_per_prompt=32, max_new_tokens=16, steps=3)
+    try:
+        with pytest.raises(
+            RunStopped, match=r"step_00000002.jsonl: the rollouts cannot be written \(File too"
+        ) as ended:
+            reinforce(config, EvenBytes(), on_metrics=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert ended.value.exit_code == 1
+    assert [m["step"] for m in read_metrics(tmp_path / "run/metrics.jsonl")] == [0, 1, 2]
+    names = sorted(path.name for path in (tmp_path / "run/rollouts").iterdir())
+    assert names == ["step_00000001.jsonl", "validation_00000000.jsonl"], "nothing half-written is left"
+    assert not (tmp_path / "run/timeline.json").exists()
+
+
+def test_a_line_of_metrics_that_the_disk_does_not_take_leaves_the_others_whole(tmp_path):
+    run = open_run(str(tmp_path / "run"), "")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with MetricsWriter(run.path) as writer, pytest.raises(RunStopped, match="metrics of step 2 cannot be written"):
+            writer.write(1, {"loss": 1.0})
+            before = run.metrics.read_bytes()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, unlimited[1]))
+            writer.write(2, {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert run.metrics.read_bytes() == before
+
+
+def test_a_tracker_that_cannot_be_opened_is_named_and_the_run_goes_on(tmp_path, folders, caplog):  # noqa: F811
+    """Where TensorBoard wants a folder of its own there is a file."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text("output = ''\n")
+    (tmp_path / "run" / "tensorboard").write_text("a file, no folder")
+    config = _config(tmp_path / "run", folders[0], resume=True, steps=1, observe=ObserveConfig(tensorboard=True))
+    reinforce(config, EvenBytes())
+    said = [message for message in caplog.messages if "observe.tensorboard could not be opened" in message]
+    assert len(said) == 1 and "the run goes on without it; metrics.jsonl" in said[0]
+    assert [m["step"] for m in read_metrics(tmp_path / "run/metrics.jsonl")] == [0, 1]
+
+
+def test_a_tracker_that_fails_on_its_way_is_left_alone_after_a_few_times(tmp_path, caplog):
+    class Unreachable:
+        """As a client without a network: every request fails but some."""
+
+        tried = 0
+
+        def write(self, step, metrics):
+            self.tried += 1
+            if step not in (2, 3):
+                raise ConnectionError("no route to host")
+
+        def close(self):
+            raise TimeoutError("nobody answers")
+
+    tracker = Unreachable()
+    run = open_run(str(tmp_path / "run"), "")
+    with MetricsWriter(run.path) as writer:
+        writer._sinks = [Guarded("wandb", tracker)]
+        for step in range(1, 12):
+            writer.write(step, {"loss": 1.0})
+    assert tracker.tried == 3 + PATIENCE, "steps 1, 2 and 3, and then three in a row"
+    first, second = caplog.messages
+    assert "observe.wandb could not be written to at step 6 (no route to host), and the run goes on" in first
+    assert "observe.wandb could not be closed (nobody answers)" in second
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 12))

@@ -1,0 +1,174 @@
+"""A finished step computed again: the recorded bits, or which of them differ."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config import CheckpointConfig, RLConfig, from_toml, to_toml
+from lockstep.errors import UserError
+from lockstep.rl.controller import reinforce
+from lockstep.rl.replay import replay, replayable
+from tests.rl.test_algorithm_runs import EvenBytes, Half, _config, folders  # noqa: F401
+
+EVERY = CheckpointConfig(every=1, keep_last=0, asynchronous=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, folders):  # noqa: F811
+    """Two steps of DAPO on a task of which half the groups teach nothing, with a KL divergence."""
+    changes = dict(algorithm="dapo", extra_rounds=6, inner_steps=2, kl_coefficient=0.05, kl_reference=str(folders[1]))
+    config = _config(tmp_path_factory.mktemp("replay") / "run", folders[0], checkpoint=EVERY, **changes)
+    return reinforce(config, Half())
+
+
+def _differing(result):
+    return {quantity.name for quantity in result.quantities if quantity.different}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce++", "rejection", "distillation"])
+def test_a_step_of_an_algorithm_has_the_recorded_bits(tmp_path, folders, name):  # noqa: F811
+    changes = {"teacher": str(folders[1])} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
+    changes |= {} if name == "distillation" else {"inner_steps": 2, "off_policy": "truncate"}
+    folder = reinforce(_config(tmp_path / "run", folders[0], algorithm=name, checkpoint=EVERY, **changes), EvenBytes())
+    result = replay(folder, 2, EvenBytes())
+    assert result.equal, result.text()
+    compared = {quantity.name: quantity.compared for quantity in result.quantities}
+    assert compared["rewards"] == compared["advantages"] == compared["rollouts"] >= 12
+    assert {"loss", "grad_norm", "dropped" if name == "rejection" else "loss"} <= compared.keys()
+    other = "teacher's log-probabilities" if name == "distillation" else "reference's log-probabilities"
+    assert other in compared and compared["other metrics"] > 20
+
+
+def test_refilled_groups_and_the_first_step_are_replayed_and_sampled_again(run):
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any(m.get("groups/dropped/equal_rewards") for m in metrics)
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    for step in (1, 2):
+        assert replay(run, step, Half()).equal
+    sampled = replay(run, environment=Half(), sample=True)
+    assert sampled.equal and sampled.step == 2 and "tokens" in {q.name for q in sampled.quantities}
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"
+
+
+def test_a_reward_that_has_changed_is_named_with_all_that_follows_from_it(run):
+    class Stricter(Half):
+        def reward(self, example, completion):
+            return super().reward(example, completion) / 2
+
+    result = replay(run, 2, Stricter())
+    assert not result.equal
+    assert {"rewards", "other metrics"} <= _differing(result)
+    assert "Rewards differ: the environment" in result.text() and result.text().endswith("NOT the recorded bits")
+
+
+def _tamper(run, folder, change, step=2):
+    """A copy of the run in which `change` was done to the first rollout of a step that is trained on."""
+    shutil.copytree(run, folder)
+    path = folder / f"rollouts/step_{step:08}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(next(line for line in lines if line["advantage"]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def _next_token(line):
+    line["token_ids"][1] = line["token_ids"][1] % 100 + 1
+
+
+def _nudge(values, place):
+    # The last bit of a float32: what a double keeps of it would be rounded away.
+    values[place] *= 1 + 2**-22
+
+
+@pytest.mark.parametrize(
+    ("change", "differing", "equal"),
+    [
+        (lambda line: line["rewards"].update(reward=line["rewards"]["reward"] + 1e-9), {"rewards"}, {"loss"}),
+        (lambda line: line.update(reward=line["reward"] + 1e-9), {"rewards"}, {"advantages", "loss"}),
+        (lambda line: line.update(advantage=line["advantage"] + 1e-9), {"advantages"}, {"rewards", "loss"}),
+        (lambda line: _nudge(line["log_probs"], 0), {"trainer's log-probabilities", "other metrics"}, {"rewards"}),
+        (_next_token, {"reference's log-probabilities", "loss", "grad_norm"}, {"rewards", "advantages"}),
+        (lambda line: _nudge(line["reference_log_probs"], 1), {"reference's log-probabilities"}, {"loss"}),
+        (lambda line: line.update(prompt="other"), {"prompts"}, {"loss"}),
+        (lambda line: line.update(completion="\x01"), {"rewards", "advantages", "loss"}, {"prompts"}),
+        (lambda line: line.update(dropped="equal_rewards"), {"dropped"}, {"loss"}),
+    ],
+    ids=["a reward", "the total", "an advantage", "a log-probability", "a token", "the reference's", "the prompt",
+         "the text", "dropped"],
+)  # fmt: skip
+def test_a_record_that_was_changed_is_found_and_named(tmp_path, run, change, differing, equal):
+    with pytest.warns(UserWarning) if "trainer's log-probabilities" in differing or change is _next_token else _calm():
+        result = replay(_tamper(run, tmp_path / "run", change), 2, Half())
+    assert differing <= _differing(result), result.text()
+    assert not equal & _differing(result), result.text()
+
+
+def _calm():
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_a_changed_figure_in_the_metrics_is_found(tmp_path, run):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run/metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for name, said in (("grad_norm", "grad_norm"), ("policy/entropy", "other metrics"), ("loss", "loss")):
+        changed = [line | ({name: line[name] * (1 + 2**-50)} if line["step"] == 2 else {}) for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+        assert _differing(replay(tmp_path / "run", 2, Half())) == {said}
+
+
+def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_path, run):
+    with pytest.raises(UserError, match=r"step 3 of .* steps that can: 1-2"):
+        replay(run, 3)
+    with pytest.raises(UserError, match="holds no run"):
+        replay(tmp_path, 1)
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000001")
+    assert replayable(tmp_path / "run") == [1]
+    with pytest.raises(UserError, match=r"step 2 .* steps that can: 1$"):
+        replay(tmp_path / "run", 2)
+    (tmp_path / "run/rollouts/step_00000001.jsonl").write_text('{"prompt": "a"}\n')
+    with pytest.raises(UserError, match=r"step_00000001.jsonl:1: is no rollout of a run \(KeyError"):
+        replay(tmp_path / "run", 1, Half())
+
+
+def test_the_settings_are_those_that_the_step_was_made_with(tmp_path, run):
+    """A run that was resumed with others since has those in its own file."""
+    shutil.copytree(run, tmp_path / "run")
+    config = from_toml(tmp_path / "run/config.toml", RLConfig())
+    (tmp_path / "run/config.toml").write_text(to_toml(replace(config, clip_high=0.9, kl_coefficient=0.5)))
+    assert replay(tmp_path / "run", 2, Half()).equal
+    shutil.rmtree(tmp_path / "run/checkpoints/step_00000002")
+    assert {"loss", "grad_norm"} <= _differing(replay(tmp_path / "run", 2, Half()))
+
+
+TASK = """
+import random
+import lockstep.rl as rl
+
+class Words(rl.Environment):
+    def examples(self, split):
+        for word in ("stone", "river", "cloud", "apple"):
+            yield rl.Example(prompt=f"{word}:", answer="e", metadata={"length": len(word)})
+    def reward(self, example, completion):
+        return len(completion) / example.metadata["length"] + NOISE * random.random()
+"""
+
+
+def test_the_command_says_whether_the_bits_are_those_and_ends_with_0_or_1(tmp_path, folders, capsys):  # noqa: F811
+    task = tmp_path / "task.py"
+    task.write_text(TASK.replace("NOISE", "0"))
+    changes = dict(environment=f"{task}:Words", checkpoint=EVERY, prompts_per_step=2)
+    reinforce(_config(tmp_path / "run", folders[0], **changes))
+    assert main(["replay", str(tmp_path / "run"), "--step", "1"]) == 0
+    assert capsys.readouterr().out.endswith("the recorded bits\n")
+    task.write_text(TASK.replace("NOISE", "1"))
+    assert main(["replay", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().out
+    assert "step 2, computed again" in said and "one that draws or asks a judge" in said
+    assert main(["replay", str(tmp_path / "run"), "--step", "9"]) == 2
