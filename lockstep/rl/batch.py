@@ -13,9 +13,10 @@ from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.model import ScoringModel
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
+from lockstep.rl.microbatches import microbatches
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
+from lockstep.train.packing import PackedRow, pack_scored, target_log_probs
 
 
 @dataclass
@@ -40,22 +41,39 @@ def policy_batches(
     """Packs rollouts into micro-batches of at most `train.tokens_per_microbatch` tokens, of whole completions."""
     average = algorithm_of(config).loss_average
     weights = token_weights([len(r.token_ids) for r in rollouts], average, config.max_new_tokens)
-    lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     batches = []
-    for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
-        chosen = rollouts[part]
+    for members in microbatches(rollouts, config.train.tokens_per_microbatch):
+        chosen = members.rollouts
+        scored = [range(len(r.prompt_ids), len(r.prompt_ids) + len(r.token_ids)) for r in chosen]
         reference = [x for r in chosen for x in r.reference_logprobs]
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
-                row=pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], device),
+                row=pack_scored([r.prompt_ids + r.token_ids for r in chosen], scored, members.left_out, device),
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
-                weights=torch.cat(weights[part]).to(device),
+                weights=torch.cat([weights[number] for number in members.numbers]).to(device),
                 reference_log_probs=torch.tensor(reference, device=device) if reference else None,
             )
         )
     return batches
+
+
+def packing_metrics(batches: Sequence[PolicyBatch]) -> dict[str, float]:
+    """How many micro-batches there are, and the shares of what goes through the model.
+
+    `rollout/padding`: of the rows that are computed, those without a token. `rollout/prompt_tokens_shared`: of all
+    prompts' tokens, those that are not computed again.
+    """
+    rows = sum(len(batch.row.tokens) for batch in batches)
+    left_out = sum(sum(batch.row.left_out or ()) for batch in batches)
+    held = sum(sum(batch.row.lengths) for batch in batches) - left_out
+    prompts = sum(len(r.prompt_ids) for batch in batches for r in batch.rollouts)
+    return {
+        "rollout/microbatches": len(batches),
+        "rollout/padding": 1 - held / rows,
+        "rollout/prompt_tokens_shared": left_out / prompts,
+    }
 
 
 class PolicyLoss:
