@@ -20,6 +20,7 @@ from lockstep.ops.packed_weights import PackedWeights
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
+from lockstep.ops.shared_attention import SharedPrefixAttention
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 from lockstep.ops.temperature import inverse_temperature
 
@@ -35,6 +36,7 @@ __all__ = [
     "PackedWeights",
     "PagedAttention",
     "PieceAttention",
+    "SharedPrefixAttention",
     "adamw_factors",
     "adamw_step",
     "arithmetic",

@@ -14,9 +14,10 @@ from lockstep.config import RLConfig, algorithm_of
 from lockstep.model import ScoringModel
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
 from lockstep.rl.critic import ValueHead
+from lockstep.rl.microbatches import microbatches
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import PackedRow, pack, predicting_states, split_by_tokens, target_log_probs
+from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
 
 @dataclass
@@ -47,10 +48,10 @@ def policy_batches(
     """Packs rollouts into micro-batches of at most `train.tokens_per_microbatch` tokens, of whole completions."""
     average = algorithm_of(config).loss_average
     weights = token_weights([len(r.token_ids) for r in rollouts], average, config.max_new_tokens)
-    lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     batches = []
-    for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
-        chosen = rollouts[part]
+    for members in microbatches(rollouts, config.train.tokens_per_microbatch):
+        chosen = members.rollouts
+        scored = [range(len(r.prompt_ids), len(r.prompt_ids) + len(r.token_ids)) for r in chosen]
         reference, cut, values, returns = (
             torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
             for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
@@ -58,10 +59,10 @@ def policy_batches(
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
-                row=pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], device),
+                row=pack_scored([r.prompt_ids + r.token_ids for r in chosen], scored, members.left_out, device),
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
-                weights=torch.cat(weights[part]).to(device),
+                weights=torch.cat([weights[number] for number in members.numbers]).to(device),
                 reference_log_probs=reference,
                 cut_log_probs=cut,
                 old_values=values,
@@ -69,6 +70,23 @@ def policy_batches(
             )
         )
     return batches
+
+
+def packing_metrics(batches: Sequence[PolicyBatch]) -> dict[str, float]:
+    """How many micro-batches there are, and the shares of what goes through the model.
+
+    `rollout/padding`: of the rows that are computed, those without a token. `rollout/prompt_tokens_shared`: of all
+    prompts' tokens, those that are not computed again.
+    """
+    rows = sum(len(batch.row.tokens) for batch in batches)
+    left_out = sum(sum(batch.row.left_out or ()) for batch in batches)
+    held = sum(sum(batch.row.lengths) for batch in batches) - left_out
+    prompts = sum(len(r.prompt_ids) for batch in batches for r in batch.rollouts)
+    return {
+        "rollout/microbatches": len(batches),
+        "rollout/padding": 1 - held / rows,
+        "rollout/prompt_tokens_shared": left_out / prompts,
+    }
 
 
 class PolicyLoss:

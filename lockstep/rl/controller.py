@@ -31,7 +31,7 @@ from lockstep.observe import (
 )
 from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.alarms import Alarms
-from lockstep.rl.batch import PolicyLoss, policy_batches
+from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
 from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
@@ -193,7 +193,7 @@ def _reinforce(
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
                     ledger.keep_some()
                 batches = policy_batches(ledger.trained, config, device)
-                metrics = {}
+                metrics = packing_metrics(batches)
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     metrics |= trainer.step(batches, loss) | loss.metrics()

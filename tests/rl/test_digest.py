@@ -11,8 +11,8 @@ from tests.rl.digest import digests_of_a_process
 
 EXPECTED = {
     "pretrain": "89431d3be430b2b06e99edba222f6e7894c71802903d96a3a16e9d0c1970c1b1",
-    "rl": "409f1ca208fa419cac6234a28d69c36edf0a6068aaaa83d30162f6608d3a9921",
-    "rollouts": "36243200a1808cdf4e1aa9b005485e13443f111415ac60d7e2740593f4fa3652",
+    "rl": "90703212628c15ce5b5ea589ed58f4d887723cab755a5d72682cae7c992fbd64",
+    "rollouts": "93c79bc9b91cdf469289ea8c1e4f9d32a2e2d66cc92c08511eed16659a9d040c",
 }
 """Of every processor, compiler and number of threads. What changes a bit of a float32 run changes it."""
 

@@ -1,0 +1,98 @@
+"""Attention of packed sequences that begin alike, where what they have in common stands in the row once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep.ops.kept import keep
+from lockstep.ops.piece_attention import PieceAttention
+
+
+class SharedPrefixAttention:
+    """The trainer's attention where some sequences leave out their first tokens, for an earlier one has them.
+
+    lengths: keys of each sequence, the shared ones included. shared: how many of its first tokens each leaves out, for
+    they are the first of the last sequence before it that leaves out none. Further rows are padding.
+
+    Every sequence has its whole keys in pages of its own, shared or not, in blocks aligned to its position 0. So a row
+    has the bits that it has in `PackedAttention`, with no sequence shortened. The gradient of a shared key is summed in
+    float32: first its own sequence's, then that of each sequence that left it out, in their order.
+
+    Raises ValueError where a sequence leaves out more than there is, or all of itself.
+    """
+
+    def __init__(self, lengths: Sequence[int], shared: Sequence[int], device: str | torch.device = "cpu"):
+        self.pieces = PieceAttention(lengths, [(i, n, lengths[i]) for i, n in enumerate(shared)], device)
+        keys: list[int] = []
+        own: list[int] = []
+        turns: list[tuple[list[int], list[int]]] = []
+        lead = lead_length = turn = 0
+        row = key = 0  # where the next sequence begins: among the rows, and among all sequences' keys
+        for sequence, (length, left_out) in enumerate(zip(lengths, shared)):
+            if left_out == 0:
+                lead, lead_length, turn = row, length, 0
+            elif left_out > lead_length or left_out >= length:
+                raise ValueError(
+                    f"sequence {sequence} of {length} tokens leaves out {left_out}: at most {lead_length} are "
+                    "there, and its last is its own"
+                )
+            else:
+                turns += [([], [])] if turn == len(turns) else []
+                turns[turn][0].extend(range(lead, lead + left_out))
+                turns[turn][1].extend(range(key, key + left_out))
+                turn += 1
+            keys += [*range(lead, lead + left_out), *range(row, row + length - left_out)]
+            own += range(key + left_out, key + length)
+            row, key = row + length - left_out, key + length
+        # The row of every key of every sequence, and back: of every row its own sequence's key.
+        self._keys, self._own = torch.tensor(keys, device=device), torch.tensor(own, device=device)
+        # Rows that the first, second … sequence after theirs left out, and where its copies of their keys are.
+        self._turns = [tuple(torch.tensor(indices, device=device) for indices in turn) for turn in turns]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _SharedPrefixAttention.apply(q, k, v, self)
+        return self.forward(q, k, v)[0]
+
+    def forward(
+        self,
+        q: Float[Tensor, "rows heads head_dim"],
+        k: Float[Tensor, "rows kv_heads head_dim"],
+        v: Float[Tensor, "rows kv_heads head_dim"],
+    ) -> tuple[Float[Tensor, "rows heads head_dim"], Float[Tensor, "rows heads"]]:
+        """The attended values and, for the gradient, the log of each row's sum of weights."""
+        return self.pieces.forward(q, k[self._keys], v[self._keys])
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `q`, `k` and `v`, in their dtype."""
+        grads = self.pieces.backward(grad_out, q, k[self._keys], v[self._keys], out, log_sums)
+        return grads[0], self._summed(grads[1], k), self._summed(grads[2], v)
+
+    def _summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
+        sums = of_keys.new_zeros(like.shape)
+        sums[: len(self._own)] = of_keys[self._own]
+        # A row is in a turn once, so the order of its sum is that of the turns.
+        for rows, copies in self._turns:
+            sums[rows] += of_keys[copies]
+        return sums.to(like.dtype)
+
+
+class _SharedPrefixAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: SharedPrefixAttention) -> Tensor:
+        out, log_sums = keep("attention", lambda: attention.forward(q, k, v))
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.attention = attention
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        return (*ctx.attention.backward(grads[0], q, k, v, out, log_sums), None)

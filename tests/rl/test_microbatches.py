@@ -1,0 +1,129 @@
+"""Micro-batches: few, in an order that rollouts alone decide, and no completion's bits are touched by its company."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import build_model
+from lockstep.config import CompileConfig, RLConfig, TrainConfig
+from lockstep.model import ModelConfig
+from lockstep.parallel import apply_compile
+from lockstep.rl import Example
+from lockstep.rl.batch import packing_metrics, policy_batches
+from lockstep.rl.microbatches import microbatches
+from lockstep.rl.rollouts import Rollout
+from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, target_log_probs
+
+SHAPE = ModelConfig(
+    family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    intermediate_size=96, qk_norm=True,
+)  # fmt: skip
+
+
+def _rollouts(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[Rollout]:
+    """Groups of a prompt of so many tokens and completions of so many."""
+    draw = random.Random(seed)
+    made = []
+    for group, (prompt, completions) in enumerate(groups):
+        ids = draw.choices(range(61), k=prompt)
+        for length in completions:
+            tokens = draw.choices(range(61), k=length)
+            old = [-draw.random() for _ in tokens]
+            made.append(Rollout(Example("p"), group, ids, tokens, old, "stop", "", 0, advantage=draw.random()))
+    return made
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 90), st.lists(st.integers(1, 70), min_size=1, max_size=6)), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(1, 300), max_size=40), budget=st.integers(1, 400))
+def test_first_fit_decreasing_keeps_to_the_budget_and_to_few_bins(sizes, budget):
+    bins = first_fit_decreasing(sizes, budget)
+    assert sorted(item for items in bins for item in items) == list(range(len(sizes)))
+    totals = [sum(sizes[item] for item in items) for items in bins]
+    assert all(total <= budget or len(items) == 1 for total, items in zip(totals, bins))
+    assert all(items == sorted(items) for items in bins) and bins == sorted(bins)
+    # No two bins could be one.
+    assert all(first + second > budget for n, first in enumerate(totals) for second in totals[n + 1 :])
+
+
+def test_first_fit_decreasing_fills_bins_to_the_brim_and_leaves_what_is_too_large_alone():
+    assert first_fit_decreasing([3, 9, 2, 5, 1, 4], 5) == [[0, 2], [1], [3], [4, 5]]
+
+
+@pytest.mark.parametrize("budget", [4096, 8192])
+def test_less_than_5_percent_of_the_budget_stays_free_on_lengths_as_runs_have_them(budget):
+    draw = random.Random(0)
+    sizes = [min(1024, int(draw.lognormvariate(5.3, 0.8)) + 20) for _ in range(512)]
+    bins = first_fit_decreasing(sizes, budget)
+    totals = sorted(sum(sizes[item] for item in items) for items in bins)
+    assert len(bins) > 4
+    # All but the last one, which holds what is left.
+    assert 1 - sum(totals[1:]) / (budget * (len(bins) - 1)) < 0.05
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups=GROUPS, budget=st.integers(20, 500))
+def test_every_rollout_is_trained_on_once_and_within_the_budget(groups, budget):
+    rollouts = _rollouts(groups)
+    batches = microbatches(rollouts, budget)
+    assert sorted(number for batch in batches for number in batch.numbers) == list(range(len(rollouts)))
+    for batch in batches:
+        assert batch.numbers == sorted(batch.numbers)
+        assert all(rollouts[number] is rollout for number, rollout in zip(batch.numbers, batch.rollouts))
+        assert batch.rows <= budget or len(batch.rollouts) == 1
+    assert len(microbatches(rollouts, 10**6)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", ["none", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backend):
+    model = build_model(SHAPE, dtype=dtype, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # far from uniform, so that sums cancel
+    apply_compile(model, CompileConfig(backend))
+    rollouts = _rollouts([(40, [30, 5, 64]), (1, [9, 9]), (70, [20]), (130, [33, 64, 90]), (2, [3, 3, 3])])
+    for budget in (10**6, 250, 90):
+        batches = policy_batches(rollouts, RLConfig(model="m", train=TrainConfig(tokens_per_microbatch=budget)))
+        shared = packing_metrics(batches)["rollout/prompt_tokens_shared"]
+        assert shared > 0.05
+        for batch in batches:
+            with torch.set_grad_enabled(budget != 250):
+                together = target_log_probs(model, batch.row, 0.8)[0].detach()
+            lengths = [len(r.token_ids) for r in batch.rollouts]
+            for rollout, own in zip(batch.rollouts, together.split(lengths)):
+                prompt = len(rollout.prompt_ids)
+                with torch.no_grad():
+                    alone = target_log_probs(model, pack([rollout.prompt_ids + rollout.token_ids], [prompt]), 0.8)[0]
+                assert torch.equal(own, alone)
+
+
+def test_targets_need_not_be_a_suffix():
+    model = build_model(SHAPE, dtype="float32", seed=3)
+    (first, second) = _rollouts([(20, [30, 50])])
+    sequences = [r.prompt_ids + r.token_ids for r in (first, second)]
+    scored = [[20, 21, 30, 49], [25, 60]]
+    row = pack_scored(sequences, scored, [0, 19])
+    assert row.lengths == [49, 60] and row.targets.tolist() == [s[t] for s, own in zip(sequences, scored) for t in own]
+    together = target_log_probs(model, row)[0].split([4, 2])
+    for sequence, own, found in zip(sequences, scored, together):
+        alone = target_log_probs(model, pack([sequence]))[0]
+        assert torch.equal(found, alone[[t - 1 for t in own]])
+    with pytest.raises(ValueError, match="sequence 1 lacks the predictor of token 20"):
+        pack_scored(sequences, [[20], [20]], [0, 20])
+
+
+def test_metrics_say_what_is_computed():
+    rollouts = _rollouts([(10, [5, 7]), (4, [6, 6])])
+    (batch,) = policy_batches(rollouts, RLConfig(model="m"))
+    # 9 + 5 + 7 and 3 + 6 + 6 rows, filled up to a multiple of 8.
+    assert packing_metrics([batch]) == {
+        "rollout/microbatches": 1, "rollout/padding": 1 - 36 / 40, "rollout/prompt_tokens_shared": 12 / 28,
+    }  # fmt: skip
