@@ -13,7 +13,7 @@ from lockstep.errors import UserError, closest
 
 SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 CONTAINERS: dict[Any, str] = {list: "array", tuple: "array", dict: "object"}
-PYTHON = {
+PYTHON: dict[str, Any] = {
     "integer": int,
     "number": (int, float),
     "string": str,
@@ -60,8 +60,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         kind = _schema_of_type(hints[parameter.name])
         if kind is None:
             raise UserError(
-                f"{where}: the parameter {parameter.name} is a {hints[parameter.name]}, which JSON has no word for; use "
-                "str, int, float, bool, None, Literal, Enum, list, dict, tuple and unions of them"
+                f"{where}: the parameter {parameter.name} is a {hints[parameter.name]}, which JSON has no word for; "
+                "use str, int, float, bool, None, Literal, Enum, list, dict, tuple and unions of them"
             )
         about = described.get(parameter.name)
         properties[parameter.name] = kind | ({"description": about} if about else {})

@@ -52,7 +52,7 @@ def _refusal(call: ToolCall, by_name: dict[str, Callable[..., Any]]) -> str:
 async def _result(tool: Callable[..., Any], call: ToolCall) -> str:
     """What the tool returns as text, or what it raises."""
     try:
-        if inspect.iscoroutinefunction(tool) or inspect.iscoroutinefunction(getattr(tool, "__call__", None)):
+        if inspect.iscoroutinefunction(tool):
             return _text(await tool(**call.arguments))
         return await _in_thread(lambda: _text(tool(**call.arguments)))
     except (ConversationOver, asyncio.CancelledError):

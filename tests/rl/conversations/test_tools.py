@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 import json
 import time
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from lockstep.rl.conversations.tools import LLAMA3, QWEN3, answer_calls, parse_c
 from tests.rl.conversations.scripted import call, scripted
 
 
-class Color(str, Enum):
+class Color(StrEnum):
     RED = "red"
     BLUE = "blue"
 
@@ -124,7 +124,7 @@ def odd(a: bytes):
     """Adds."""
 
 
-def unknown(a: "Missing"):  # noqa: F821
+def unknown(a: "Missing"):
     """Adds."""
 
 
