@@ -1,7 +1,20 @@
 """The built-in tasks."""
 
 from lockstep.rl.environment import Environment
+from lockstep.rl.environments.alphabet_sort import AlphabetSort
+from lockstep.rl.environments.calculator import Calculator
+from lockstep.rl.environments.code import Code
 from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.environments.gsm8k import GSM8K
+from lockstep.rl.environments.math_jsonl import Math
+from lockstep.rl.environments.retrieval import Retrieval
 
-ENVIRONMENTS: dict[str, type[Environment]] = {"digit_sum": DigitSum, "gsm8k": GSM8K}
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    "alphabet_sort": AlphabetSort,
+    "calculator": Calculator,
+    "code": Code,
+    "digit_sum": DigitSum,
+    "gsm8k": GSM8K,
+    "math": Math,
+    "retrieval": Retrieval,
+}

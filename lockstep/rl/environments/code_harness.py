@@ -176,7 +176,8 @@ def succeeds(test: Callable[[], Any]) -> bool:
 def unknown_names(tests: ast.Module) -> set[str]:
     """Names that the tests read but nobody defines there. Those of Python itself are never the code's: its own `abs` or
     `all` would decide what passes."""
-    read, known = set(), set(dir(builtins))
+    read: set[str] = set()
+    known = set(dir(builtins))
     for node in ast.walk(tests):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else known).add(node.id)

@@ -17,7 +17,7 @@ def read_problems(data: str, split: str, skip_bad_lines: bool, needs: str) -> It
     """(`file:line`, object) of each problem of a split.
 
     `data` is a folder with `train.jsonl` and `validation.jsonl` or `test.jsonl`, or one `.jsonl` file, of whose lines
-    every tenth is for validation. Raises UserError for a missing file, naming what lines need, and as `read_jsonl` does.
+    every tenth is for validation. Raises UserError for a missing file, naming what lines need, and as `read_jsonl`.
     """
     from lockstep.data.records import read_jsonl  # which imports torch: a reward's worker need not
 

@@ -76,7 +76,8 @@ class TestPlain:
 
 def test_tests_of_all_kinds_call_the_code_with_plain_data():
     code = (
-        "class Missing(KeyError): pass\ndef echo(x): return x\ndef squares(n):\n    yield from (i * i for i in range(n))\n"
+        "class Missing(KeyError): pass\ndef echo(x): return x\n"
+        "def squares(n):\n    yield from (i * i for i in range(n))\n"
         "def fails(): raise Missing('x')"
     )
     assert run_tests(code, ALL_KINDS, 10.0) == (12, 12)
@@ -110,7 +111,11 @@ import os
 def add(a, b):
     os.write(1, b'[3, 3]'); os.kill(os.getppid(), 9)
 """,
-    "other built-in functions": "import builtins\nbuiltins.all = builtins.abs = lambda *a: True\ndef add(a, b): raise StopIteration",
+    "other built-in functions": """
+import builtins
+builtins.all = builtins.abs = builtins.isinstance = lambda *a: True
+def add(a, b): raise StopIteration
+""",
     "an exception in place of a result": "def add(a, b): raise AssertionError",
     "tests in the frames above": """
 import sys, gc
