@@ -12,17 +12,20 @@ from typing import Any
 from lockstep.errors import UserError, closest
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.environment import Environment, source_file, user_line
-from lockstep.rl.environments import ENVIRONMENTS
+from lockstep.rl.environments import ADAPTERS, ENVIRONMENTS
 
 
 def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) -> Environment:
-    """A built-in environment by name, or `FILE.py:Class`.
+    """A built-in environment by name, one of another package as `gymnasium:ID`, or `FILE.py:Class`.
 
     `data` and `skip_bad_lines` go to an `__init__` that has parameters of these names. Raises UserError where the name
     is unknown, the file does not import or holds no such Environment, or the Environment cannot be made.
     """
     file, colon, class_name = name.rpartition(":")
-    if colon:
+    package, _, name_there = name.partition(":")
+    if colon and package in ADAPTERS:
+        kind = ADAPTERS[package](name_there)
+    elif colon:
         kind = _class_in(Path(file), class_name)
     elif name in ENVIRONMENTS:
         kind = ENVIRONMENTS[name]

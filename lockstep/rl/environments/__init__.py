@@ -1,11 +1,14 @@
 """The built-in tasks."""
 
+from collections.abc import Callable
+
 from lockstep.rl.environment import Environment
 from lockstep.rl.environments.alphabet_sort import AlphabetSort
 from lockstep.rl.environments.calculator import Calculator
 from lockstep.rl.environments.code import Code
 from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.environments.gsm8k import GSM8K
+from lockstep.rl.environments.gymnasium_adapter import gymnasium_game
 from lockstep.rl.environments.math_jsonl import Math
 from lockstep.rl.environments.retrieval import Retrieval
 
@@ -18,3 +21,6 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
     "math": Math,
     "retrieval": Retrieval,
 }
+
+ADAPTERS: dict[str, Callable[[str], type[Environment]]] = {"gymnasium": gymnasium_game}
+"""Environments of other packages, as `PACKAGE:NAME`: what makes the class of one by its name."""

@@ -118,9 +118,9 @@ class Index:
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)
-        sql = "SELECT name, snippet(texts, 1, '', '', ' … ', 32) FROM texts WHERE texts MATCH ? ORDER BY rank, name LIMIT ?"
+        sql = "SELECT name, snippet(texts, 1, '', '', ' … ', 32) FROM texts WHERE texts MATCH ? ORDER BY rank, name"
         with self.lock:
-            found = self.database.execute(sql, (match, HITS)).fetchall()
+            found = self.database.execute(sql, (match,)).fetchmany(HITS)
         return [(name, " ".join(snippet.split())) for name, snippet in found]
 
     def read(self, name: str) -> str:
