@@ -16,7 +16,7 @@ from lockstep.rl.environments import ADAPTERS, ENVIRONMENTS
 
 
 def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) -> Environment:
-    """A built-in environment by name, one of another package as `gymnasium:ID`, or `FILE.py:Class`.
+    """A built-in environment by name, another package's as `gymnasium:ID` or `verifiers:TASKSET`, or `FILE.py:Class`.
 
     `data` and `skip_bad_lines` go to an `__init__` that has parameters of these names. Raises UserError where the name
     is unknown, the file does not import or holds no such Environment, or the Environment cannot be made.

@@ -11,6 +11,7 @@ from lockstep.rl.environments.gsm8k import GSM8K
 from lockstep.rl.environments.gymnasium_adapter import gymnasium_game
 from lockstep.rl.environments.math_jsonl import Math
 from lockstep.rl.environments.retrieval import Retrieval
+from lockstep.rl.environments.verifiers_adapter import verifiers_tasks
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
     "alphabet_sort": AlphabetSort,
@@ -22,5 +23,8 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
     "retrieval": Retrieval,
 }
 
-ADAPTERS: dict[str, Callable[[str], type[Environment]]] = {"gymnasium": gymnasium_game}
+ADAPTERS: dict[str, Callable[[str], type[Environment]]] = {
+    "gymnasium": gymnasium_game,
+    "verifiers": verifiers_tasks,
+}
 """Environments of other packages, as `PACKAGE:NAME`: what makes the class of one by its name."""

@@ -18,6 +18,8 @@ from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"
+STOPPED_SECONDS = 3.0
+"""After which a harness that says nothing is given up: it stops waiting by itself, unless the code has stopped it."""
 BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 INSTRUCTION = "\n\nWrite Python. Give the whole program in one ```python block."
 
@@ -80,8 +82,7 @@ def run_tests(code: str, tests: Any, seconds: float = 5.0, memory_mib: int = 512
     job = {"code": code, "tests": tests, "programs": None, "harness": harness, "seconds": seconds}
     if not isinstance(tests, str):
         job |= {"programs": tests, "output_bytes": 2**16 + 4 * max(len(test["output"]) for test in tests)}
-    # The harness stops waiting by itself, and says what passed until then.
-    limits = SandboxLimits(seconds=seconds + 5, memory_mib=memory_mib)
+    limits = SandboxLimits(seconds=seconds + STOPPED_SECONDS, memory_mib=memory_mib)
     result = run_code(harness, json.dumps(job), limits)
     if result.exit != 0:
         return 0, 0

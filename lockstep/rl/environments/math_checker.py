@@ -19,7 +19,7 @@ from typing import Any
 
 START_SECONDS = 120.0
 """To import sympy: a second where the machine is not busy."""
-SECONDS = 5.0
+SECONDS = 3.0
 """For one comparison."""
 MEMORY_BYTES = 2 * 2**30
 
