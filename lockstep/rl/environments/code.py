@@ -40,6 +40,7 @@ class Code(ConversationEnvironment):
 
     reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0, "passed": 0.0}
     turns = 1
+    unfinished: ClassVar[Mapping[str, float]] = {"correct": 0.0, "passed": 0.0}
     seconds = 5.0
     """For all tests of a problem together."""
     memory_mib = 512

@@ -216,7 +216,7 @@ class Answers:
     """Asks the code's process, one line of JSON each way."""
 
     def __init__(self, child: subprocess.Popen[bytes], until: float):
-        self.child, self.until, self.buffer, self.broken = child, until, bytearray(), False
+        self.child, self.until, self.broken = child, until, False
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Raises Broken, and does so again at every call after that."""
@@ -235,12 +235,12 @@ class Answers:
         assert self.child.stdin and self.child.stdout
         left = memoryview(line)
         os.set_blocking(self.child.stdin.fileno(), False)
-        self.buffer.clear()  # an answer given before it was asked for is none
-        while b"\n" not in self.buffer:
+        answer = bytearray()
+        while b"\n" not in answer:
             writing = [self.child.stdin] if left else []
             seconds = self.until - time.monotonic()
             readable, writable, _ = select.select([self.child.stdout], writing, [], max(0.0, seconds))
-            if seconds <= 0 or len(self.buffer) > LONGEST_ANSWER:
+            if seconds <= 0 or len(answer) > LONGEST_ANSWER:
                 raise Broken
             if writable:
                 left = left[os.write(self.child.stdin.fileno(), left[:4096]) :]
@@ -248,8 +248,8 @@ class Answers:
                 part = os.read(self.child.stdout.fileno(), 2**16)
                 if not part:
                     raise Broken
-                self.buffer += part
-        return json.loads(self.buffer[: self.buffer.index(b"\n")])
+                answer += part
+        return json.loads(answer[: answer.index(b"\n")])
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:

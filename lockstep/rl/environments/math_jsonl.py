@@ -33,6 +33,7 @@ class Math(ConversationEnvironment):
     problem_keys: ClassVar[tuple[str, ...]] = ("problem", "question", "prompt")
     answer_keys: ClassVar[tuple[str, ...]] = ("answer", "solution")
     turns = 1
+    unfinished: ClassVar[dict[str, float]] = {"correct": 0.0}
 
     def examples(self, split: str) -> Iterator[Example]:
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):

@@ -88,7 +88,8 @@ def test_a_single_file_has_every_tenth_line_for_validation(tmp_path):
         ("2", "1, 2, 3", False),
         ("2", "1 \\text{ or } 2", False),
         ("2", "", False),
-        ("Monday", "dynamo", False),  # the same letters: to math-verify, the same product
+        ("saw", "was", False),  # the same letters: to math-verify, the same product
+        ("no", "on", False),
         ("1591", "37*43", False),  # the problem, said again
         ("1591", "37 \\times 43", False),
         ("1024", "2^{10}", False),
