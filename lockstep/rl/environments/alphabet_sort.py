@@ -1,0 +1,100 @@
+"""Names to sort, and more of them in every turn: the model must merge them into the list that it has.
+
+The task is that of the public alphabet-sort environments (`primeintellect/alphabet-sort`); names and grading are ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from lockstep.rl.conversations import Chat, ConversationEnvironment
+from lockstep.rl.environment import Example
+
+FIRST = (
+    "Ada", "Amir", "Anna", "Bela", "Boris", "Carla", "Chen", "Dora", "Emil", "Farah", "Felix", "Greta", "Hugo",
+    "Ines", "Ivan", "Jonas", "Kai", "Lena", "Luis", "Mara", "Milan", "Nadia", "Nils", "Olga", "Omar", "Paula",
+    "Priya", "Rafael", "Rosa", "Samir", "Sofia", "Tariq", "Tess", "Ulla", "Victor", "Wanda", "Yara", "Yusuf",
+    "Zeno", "Zoe"
+)  # fmt: skip
+LAST = (
+    "Abel", "Ahmadi", "Baker", "Becker", "Castro", "Cohen", "Diaz", "Dubois", "Eriksen", "Fischer", "Fonseca",
+    "Garcia", "Gruber", "Haas", "Hansen", "Ito", "Jansen", "Kaya", "Keller", "Lang", "Lopez", "Meyer", "Mori",
+    "Nagy", "Novak", "Okafor", "Olsen", "Patel", "Petrov", "Quinn", "Rossi", "Ruiz", "Sato", "Silva", "Tanaka",
+    "Urban", "Vidal", "Weber", "Yilmaz", "Zhang"
+)  # fmt: skip
+COUNTS = {"train": 2000, "validation": 100}
+POWER = 4
+"""Of the similarity: half a list is worth a sixteenth."""
+LIST = re.compile(r"<sorted>\n?(.*?)</sorted>", re.DOTALL)
+
+
+class AlphabetSort(ConversationEnvironment):
+    """Two to four names in each of one to three turns, to be sorted by first or last name, in `<sorted>` tags.
+
+    Rewards: `similarity` of each turn's list to the right one, to the fourth power, on average over all turns; and
+    `correct`, 1 where all lists are right.
+    """
+
+    reward_weights: ClassVar[Mapping[str, float]] = {"similarity": 1.0, "correct": 0.5}
+    turns = 3
+    unfinished: ClassVar[Mapping[str, float]] = {"similarity": 0.0, "correct": 0.0}
+
+    def examples(self, split: str) -> Iterator[Example]:
+        for number in range(COUNTS[split]):
+            draw = random.Random(f"{split} {number}")
+            sizes = [draw.randint(2, 4) for _ in range(draw.randint(1, 3))]
+            # No name twice, and no two alike in the part that they are sorted by: there is one right order.
+            firsts, lasts = draw.sample(FIRST, sum(sizes)), draw.sample(LAST, sum(sizes))
+            names = iter(f"{first} {last}" for first, last in zip(firsts, lasts))
+            turns = [[next(names) for _ in range(size)] for size in sizes]
+            by = draw.choice(["first", "last"])
+            yield Example(question(turns[0], by), id=f"{split}:{number}", metadata={"turns": turns, "by": by})
+
+    async def converse(self, example: Example, chat: Chat) -> dict[str, float]:
+        turns, by = example.metadata["turns"], example.metadata["by"]
+        scores: list[float] = []
+        known: list[str] = []
+        for turn in turns:
+            chat.add(example.prompt if not known else _more(turn))
+            known += turn
+            wanted = sorted(known, key=lambda name: name.split()[0 if by == "first" else 1])
+            scores.append(similarity(wanted, listed((await chat.reply()).text)))
+        return {
+            "similarity": sum(score**POWER for score in scores) / len(scores),
+            "correct": float(all(score == 1.0 for score in scores)),
+        }
+
+
+def question(names: Sequence[str], by: str) -> str:
+    """What the model is asked first."""
+    return (
+        f"Sort these names alphabetically by {by} name. Reply with all names, one per line, between <sorted> and "
+        f"</sorted>.\n\n{_lines(names)}"
+    )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f"Here are more names. Reply with all names so far, sorted in the same way.\n\n{_lines(names)}"
+
+
+def _lines(names: Sequence[str]) -> str:
+    return "\n".join(names)
+
+
+def listed(text: str) -> list[str]:
+    """The names of the last list in a reply, after its reasoning; none where there is no list."""
+    _, closed, after = text.partition("</think>")
+    found = LIST.findall(after if closed else text)
+    return [" ".join(line.split()) for line in found[-1].splitlines() if line.strip()] if found else []
+
+
+def similarity(wanted: Sequence[str], got: Sequence[str]) -> float:
+    """From 0 to 1: how far two lists agree, in what they hold and in what order (Ratcliff and Obershelp, on lines)."""
+    # A list far too long is none, and would take long to compare.
+    if len(got) > 2 * len(wanted):
+        return 0.0
+    return difflib.SequenceMatcher(None, wanted, got, autojunk=False).ratio()

@@ -1,0 +1,116 @@
+"""Programs that must pass tests, which they never see."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.errors import UserError
+from lockstep.rl.conversations import ConversationEnvironment
+from lockstep.rl.environment import Example
+from lockstep.rl.environments.code_harness import count_tests
+from lockstep.rl.environments.problems import needs_text, read_problems, text_of
+from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
+
+PROMPT_KEYS = ("prompt", "problem", "question")
+NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"
+STOPPED_SECONDS = 3.0
+"""After which a harness that says nothing is given up: it stops waiting by itself, unless the code has stopped it."""
+BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+INSTRUCTION = "\n\nWrite Python. Give the whole program in one ```python block."
+
+
+class Code(ConversationEnvironment):
+    """Lines of `prompt` and `tests`; what counts is the last block of Python in the reply.
+
+    `tests` are Python source (assertions, functions `test_…`, unittest's classes), whose undefined names are the
+    functions asked for, or a list of such sources, or a list of `{"input": …, "output": …}` for programs that read and
+    print. With `entry_point`, `check(ENTRY_POINT)` is called, as HumanEval has it (arXiv 2107.03374).
+
+    Rewards: `correct`, 1 where all tests pass; `passed`, the share of those that do, which weighs 0: give it a weight
+    in `reward_weights` to reward parts.
+
+    The tests run in the sandbox, in another process than the code, which is called with plain data and returns it: see
+    `code_harness.py`.
+    """
+
+    reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0, "passed": 0.0}
+    turns = 1
+    unfinished: ClassVar[Mapping[str, float]] = {"correct": 0.0, "passed": 0.0}
+    seconds = 5.0
+    """For all tests of a problem together."""
+    memory_mib = 512
+
+    def examples(self, split: str) -> Iterator[Example]:
+        if missing := missing_protections():
+            reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
+            raise UserError(f"code is not run here, because the kernel offers too little to confine it: {reasons}")
+        for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
+            prompt = text_of(values, PROMPT_KEYS)
+            tests, problem = _tests(values)
+            if prompt is not None and not problem:
+                yield Example(prompt + INSTRUCTION, id=where, metadata={"tests": tests})
+            elif not self.skip_bad_lines:
+                if prompt is None:
+                    raise needs_text(where, values, PROMPT_KEYS)
+                raise UserError(f"{where}: {problem}; mend it or use --skip-bad-lines")
+
+    def reward(self, example: Example, completion: str) -> dict[str, float]:
+        code = code_in(completion)
+        passed, tests = run_tests(code, example.metadata["tests"], self.seconds, self.memory_mib) if code else (0, 1)
+        return {"correct": float(0 < tests == passed), "passed": passed / max(1, tests)}
+
+
+def code_in(completion: str) -> str:
+    """The last block of Python of a reply, after its reasoning; any last block where none is marked so, else all."""
+    _, closed, after = completion.partition("</think>")
+    said = after if closed else completion
+    blocks = [(language.lower(), body) for language, body in BLOCK.findall(said)]
+    python = [body for language, body in blocks if language in ("python", "py", "python3")]
+    return (python or [body for _, body in blocks] or [said])[-1].strip("\n")
+
+
+def run_tests(code: str, tests: Any, seconds: float = 5.0, memory_mib: int = 512) -> tuple[int, int]:
+    """(tests passed, tests) of a code, in the sandbox: (0, 0) where it left no verdict.
+
+    `tests` is Python source, or a list of `{"input": …, "output": …}`. Raises what `run_code` does.
+    """
+    harness = _harness()
+    job = {"code": code, "tests": tests, "programs": None, "harness": harness, "seconds": seconds}
+    if not isinstance(tests, str):
+        job |= {"programs": tests, "output_bytes": 2**16 + 4 * max(len(test["output"]) for test in tests)}
+    limits = SandboxLimits(seconds=seconds + STOPPED_SECONDS, memory_mib=memory_mib)
+    result = run_code(harness, json.dumps(job), limits)
+    if result.exit != 0:
+        return 0, 0
+    passed, count = json.loads(result.stdout)
+    return passed, count
+
+
+@cache
+def _harness() -> str:
+    return Path(__file__).with_name("code_harness.py").read_text()
+
+
+def _tests(values: Mapping[str, Any]) -> tuple[Any, str]:
+    """A line's tests as `run_tests` takes them, and what is wrong with them."""
+    tests = values.get("tests", values.get("test"))
+    if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
+        if all(isinstance(t.get("input"), str) and isinstance(t.get("output"), str) for t in tests):
+            return [{"input": t["input"], "output": t["output"]} for t in tests], ""
+        return None, "each of `tests` needs the texts `input` and `output`"
+    if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
+        tests = "\n".join(tests)
+    if not isinstance(tests, str) or not tests.strip():
+        return None, "needs `tests`: Python source, or a list of sources, or of objects with `input` and `output`"
+    if isinstance(entry := values.get("entry_point"), str) and entry.isidentifier():
+        tests += f"\ncheck({entry})\n"
+    try:
+        count = count_tests(tests)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return None, f"its `tests` are no Python ({error})"
+    return tests, "" if count else "its `tests` have no assertion and no function `test_…`"

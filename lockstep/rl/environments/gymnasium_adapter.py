@@ -1,0 +1,102 @@
+"""Games of Gymnasium whose observations and actions are text: `gymnasium:ID`, or `gymnasium:MODULE:ID`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from lockstep.errors import UserError
+from lockstep.rl.conversations import Chat, ConversationEnvironment, ConversationOver
+from lockstep.rl.environment import Environment, Example
+
+GAMES = {"train": range(1000), "validation": range(1_000_000, 1_000_100)}
+"""The seeds that games are reset with."""
+
+
+class GymnasiumGame(ConversationEnvironment):
+    """A game in each conversation: the model is shown the observation, and its reply, without reasoning, is the action.
+
+    The reward is the sum of the game's own, also where the conversation ends before the game. `turns` are the game's
+    `max_episode_steps`, 8 where it has none. An action that the game's space does not hold is answered with what it
+    may be, and costs a turn.
+    """
+
+    game: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        game = self._new()
+        try:
+            spaces = _gymnasium().spaces
+            for name, space in (("observations", game.observation_space), ("actions", game.action_space)):
+                if not isinstance(space, spaces.Text):
+                    raise UserError(
+                        f"gymnasium:{self.game}: its {name} are {space}, not text; wrap it so that both are "
+                        "gymnasium.spaces.Text, and register that"
+                    )
+            steps = game.spec.max_episode_steps if game.spec else None
+        finally:
+            game.close()
+        self.turns = steps or type(self).turns  # type: ignore[misc]
+
+    def examples(self, split: str) -> Iterator[Example]:
+        game = self._new()
+        try:
+            for seed in GAMES[split]:
+                observation, _ = game.reset(seed=seed)
+                yield Example(str(observation), id=f"{self.game}:{seed}", metadata={"seed": seed})
+        finally:
+            game.close()
+
+    async def converse(self, example: Example, chat: Chat) -> float:
+        game, total = self._new(), 0.0
+        try:
+            observation, _ = game.reset(seed=example.metadata["seed"])
+            done = False
+            while not done:
+                chat.add(str(observation))
+                try:
+                    reply = await chat.reply()
+                except ConversationOver:
+                    break
+                action = reply.text.rpartition("</think>")[2].strip()
+                if not game.action_space.contains(action):
+                    observation = _refusal(game.action_space)
+                    continue
+                observation, reward, terminated, truncated, _ = game.step(action)
+                total += float(reward)
+                done = bool(terminated or truncated)
+        finally:
+            game.close()
+        return total
+
+    def _new(self) -> Any:
+        gymnasium = _gymnasium()
+        try:
+            return gymnasium.make(self.game)
+        except (gymnasium.error.Error, ImportError) as error:
+            raise UserError(
+                f"gymnasium:{self.game}: cannot be made ({error}); give the ID of a registered game, or MODULE:ID for "
+                "one that MODULE registers when it is imported"
+            ) from error
+
+
+def gymnasium_game(name: str) -> type[Environment]:
+    """The class of a game, by its ID. Raises UserError where Gymnasium is missing."""
+    _gymnasium()
+    return type("GymnasiumGame", (GymnasiumGame,), {"game": name, "__module__": __name__})
+
+
+def _refusal(space: Any) -> str:
+    """What an action may be."""
+    characters = "".join(sorted(space.character_set))
+    said = f"Error: an action has {space.min_length} to {space.max_length} characters"
+    return said + (f" of these: {characters}" if len(characters) <= 100 else "")
+
+
+def _gymnasium() -> Any:
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise UserError("gymnasium is not installed; pip install 'lockstep-lm[gymnasium]'") from error
+    return gymnasium

@@ -1,0 +1,116 @@
+"""math-verify in a process of its own, which is ended where it takes too long.
+
+Its time-outs are signals, which only the main thread of a process gets, and which do not end a computation within C.
+A reward may run in any thread of the trainer, where an answer such as 9^{9^{9^9}} must not hold up the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+START_SECONDS = 120.0
+"""To import sympy: a second where the machine is not busy."""
+SECONDS = 3.0
+"""For one comparison."""
+MEMORY_BYTES = 2 * 2**30
+
+
+class MathChecker:
+    """Compares answers, one at a time. Its process starts with the first, and again where it had to be ended."""
+
+    def __init__(self, seconds: float = SECONDS):
+        self.seconds = seconds
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.owner = 0
+
+    def equal(self, answer: str, given: str) -> bool:
+        """Whether `given` is the same as `answer`; False where that takes too long or cannot be read."""
+        with self.lock:
+            if self.process is None or self.owner != os.getpid():  # a fork has the pipes of its parent
+                self._start()
+            try:
+                return self._ask([answer, given], self.seconds) is True
+            except (OSError, ValueError, TimeoutError):
+                self._end()
+                return False
+
+    def _start(self) -> None:
+        self.process, self.owner = None, os.getpid()
+        # The modules that this process finds, in a folder or zipped.
+        code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); " + (
+            "from lockstep.rl.environments.math_checker import serve; serve()"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, json.dumps([place or os.getcwd() for place in sys.path])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+        try:
+            self._ask(["1", "1"], START_SECONDS)
+        except (OSError, ValueError, TimeoutError) as error:
+            self._end()
+            raise RuntimeError(
+                "math-verify does not run; see why with `python -c 'from lockstep.rl.environments.math_checker import "
+                'compare; print(compare("1", "1"))\'`'
+            ) from error
+
+    def _ask(self, question: list[str], seconds: float) -> Any:
+        assert self.process and self.process.stdin and self.process.stdout
+        until, answer = time.monotonic() + seconds, bytearray()
+        self.process.stdin.write(json.dumps(question).encode() + b"\n")  # which fits into the pipe
+        poll = select.poll()
+        poll.register(self.process.stdout, select.POLLIN)
+        while not answer.endswith(b"\n"):
+            if not poll.poll(max(0.0, 1000 * (until - time.monotonic()))):
+                raise TimeoutError
+            part = os.read(self.process.stdout.fileno(), 4096)
+            if not part:
+                raise OSError("its process has ended")
+            answer += part
+        return json.loads(answer)
+
+    def _end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            self.process = None
+
+
+def serve() -> None:
+    """The process: compares what comes, a line of JSON each, until its input ends."""
+    from lockstep.rl.processes import die_with_parent
+
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    out = os.dup(1)
+    os.dup2(2, 1)  # what is printed on the way is no answer
+    for line in sys.stdin.buffer:
+        os.write(out, json.dumps(compare(*json.loads(line))).encode() + b"\n")
+
+
+def compare(answer: str, given: str) -> bool:
+    """Whether math-verify finds two answers, as they stand in `\\boxed{…}`, to be equal."""
+    from math_verify import parse, verify
+
+    wanted, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, given))
+    try:
+        return bool(wanted) and bool(found) and bool(verify(wanted, found, timeout_seconds=None))
+    except (RecursionError, MemoryError):
+        return False

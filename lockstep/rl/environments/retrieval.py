@@ -1,0 +1,182 @@
+"""Questions whose answers stand in a folder of texts, which the model searches and reads."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import string
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.errors import UserError
+from lockstep.rl.conversations import ConversationEnvironment
+from lockstep.rl.environment import Example
+from lockstep.rl.environments.problems import needs_text, read_problems, text_of
+
+NEEDS = "`question` and `answer` (a text, or a list of those that are right)"
+TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("question",), ("answer", "answers")
+FOLDER = "documents"
+HITS, PAGE = 5, 4000
+INSTRUCTION = "\n\nSearch the texts for it. Reply with the last line `Answer: …`, as short as it can be."
+ANSWER = re.compile(r"^\W*Answer:[ \t]*(.*)$", re.MULTILINE)
+LONGEST_ANSWER = 500
+
+
+class Retrieval(ConversationEnvironment):
+    """Lines of `question` and `answer`, and a folder `documents` beside them: .txt, .md, and .jsonl of `text` and `id`.
+
+    The model has two tools: `search` (BM25, by SQLite's full-text index, in memory) and `read`. Rewards: `correct`, 1
+    where the answer is one of the right ones, and `f1`, the overlap of their words, both after SQuAD's normalization
+    (arXiv 1606.05250, section 6).
+    """
+
+    reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0, "f1": 0.3}
+    turns = 8
+    unfinished: ClassVar[Mapping[str, float]] = {"correct": 0.0, "f1": 0.0}
+
+    def __init__(self, data: str = "", skip_bad_lines: bool = False):
+        super().__init__(data, skip_bad_lines)
+        self.tools: Sequence[Callable[..., Any]] = (self.search, self.read)  # type: ignore[misc]
+        self._index: Index | None = None
+        self._lock = threading.Lock()
+
+    def examples(self, split: str) -> Iterator[Example]:
+        self.index()  # a folder that cannot be read is found before the run begins
+        for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
+            question, answers = text_of(values, QUESTION_KEYS), _answers(values)
+            if question is not None and answers:
+                yield Example(question + INSTRUCTION, answers[0], where, {"answers": answers})
+            elif not self.skip_bad_lines:
+                raise needs_text(where, values, QUESTION_KEYS if question is None else ANSWER_KEYS)
+
+    def search(self, query: str) -> str:
+        """Finds the texts that fit some words best.
+
+        Args:
+            query: the words to look for
+        """
+        hits = self.index().search(query)
+        return "\n".join(f"[{name}] {snippet}" for name, snippet in hits) or "nothing found; try other words"
+
+    def read(self, id: str, page: int = 1) -> str:
+        """Reads a text that a search has found.
+
+        Args:
+            id: what stood in [ ] before it
+            page: which of its pages, from 1
+        """
+        text = self.index().read(id.strip().strip("[]"))
+        pages = max(1, -(-len(text) // PAGE))
+        if not 1 <= page <= pages:
+            raise ValueError(f"the text has the pages 1 to {pages}")
+        rest = f"\n(page {page} of {pages})" if pages > 1 else ""
+        return text[(page - 1) * PAGE : page * PAGE] + rest
+
+    def reward(self, example: Example, completion: str) -> dict[str, float]:
+        found = ANSWER.findall(completion.rpartition("</think>")[2])
+        given = found[-1] if found else ""
+        answers = example.metadata.get("answers", [example.answer])
+        if not given or len(given) > LONGEST_ANSWER:
+            return {"correct": 0.0, "f1": 0.0}
+        exact = any(normalized(given) == normalized(answer) != "" for answer in answers)
+        return {"correct": float(exact), "f1": max(f1(answer, given) for answer in answers)}
+
+    def index(self) -> Index:
+        """The index, built when it is first asked for."""
+        with self._lock:
+            if self._index is None:
+                self._index = Index(Path(self.data) / FOLDER, self.skip_bad_lines)
+            return self._index
+
+
+class Index:
+    """Texts by name, and which of them fit some words best: BM25 of SQLite's FTS5. Any thread may ask."""
+
+    def __init__(self, folder: Path, skip_bad_lines: bool = False):
+        self.lock = threading.Lock()
+        self.database = sqlite3.connect(":memory:", check_same_thread=False)
+        try:
+            self.database.execute("CREATE VIRTUAL TABLE texts USING fts5(name UNINDEXED, text, tokenize='porter')")
+        except sqlite3.OperationalError as error:
+            raise UserError(f"this Python's SQLite has no full-text index ({error}); use another build") from error
+        names: set[str] = set()
+        for where, name, text in _texts(folder, skip_bad_lines):
+            if name in names:
+                raise UserError(f"{where}: a second text is named {name!r}; give each `id` once")
+            names.add(name)
+            self.database.execute("INSERT INTO texts VALUES (?, ?)", (name, text))
+        if not names:
+            raise UserError(f"{folder}: no texts there; put .txt, .md or .jsonl files into it")
+
+    def search(self, query: str) -> list[tuple[str, str]]:
+        """(name, a few words around the hits) of the best texts."""
+        # Words alone, each in quotes: a query of the model's own could hold operators, or be none.
+        words = re.findall(r"\w+", query)[:32]
+        if not words:
+            return []
+        match = " OR ".join(f'"{word}"' for word in words)
+        sql = "SELECT name, snippet(texts, 1, '', '', ' … ', 32) FROM texts WHERE texts MATCH ? ORDER BY rank, name"
+        with self.lock:
+            found = self.database.execute(sql, (match,)).fetchmany(HITS)
+        return [(name, " ".join(snippet.split())) for name, snippet in found]
+
+    def read(self, name: str) -> str:
+        """Raises ValueError where there is none of the name."""
+        with self.lock:
+            found = self.database.execute("SELECT text FROM texts WHERE name = ?", (name,)).fetchone()
+        if found is None:
+            raise ValueError(f"there is no text {name[:80]!r}; use what a search gave in [ ]")
+        return str(found[0])
+
+
+def _texts(folder: Path, skip_bad_lines: bool) -> Iterator[tuple[str, str, str]]:
+    """(where, name, text) of each text, in the order of their paths."""
+    from lockstep.data.records import read_jsonl  # which imports torch: a reward's worker need not
+
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give --data a folder with `{FOLDER}`, and train.jsonl beside it")
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in (".txt", ".md", ".jsonl") and p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix != ".jsonl":
+            try:
+                yield str(path), name, path.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                if not skip_bad_lines:
+                    raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); mend it") from error
+            continue
+        for number, values in read_jsonl(path, skip_bad_lines):
+            text = text_of(values, TEXT_KEYS)
+            if text is not None:
+                title = text_of(values, ("title",))
+                full = f"{title}\n{text}" if title else text
+                yield f"{path}:{number}", text_of(values, ("id",)) or f"{name}:{number}", full
+            elif not skip_bad_lines:
+                raise needs_text(f"{path}:{number}", values, TEXT_KEYS)
+
+
+def _answers(values: Mapping[str, Any]) -> list[str]:
+    for key in ANSWER_KEYS:
+        given = values.get(key)
+        many = given if isinstance(given, list) else [given]
+        texts = [text for one in many if (text := text_of({"answer": one}, ("answer",)))]
+        if texts and len(texts) == len(many):
+            return texts
+    return []
+
+
+def normalized(text: str) -> str:
+    """As SQuAD's evaluation compares answers: lower case, no punctuation, no articles, single spaces."""
+    bare = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def f1(answer: str, given: str) -> float:
+    """The harmonic mean of precision and recall of the words of `given`, as SQuAD defines it."""
+    wanted, got = Counter(normalized(answer).split()), Counter(normalized(given).split())
+    shared = (wanted & got).total()
+    if not shared:
+        return 0.0
+    return 2 * shared / (wanted.total() + got.total())

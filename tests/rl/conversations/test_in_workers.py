@@ -1,0 +1,39 @@
+"""The ready environments' rewards where they run: in worker processes, and without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl.environment import Example
+from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.sandbox import missing_protections
+
+
+def graded(tmp_path, name, *jobs):
+    config = RLConfig(environment=name, rewards=RewardConfig(isolate="always", workers=1, seconds=30))
+    with open_workers(config, tmp_path) as grader:
+        return grader(list(jobs))
+
+
+def test_mathematics_is_compared_in_workers_and_what_hangs_is_wrong(tmp_path):
+    example = Example("p", "\\frac{1}{2}")
+    replies = ["\\boxed{0.5}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{\\frac{2}{4}}", "\\boxed{"]
+    outcomes = graded(tmp_path, "math", *[(example, reply) for reply in replies])
+    assert [(o.cause, o.rewards) for o in outcomes] == [("", {"correct": c}) for c in (1.0, 0.0, 1.0, 0.0)]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or bool(missing_protections()), reason="this machine allows no sandbox")
+def test_code_is_tested_in_workers_and_what_stops_its_tests_is_wrong_within_the_limit(tmp_path):
+    example = Example("p", metadata={"tests": "assert twice(4) == 8"})
+    stopping = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"
+    outcomes = graded(tmp_path, "code", (example, "def twice(x): return 2 * x"), (example, stopping))
+    assert [(o.cause, o.rewards["correct"]) for o in outcomes] == [("", 1.0), ("", 0.0)]
+
+
+def test_the_environments_import_no_torch():
+    code = "import sys, lockstep.rl.load_environment as l; l.load_environment('math'); l.load_environment('code'); " + (
+        "l.load_environment('retrieval'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
