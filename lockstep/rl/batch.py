@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
+from lockstep.config.algorithm import Average
 from lockstep.model import ScoringModel
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
 from lockstep.rl.parity import Parity
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts import Rollout, episodes_of
 from lockstep.train.packing import PackedRow, pack, split_by_tokens, target_log_probs
 
 
@@ -39,7 +40,7 @@ def policy_batches(
 ) -> list[PolicyBatch]:
     """Packs rollouts into micro-batches of at most `train.tokens_per_microbatch` tokens, of whole completions."""
     average = algorithm_of(config).loss_average
-    weights = token_weights([len(r.token_ids) for r in rollouts], average, config.max_new_tokens)
+    weights = _weights(rollouts, average, config.max_new_tokens)
     lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     batches = []
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
@@ -48,7 +49,7 @@ def policy_batches(
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
-                row=pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], device),
+                row=pack([r.prompt_ids + r.token_ids for r in chosen], None, device, [r.targets() for r in chosen]),
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat(weights[part]).to(device),
@@ -56,6 +57,14 @@ def policy_batches(
             )
         )
     return batches
+
+
+def _weights(rollouts: Sequence[Rollout], average: Average, budget: int) -> list[Tensor]:
+    """Of each rollout's sampled tokens; the rows of an episode are one completion."""
+    episodes = episodes_of(rollouts)
+    lengths = [[len(r.logprobs) for r in rows] for rows in episodes]
+    whole = token_weights([sum(own) for own in lengths], average, budget)
+    return [part for of_rows, own in zip(whole, lengths) for part in of_rows.split(own)]
 
 
 class PolicyLoss:
@@ -84,7 +93,7 @@ class PolicyLoss:
             advantages=batch.advantages,
             weights=batch.weights,
             reference_log_probs=batch.reference_log_probs,
-            lengths=[len(r.token_ids) for r in batch.rollouts],
+            lengths=[len(r.logprobs) for r in batch.rollouts],
             sampler_log_probs=sampler,
             entropies=entropies,
         )

@@ -16,7 +16,7 @@ from lockstep.observe import Timeline
 from lockstep.rl.environment import Environment
 from lockstep.rl.explain import in_words
 from lockstep.rl.parity import Parity, ParityError
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts import Rollout, episodes_of
 
 
 class Stopwatch:
@@ -57,7 +57,11 @@ def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder) -> Par
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over a step's rollouts, under the run's metric names; of rewards, over those that count."""
+    """Means over a step's rollouts, under the run's metric names; of rewards, over those that count.
+
+    A conversation of several rows counts once, but for its tokens.
+    """
+    rows, rollouts = rollouts, [rows[-1] for rows in episodes_of(rollouts)]
     counting = [r for r in rollouts if r.counts]
     rewards = [r.reward for r in counting]
     advantages = [r.advantage for r in counting]
@@ -72,11 +76,26 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **_failures("reward", rollouts),
         "advantage/mean": math.fsum(advantages) / len(advantages),
         "advantage/abs_max": max(map(abs, advantages)),
-        "rollout/tokens": sum(len(r.token_ids) for r in rollouts),
-        "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rollouts),
-        "rollout/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
+        "rollout/tokens": sum(len(r.logprobs) for r in rows),
+        "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rows),
+        "rollout/tokens_mean": sum(len(r.logprobs) for r in rows) / count,
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
         "policy/staleness_max": 0.0,
+        **_conversations(rows),
+    }
+
+
+def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
+    """Of conversations; nothing where there are none."""
+    held = [own[-1].conversation for own in episodes_of(rows) if own[-1].conversation is not None]
+    if not held:
+        return {}
+    return {
+        "rollout/turns_mean": sum(c.turns for c in held) / len(held),
+        "rollout/tool_calls_mean": sum(c.tool_calls for c in held) / len(held),
+        "rollout/rows_mean": sum(len(r.logprobs) > 0 for r in rows) / len(held),
+        "rollout/over": sum(c.over for c in held) / len(held),
+        "rollout/environment_tokens": sum(len(r.token_ids) - len(r.logprobs) for r in rows),
     }
 
 
@@ -85,6 +104,7 @@ def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) ->
 
     A completion whose reward failed is no right answer where failures are zeros; else it is left out.
     """
+    rollouts = [rows[-1] for rows in episodes_of(rollouts)]
     counting = [r for r in rollouts if r.counts]
     means = {f"validation/{name}": value for name, value in _means(rollouts).items()}
     if any(r.rewards and environment.knows_correct(r.rewards) for r in counting):

@@ -31,6 +31,7 @@ from lockstep.parallel import World, apply_compile, refuse_ranks
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
+from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.environment import Environment
 from lockstep.rl.ledger import Ledger
 from lockstep.rl.load_environment import load_environment
@@ -97,6 +98,7 @@ def _reinforce(
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, model, tokenizer)
     teacher = load_teacher(config, model, tokenizer)
+    rendering = open_rendering(config, environment, tokenizer, model)
     # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.
     engine = Engine(model, config.engine, tokenizer)
     trainer = Trainer(model, config.train, config.steps * config.inner_steps)
@@ -137,7 +139,7 @@ def _reinforce(
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0:
-            validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
+            validation = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering)
             write_rollouts(run.validation_path(0), validation)
             observer.write(0, validation_metrics(validation, environment))
         for step in range(start + 1, config.steps + 1):
@@ -146,7 +148,7 @@ def _reinforce(
                 ledger = Ledger(config.prompts_per_step)
                 for extra_round in range(algorithm.extra_rounds + 1):
                     asked = prompts.next(ledger.missing)
-                    drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round)
+                    drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round, rendering)
                     stopwatch.lap("time/generate")
                     assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")
@@ -185,7 +187,7 @@ def _reinforce(
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if due(step, config.validation_every, config.steps):
-                    validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
+                    validation = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
                 silent = learns_from_rewards_alone and metrics["reward/groups_without_spread"] == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, closest
+from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.environment import Environment, source_file, user_line
 from lockstep.rl.environments import ENVIRONMENTS
 
@@ -36,9 +37,16 @@ def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) ->
 def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environment:
     file = source_file(kind)
     where = f"{file or kind.__module__}: {kind.__name__}"
+    converses = issubclass(kind, ConversationEnvironment)
     for method in ("examples", "reward"):
-        if getattr(kind, method) is getattr(Environment, method) and not (method == "reward" and kind.rewards):
-            raise UserError(f"{where} defines no `{method}`; write it as lockstep.rl.Environment describes it")
+        others = method == "reward" and (kind.rewards or (converses and converses_or_grades(kind)))
+        if getattr(kind, method) is getattr(Environment, method) and not others:
+            name = "lockstep.rl.ConversationEnvironment" if converses else "lockstep.rl.Environment"
+            also = ", `converse` or `grade`" if converses and method == "reward" else ""
+            raise UserError(f"{where} defines no `{method}`{also}; write it as {name} describes it")
+    for method in ("converse", "grade") if converses else ():
+        if not inspect.iscoroutinefunction(getattr(kind, method)):
+            raise UserError(f"{where}.{method} is no coroutine function; write `async def {method}(…)`")
     signature = inspect.signature(kind)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     options: dict[str, Any] = {"data": data, "skip_bad_lines": skip_bad_lines}
@@ -62,6 +70,12 @@ def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environme
         ) from error
 
 
+def converses_or_grades(kind: type[Environment]) -> bool:
+    """Whether it has a `converse` or `grade` of its own, which may return rewards."""
+    base = ConversationEnvironment
+    return any(getattr(kind, name, None) is not getattr(base, name) for name in ("converse", "grade"))
+
+
 def _class_in(file: Path, class_name: str) -> Any:
     if not file.is_file():
         raise UserError(f"{file}: no such file; give the environment as FILE.py:Class")
@@ -78,9 +92,9 @@ def _class_in(file: Path, class_name: str) -> Any:
         sys.modules.pop(spec.name, None)
         raise UserError(f"{user_line(error, file)}: does not import ({type(error).__name__}: {error})") from error
     classes = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Environment)]
-    classes = [n for n in classes if n != "Environment"]
+    classes = [n for n in classes if n not in ("Environment", "ConversationEnvironment")]
     if class_name not in classes:
-        there = class_name != "Environment" and hasattr(module, class_name)
+        there = class_name not in ("Environment", "ConversationEnvironment") and hasattr(module, class_name)
         problem = f'"{class_name}" is no Environment' if there else f'no Environment named "{class_name}"'
         raise UserError(
             f"{file}: {problem}.{closest(class_name, classes)} "

@@ -71,9 +71,9 @@ def score_rollouts(model: Decoder, rollouts: Sequence[Rollout], config: RLConfig
     lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
         chosen = rollouts[part]
-        row = pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], model.device)
+        row = pack([r.prompt_ids + r.token_ids for r in chosen], None, model.device, [r.targets() for r in chosen])
         log_probs, _ = target_log_probs(model, row, config.temperature)
-        scores += [own.tolist() for own in log_probs.split([len(r.token_ids) for r in chosen])]
+        scores += [own.tolist() for own in log_probs.split([len(r.logprobs) for r in chosen])]
     return scores
 
 

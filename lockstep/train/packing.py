@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -35,11 +36,15 @@ def pack(
     sequences: Sequence[Sequence[int]],
     first_targets: Sequence[int] | None = None,
     device: str | torch.device = "cpu",
+    targets: Sequence[Sequence[int]] | None = None,
 ) -> PackedRow:
-    """Packs `sequences`; of each, the tokens from index `first_targets` on (default 1: all but the first) are targets.
+    """Packs `sequences`; of each, the tokens from index `first_targets` on (default 1: all but the first) are targets,
+    or those at the positions that `targets` gives.
 
     Raises ValueError for an empty sequence or a first target below 1: nothing comes before token 0.
     """
+    if targets is not None:
+        first_targets = [min(own, default=len(s)) for own, s in zip(targets, sequences, strict=True)]
     firsts = [1] * len(sequences) if first_targets is None else list(first_targets)
     lengths = [len(s) for s in sequences]
     if not all(lengths) or not all(f >= 1 for f in firsts):
@@ -51,6 +56,10 @@ def pack(
     positions = torch.tensor([p for n in lengths for p in range(n)] + [0] * padding, dtype=torch.int64)
     thresholds = torch.tensor([f for f, n in zip(firsts, lengths) for _ in range(n)] + [1] * padding)
     is_target = positions >= thresholds
+    if targets is not None:
+        starts = accumulate([0, *lengths])
+        places = [start + place for start, own in zip(starts, targets) for place in own]
+        is_target = torch.zeros_like(is_target).scatter(0, torch.tensor(places, dtype=torch.int64), True)
     rows = is_target.nonzero()[:, 0]
     return PackedRow(tokens.to(device), positions.to(device), lengths, (rows - 1).to(device), tokens[rows].to(device))
 

@@ -7,15 +7,27 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
-from lockstep.data.chat import ChatTemplate, ChatTemplateError
-from lockstep.rl.conversations.protocol import Message, ToolCall
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
+from lockstep.errors import UserError
+from lockstep.hub import local_folder
+from lockstep.model import Decoder
+from lockstep.observe import log
+from lockstep.rl.conversations.protocol import ConversationEnvironment, Message, ToolCall
+from lockstep.rl.environment import Environment, Example
 
 # Characters for private use: templates keep them as they are, in JSON too. Where a text has them itself, they are put
 # between them as the special tokens' names are.
 LEFT, RIGHT = "\uf8f1", "\uf8f2"
 MARK = f"{LEFT}reply{RIGHT}"
 """Stands for the reply where only what follows it is wanted."""
+
+RENDERED = (
+    "example %s: its prompt holds a special token, so it is taken for one that a chat template has rendered, and "
+    "is read as it is, and so are others like it; chat = never reads all prompts as they are, chat = always renders all"
+)
+UNSHOWN = "the chat template of %s does not show tools, so the model is not told of those of %s; tell it in the prompt"
 
 
 class Rendering:
@@ -31,12 +43,15 @@ class Rendering:
         template: ChatTemplate | None = None,
         end_ids: Collection[int] = (),
         tools: Sequence[Callable[..., Any]] = (),
+        keeps_rendered: bool = True,
     ):
         self.tokenizer = tokenizer
         self.template = template
         self._names = [*tokenizer.special_tokens(), LEFT, RIGHT]
-        longest_first = sorted(self._names, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)))
+        self._special = _any_of(self._names)
+        self._tokens_in_text = _any_of(self._names[:-2])
+        self.keeps_rendered = keeps_rendered
+        self._warned = False
         self.schemas: list[dict[str, Any]] | None = None
         self._format: Any = None
         if tools:
@@ -47,6 +62,23 @@ class Rendering:
         self.stop_token_ids = self._end_of_turn()
         """What ends a reply by the template, besides the model's own end-of-text tokens."""
         self.end_ids = {*end_ids, *self.stop_token_ids}
+
+    def prompt(self, example: Example) -> list[int]:
+        """A single prompt's tokens: with a template, what a user says.
+
+        A prompt that holds a special token is taken as rendered already, and encoded as it is, unless `chat` is always.
+        """
+        if self.template is None:
+            return self.tokenizer.encode(example.prompt)
+        if self.keeps_rendered and self._tokens_in_text.search(example.prompt):
+            if not self._warned:
+                self._warned = True
+                log.warning(RENDERED, example.name)
+            return self.tokenizer.encode(example.prompt)
+        try:
+            return self.tokens(self.text([{"role": "user", "content": example.prompt}]))
+        except ChatTemplateError as error:
+            raise UserError(f"example {example.name}: {error}") from error
 
     def text(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the model speaks, special tokens' names in it written as `tokens` reads them.
@@ -110,10 +142,31 @@ class Rendering:
         return tuple(token for token in self.tokens(after)[:1] if token in special)
 
 
+def open_rendering(config: RLConfig, environment: Environment, tokenizer: Tokenizer, model: Decoder) -> Rendering:
+    """The rendering that `config.chat` asks for. Raises UserError where it is always and the model has no template."""
+    template = None if config.chat == "never" else load_chat_template(local_folder(config.model))
+    if config.chat == "always" and template is None:
+        raise UserError(
+            f'chat is "always", but {config.model} has no chat template; put a chat_template.jinja beside its weights, '
+            'or set chat = "auto"'
+        )
+    tools = environment.tools if isinstance(environment, ConversationEnvironment) else ()
+    if tools and (template is None or "tools" not in template.variables):
+        log.warning(UNSHOWN, config.model, type(environment).__name__)
+    return Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto")
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    # The longest first; with none, what matches nothing.
+    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
+
+
 def _content(message: Message) -> str:
     content = message.get("content")
     if not isinstance(content, str):
-        raise ChatTemplateError(f"the model has no chat template, so a message's content must be a text: {content!r:.80}")
+        raise ChatTemplateError(
+            f"the model has no chat template, so a message's content must be a text: {content!r:.80}"
+        )
     return content
 
 
@@ -188,7 +241,7 @@ class Transcript:
         return row.completion
 
     def _suffix(self, messages: Sequence[Message], text: str) -> str | None:
-        """What follows the last reply in `text`; None where what comes before that is not what the model saw and said."""
+        """What follows the last reply in `text`; None where what comes before is not what the model saw and said."""
         if not self.rows or not text.startswith(self._shown):
             return None
         said = self.rows[-1].completion
