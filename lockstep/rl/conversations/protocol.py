@@ -68,6 +68,8 @@ class Chat:
     def __init__(self, ask: Ask) -> None:
         self.messages: list[Message] = []
         """All of it so far. Add to its end; what stands there already the model has seen."""
+        self.seconds: dict[str, float] = {}
+        """What each tool took, by its name."""
         self._ask = ask
 
     def add(self, content: str, role: str = "user", **values: Any) -> None:
