@@ -62,7 +62,7 @@ def policy_batches(
 def _weights(rollouts: Sequence[Rollout], average: Average, budget: int) -> list[Tensor]:
     """Of each rollout's sampled tokens; the rows of an episode are one completion."""
     episodes = episodes_of(rollouts)
-    lengths = [[len(r.logprobs) for r in rows] for rows in episodes]
+    lengths = [[r.num_sampled for r in rows] for rows in episodes]
     whole = token_weights([sum(own) for own in lengths], average, budget)
     return [part for of_rows, own in zip(whole, lengths) for part in of_rows.split(own)]
 
@@ -93,7 +93,7 @@ class PolicyLoss:
             advantages=batch.advantages,
             weights=batch.weights,
             reference_log_probs=batch.reference_log_probs,
-            lengths=[len(r.logprobs) for r in batch.rollouts],
+            lengths=[r.num_sampled for r in batch.rollouts],
             sampler_log_probs=sampler,
             entropies=entropies,
         )

@@ -76,9 +76,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **_failures("reward", rollouts),
         "advantage/mean": math.fsum(advantages) / len(advantages),
         "advantage/abs_max": max(map(abs, advantages)),
-        "rollout/tokens": sum(len(r.logprobs) for r in rows),
+        "rollout/tokens": sum(r.num_sampled for r in rows),
         "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rows),
-        "rollout/tokens_mean": sum(len(r.logprobs) for r in rows) / count,
+        "rollout/tokens_mean": sum(r.num_sampled for r in rows) / count,
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
         "policy/staleness_max": 0.0,
         **_conversations(rows),
@@ -93,9 +93,9 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
     return {
         "rollout/turns_mean": sum(c.turns for c in held) / len(held),
         "rollout/tool_calls_mean": sum(c.tool_calls for c in held) / len(held),
-        "rollout/rows_mean": sum(len(r.logprobs) > 0 for r in rows) / len(held),
+        "rollout/rows_mean": sum(r.num_sampled > 0 for r in rows) / len(held),
         "rollout/over": sum(c.over for c in held) / len(held),
-        "rollout/environment_tokens": sum(len(r.token_ids) - len(r.logprobs) for r in rows),
+        "rollout/environment_tokens": sum(len(r.token_ids) - r.num_sampled for r in rows),
     }
 
 

@@ -141,19 +141,19 @@ def _relative(rewards: Tensor, algorithm: Algorithm) -> Tensor:
 def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[float]]:
     """What the KL divergence takes from the reward at each token."""
     if algorithm.kl_in == "loss" or algorithm.kl_coefficient == 0:
-        return [[0.0] * len(r.logprobs) for r in rollouts]
+        return [[0.0] * r.num_sampled for r in rollouts]
     own, reference = (
         torch.tensor([x for r in rollouts for x in logprobs(r)])
         for logprobs in (lambda r: r.logprobs, lambda r: r.reference_logprobs)
     )
     charged = divergences(own, reference, algorithm.kl_estimator).double() * algorithm.kl_coefficient
-    return [part.tolist() for part in charged.split([len(r.logprobs) for r in rollouts])]
+    return [part.tolist() for part in charged.split([r.num_sampled for r in rollouts])]
 
 
 def _assign_to_rows(episodes: Sequence[Sequence[Rollout]], of_tokens: Sequence[list[float]]) -> None:
     """Each episode's advantages, to its rows one after the other."""
     for rows, own in zip(episodes, of_tokens):
-        ends = [0, *accumulate(len(rollout.logprobs) for rollout in rows)]
+        ends = [0, *accumulate(rollout.num_sampled for rollout in rows)]
         _assign(rows, [own[start:end] for start, end in pairwise(ends)])
         for rollout in rows:
             rollout.advantage = math.fsum(own) / max(len(own), 1)

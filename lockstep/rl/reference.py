@@ -73,7 +73,7 @@ def score_rollouts(model: Decoder, rollouts: Sequence[Rollout], config: RLConfig
         chosen = rollouts[part]
         row = pack([r.prompt_ids + r.token_ids for r in chosen], None, model.device, [r.targets() for r in chosen])
         log_probs, _ = target_log_probs(model, row, config.temperature)
-        scores += [own.tolist() for own in log_probs.split([len(r.logprobs) for r in chosen])]
+        scores += [own.tolist() for own in log_probs.split([r.num_sampled for r in chosen])]
     return scores
 
 

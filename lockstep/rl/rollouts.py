@@ -71,7 +71,12 @@ class Rollout:
 
     def advantages_of_tokens(self) -> list[float]:
         """One advantage per sampled token."""
-        return self.token_advantages or [self.advantage] * len(self.logprobs)
+        return self.token_advantages or [self.advantage] * self.num_sampled
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(self.sampled) if self.sampled else len(self.token_ids)
 
     def targets(self) -> list[int]:
         """Where in prompt_ids + token_ids the sampled tokens stand."""
