@@ -26,6 +26,8 @@ class Conversation:
     """Replies of the model."""
     tool_calls: int = 0
     """In all of them."""
+    tool_seconds: dict[str, float] = field(default_factory=dict)
+    """What each tool took, by its name."""
 
 
 @dataclass

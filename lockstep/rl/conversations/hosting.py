@@ -46,6 +46,8 @@ class Ended:
     over: bool
     outcome: Outcome | None
     """None: `converse` returned no rewards."""
+    seconds: dict[str, float]
+    """What each tool took, by its name."""
 
 
 class Hosting:
@@ -128,8 +130,9 @@ class _Guest:
             messages = plain(self.chat.messages)
         except (TypeError, ValueError, RecursionError) as error:
             problem = f"left messages that are no plain data ({error})"
-            outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
-        self.hosting.say(Ended(self.number, messages, self.over, outcome))
+            if outcome is None or not outcome.cause:
+                outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
+        self.hosting.say(Ended(self.number, messages, self.over, outcome, dict(self.chat.seconds)))
 
     def _outcome(self, task: asyncio.Future[Any]) -> Outcome | None:
         environment, example = self.hosting.environment, self.example
@@ -138,7 +141,7 @@ class _Guest:
         try:
             value = task.result()
         except ConversationOver:
-            value = environment.unfinished
+            self.over, value = True, environment.unfinished
         except BaseException as error:  # SystemExit too is the environment's
             return raised(error, environment, example, "converse")
         return None if value is None else outcome_of(value, environment, example, "converse")
@@ -229,7 +232,7 @@ class Pulse:
         return f"{found[-1].filename}:{found[-1].lineno}" if found else "its code"
 
 
-def plain(messages: Sequence[Message]) -> list[Message]:
+def plain(messages: Sequence[Any]) -> list[Message]:
     """Messages as JSON takes them, half surrogate pairs replaced. Raises TypeError or ValueError where it cannot."""
     sent: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
     if strange := next((m for m in sent if not isinstance(m, dict) or not isinstance(m.get("role"), str)), None):

@@ -161,7 +161,7 @@ def failing(kind):
     class Failing(Talk):
         async def converse(self, example, chat):
             chat.add(example.prompt)
-            if kind != "at once":
+            if kind != "at once" or not example.answer:
                 await chat.reply()
             if not example.answer:
                 return 1.0
@@ -200,9 +200,8 @@ def test_what_fails_costs_its_own_conversation(kind, cause, engine_of, rendering
     given = engine_of("llama3"), renderings["llama3"]
     limits = RewardConfig(seconds=0.3, failure_limit=0.6)
     rollouts = graded(failing(kind), *given, limited=True, rewards=limits)
-    if kind != "at once":
-        assert [r.failure for r in rollouts] == [""] * 3 + [cause] * 3
-        assert [r.counts for r in rollouts] == [True] * 3 + [False] * 3
+    assert [r.failure for r in rollouts] == [""] * 3 + [cause] * 3
+    assert [r.counts for r in rollouts] == [True] * 3 + [False] * 3
     assert "river" in caplog.text and "converse" in caplog.text
     if cause == "raised":
         assert "test_play.py:" in caplog.text
@@ -362,8 +361,9 @@ def test_a_validation_holds_conversations_too(engine_of, renderings):
 def test_a_template_that_refuses_names_the_example(engine_of, renderings):
     class Refused(Talk):
         async def converse(self, example, chat):
-            chat.messages.append({"role": "user", "content": None})
+            chat.add(example.prompt)
+            chat.add("", role="assistant", tool_calls=[])
             await chat.reply()
 
     with pytest.raises(UserError, match="example 'stone': the model's chat template refuses these messages"):
-        talk(Refused(), engine_of("llama3"), renderings["llama3"])
+        talk(Refused(), engine_of("llama3_1"), renderings["llama3_1"])
