@@ -85,9 +85,9 @@ def test_draws_do_not_depend_on_who_answers_when(name, engine_of, renderings):
     class Slow(Talk):
         longest_delay = 0.02
 
-    first = talk(Talk(), engine_of(name), renderings[name])
+    first = talk(Talk(), engine_of(name), renderings[name], max_new_tokens=5)
     for environment, engine in ((Slow(), engine_of(name)), (Slow(), engine_of(name, 2)), (Talk(), engine_of(name, 1))):
-        again = talk(environment, engine, renderings[name])
+        again = talk(environment, engine, renderings[name], max_new_tokens=5)
         assert [r.token_ids for r in again] == [r.token_ids for r in first]
         assert [r.logprobs for r in again] == [r.logprobs for r in first]
     assert len({str(r.token_ids) for r in first}) == len(first), "each has draws of its own"
