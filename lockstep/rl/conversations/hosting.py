@@ -161,7 +161,9 @@ class _Guest:
             reply = await self.reply
         finally:
             self.reply = None
-            await self._begin()
+            # What a conversation has left behind takes nobody's place.
+            if not self.time_up.done():
+                await self._begin()
         if reply is None:
             self.over = True
             raise ConversationOver("the conversation is at its limit of turns or of tokens")
