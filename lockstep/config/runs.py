@@ -118,6 +118,9 @@ class RLConfig:
     """Completions of each prompt, at least 2: the group that advantages are relative to."""
     max_new_tokens: Annotated[int, Above(0)] = 32
     """Completions are cut here and count as truncated."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts and conversations are rendered by the model's chat template. auto: where it has one, but for
+    prompts that hold a special token, which are taken as rendered already; never: the model reads them as they are."""
     temperature: Annotated[float, AtLeast(0.01), AtMost(100)] = 1.0
     """Sampling temperature; log-probabilities on both sides are taken at it."""
     top_k: Annotated[int, AtLeast(0)] = 0

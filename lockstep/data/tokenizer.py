@@ -56,6 +56,10 @@ class Tokenizer(Protocol):
         """Every token's number by its name."""
         ...
 
+    def special_tokens(self) -> dict[str, int]:
+        """The numbers of those that a text's own characters never are, and that `decode` leaves out, by name."""
+        ...
+
     def save(self, folder: str | Path) -> None: ...
 
 
@@ -77,6 +81,10 @@ class ByteTokenizer:
     def vocabulary(self) -> dict[str, int]:
         """A name for every byte, and the end of a text."""
         return {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_TEXT: 256}
+
+    def special_tokens(self) -> dict[str, int]:
+        """The end of a text."""
+        return {END_OF_TEXT: 256}
 
     def encode(self, text: str) -> list[int]:
         first, *others = text.split(END_OF_TEXT)
@@ -240,6 +248,11 @@ class HuggingFaceTokenizer:
         """Every token's number by its name, added tokens included."""
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
+
+    def special_tokens(self) -> dict[str, int]:
+        """The numbers of the special tokens by name."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     def _token_id(self, token: str | int | None) -> int | None:
         found: int | None

@@ -181,6 +181,10 @@ class Engine:
         self.scheduler.waiting.extend(sequences)
         return request_id
 
+    def samples(self, request_id: int) -> ListLike[Sequence]:
+        """Those of a request that has not ended. They go on as the engine steps, until they have a `finish_reason`."""
+        return self._requests[request_id]
+
     def _fresh_seed(self) -> int:
         seed = torch.tensor(secrets.randbits(62))
         if self._group is not None:

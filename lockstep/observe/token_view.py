@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ LONGEST = 40
 FULL = 4.0
 """Nats at which a colour of log-probability, entropy or difference is at its full strength."""
 LEFT_OUT = "left out"
+ENVIRONMENTS = "said by the environment"
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,11 @@ def _names(run: Path) -> Any:
 
 def _pieces(rollout: dict[str, Any], name_of: Any, longest: int, largest: float) -> list[Piece]:
     """The first and the last of a rollout's tokens, `longest` in all."""
-    tokens = rollout.get("token_ids")
-    if name_of is None or not tokens or longest < 2 or len(rollout.get("log_probs", ())) != len(tokens):
+    tokens = rollout.get("token_ids") or []
+    sampled = rollout.get("sampled") or [1] * len(tokens)
+    if name_of is None or not tokens or longest < 2 or len(rollout.get("log_probs", ())) != sum(sampled):
         return []
+    numbers = list(accumulate(sampled, initial=0))  # of each token, how many before it are the model's
     places: list[int | None] = list(range(len(tokens)))
     if len(places) > longest:
         places = [*places[: longest // 2], None, *places[len(places) - longest // 2 :]]
@@ -133,27 +137,30 @@ def _pieces(rollout: dict[str, Any], name_of: Any, longest: int, largest: float)
         if place is None:
             pieces.append(Piece(f" [{len(tokens) - 2 * (longest // 2)} tokens {LEFT_OUT}] ", "", LEFT_OUT))
             continue
-        values = _values(rollout, place, advantages)
+        if not sampled[place]:
+            pieces.append(Piece(_visible(texts[place]), "", ENVIRONMENTS))
+            continue
+        values = _values(rollout, numbers[place], advantages)
         figures = " · ".join(f"{CHANNELS[letter][0]} {value:.4g}" for letter, value in values.items())
         pieces.append(Piece(_visible(texts[place]), _style(values, largest), figures))
     return pieces
 
 
 def _advantages(rollout: dict[str, Any]) -> list[float]:
-    return rollout.get("token_advantages") or [rollout["advantage"]] * len(rollout.get("token_ids", ()))
+    return rollout.get("token_advantages") or [rollout["advantage"]] * len(rollout.get("log_probs", ()))
 
 
-def _values(rollout: dict[str, Any], place: int, advantages: Sequence[float]) -> dict[str, float]:
-    """By the letters of `CHANNELS`; what the rollout does not have is left out."""
-    own = rollout["log_probs"][place]
+def _values(rollout: dict[str, Any], number: int, advantages: Sequence[float]) -> dict[str, float]:
+    """Of a sampled token, by the letters of `CHANNELS`; what the rollout does not have is left out."""
+    own = rollout["log_probs"][number]
     values = {
         "l": own,
-        "a": advantages[place],
-        "d": rollout.get("trainer_log_probs", rollout["log_probs"])[place] - own,
+        "a": advantages[number],
+        "d": rollout.get("trainer_log_probs", rollout["log_probs"])[number] - own,
     }
     for letter in "ert":
         if rollout.get(name := CHANNELS[letter][1]):
-            values[letter] = rollout[name][place] - (0 if letter == "e" else own)
+            values[letter] = rollout[name][number] - (0 if letter == "e" else own)
     return values
 
 

@@ -4,6 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.rl.algorithms import PolicyLossInputs, group_advantages, objective, policy_loss, token_weights
+    from lockstep.rl.conversations import (
+        Chat,
+        ConversationEnvironment,
+        ConversationOver,
+        Episode,
+        Reply,
+        ToolCall,
+    )
     from lockstep.rl.environment import Environment, Example
     from lockstep.rl.load_environment import load_environment
     from lockstep.rl.rewards import Grade, grade
@@ -11,11 +19,17 @@ if TYPE_CHECKING:
 
 # Imported at first use: a file with an environment imports this package in every reward worker, which needs no torch.
 _HOMES = {
+    "Chat": "lockstep.rl.conversations",
+    "ConversationEnvironment": "lockstep.rl.conversations",
+    "ConversationOver": "lockstep.rl.conversations",
     "Environment": "lockstep.rl.environment",
+    "Episode": "lockstep.rl.conversations",
     "Example": "lockstep.rl.environment",
     "Grade": "lockstep.rl.rewards",
     "PolicyLossInputs": "lockstep.rl.algorithms",
+    "Reply": "lockstep.rl.conversations",
     "Rollout": "lockstep.rl.rollouts",
+    "ToolCall": "lockstep.rl.conversations",
     "grade": "lockstep.rl.rewards",
     "group_advantages": "lockstep.rl.algorithms",
     "load_environment": "lockstep.rl.load_environment",
@@ -26,11 +40,17 @@ _HOMES = {
 }
 
 __all__ = [
+    "Chat",
+    "ConversationEnvironment",
+    "ConversationOver",
     "Environment",
+    "Episode",
     "Example",
     "Grade",
     "PolicyLossInputs",
+    "Reply",
     "Rollout",
+    "ToolCall",
     "grade",
     "group_advantages",
     "load_environment",

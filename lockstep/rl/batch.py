@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
+from lockstep.config.algorithm import Average
 from lockstep.model import ScoringModel
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
 from lockstep.rl.critic import ValueHead
 from lockstep.rl.microbatches import microbatches
 from lockstep.rl.parity import Parity
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts import Rollout, episodes_of
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
 
@@ -47,11 +48,11 @@ def policy_batches(
 ) -> list[PolicyBatch]:
     """Packs rollouts into micro-batches of at most `train.tokens_per_microbatch` tokens, of whole completions."""
     average = algorithm_of(config).loss_average
-    weights = token_weights([len(r.token_ids) for r in rollouts], average, config.max_new_tokens)
+    weights = _weights(rollouts, average, config.max_new_tokens)
     batches = []
     for members in microbatches(rollouts, config.train.tokens_per_microbatch):
         chosen = members.rollouts
-        scored = [range(len(r.prompt_ids), len(r.prompt_ids) + len(r.token_ids)) for r in chosen]
+        scored = [r.targets() for r in chosen]
         reference, cut, values, returns = (
             torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
             for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
@@ -70,6 +71,14 @@ def policy_batches(
             )
         )
     return batches
+
+
+def _weights(rollouts: Sequence[Rollout], average: Average, budget: int) -> list[Tensor]:
+    """Of each rollout's sampled tokens; the rows of an episode are one completion."""
+    episodes = episodes_of(rollouts)
+    lengths = [[r.num_sampled for r in rows] for rows in episodes]
+    whole = token_weights([sum(own) for own in lengths], average, budget)
+    return [part for of_rows, own in zip(whole, lengths) for part in of_rows.split(own)]
 
 
 def packing_metrics(batches: Sequence[PolicyBatch]) -> dict[str, float]:
@@ -119,7 +128,7 @@ class PolicyLoss:
             advantages=batch.advantages,
             weights=batch.weights,
             reference_log_probs=batch.reference_log_probs,
-            lengths=[len(r.token_ids) for r in batch.rollouts],
+            lengths=[r.num_sampled for r in batch.rollouts],
             sampler_log_probs=sampler,
             entropies=entropies,
             values=self.critic(states) if self.critic else None,
@@ -151,7 +160,7 @@ class PolicyLoss:
 
 def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:
     """Enters what the trainer found of each token; its log-probabilities only where they are not the generator's."""
-    lengths = [len(r.token_ids) for r in rollouts]
+    lengths = [r.num_sampled for r in rollouts]
     for rollout, own, entropy in zip(rollouts, log_probs.split(lengths), entropies.split(lengths)):
         rollout.entropies, found = entropy.tolist(), own.tolist()
         rollout.trainer_logprobs = found if found != rollout.logprobs else []

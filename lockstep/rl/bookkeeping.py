@@ -17,7 +17,7 @@ from lockstep.rl.diversity import distinct_share, pairwise_overlap
 from lockstep.rl.environment import Environment
 from lockstep.rl.explain import in_words
 from lockstep.rl.parity import Parity, ParityError
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts import Rollout, episodes_of
 
 PERCENTILES = (10, 50, 90)
 
@@ -60,7 +60,12 @@ def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder) -> Par
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over a step's rollouts, under the run's metric names; of rewards, over those that count."""
+    """Means over a step's rollouts, under the run's metric names; of rewards, over those that count.
+
+    A conversation of several rows counts once, but for its tokens.
+    """
+    episodes = episodes_of(rollouts)
+    rows, rollouts = rollouts, [own[-1] for own in episodes]
     counting = [r for r in rollouts if r.counts]
     rewards = [r.reward for r in counting]
     advantages = [r.advantage for r in counting]
@@ -77,14 +82,33 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **_failures("reward", rollouts),
         "advantage/mean": math.fsum(advantages) / len(advantages),
         "advantage/abs_max": max(map(abs, advantages)),
-        "rollout/tokens": sum(len(r.token_ids) for r in rollouts),
-        "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rollouts),
-        "rollout/tokens_mean": sum(len(r.token_ids) for r in rollouts) / count,
-        **_percentiles("rollout/tokens", [len(r.token_ids) for r in rollouts]),
+        "rollout/tokens": sum(r.num_sampled for r in rows),
+        "rollout/prompt_tokens": sum(len(r.prompt_ids) for r in rows),
+        "rollout/tokens_mean": sum(r.num_sampled for r in rows) / count,
+        **_percentiles("rollout/tokens", [sum(r.num_sampled for r in own) for own in episodes]),
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
         "diversity/distinct": sum(map(distinct_share, said)) / len(said),
         "diversity/overlap": sum(map(pairwise_overlap, said)) / len(said),
         "policy/staleness_max": 0.0,
+        **_conversations(rows),
+    }
+
+
+def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
+    """Of conversations; nothing where there are none."""
+    held = [own[-1].conversation for own in episodes_of(rows) if own[-1].conversation is not None]
+    if not held:
+        return {}
+    return {
+        "rollout/turns_mean": sum(c.turns for c in held) / len(held),
+        "rollout/tool_calls_mean": sum(c.tool_calls for c in held) / len(held),
+        "rollout/rows_mean": sum(r.num_sampled > 0 for r in rows) / len(held),
+        "rollout/over": sum(c.over for c in held) / len(held),
+        "rollout/environment_tokens": sum(len(r.token_ids) - r.num_sampled for r in rows),
+        **{
+            f"rollout/tool_seconds/{name}": math.fsum(c.tool_seconds.get(name, 0.0) for c in held)
+            for name in sorted({name for c in held for name in c.tool_seconds})
+        },
     }
 
 
@@ -93,6 +117,7 @@ def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) ->
 
     A completion whose reward failed is no right answer where failures are zeros; else it is left out.
     """
+    rollouts = [rows[-1] for rows in episodes_of(rollouts)]
     counting = [r for r in rollouts if r.counts]
     means = {f"validation/{name}": value for name, value in _means(rollouts).items()}
     if any(r.rewards and environment.knows_correct(r.rewards) for r in counting):

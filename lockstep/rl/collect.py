@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 import torch
@@ -27,9 +27,13 @@ from lockstep.rl.algorithms import (
     value_returns,
     whitened,
 )
+from lockstep.rl.conversations.grading import grade_conversations
+from lockstep.rl.conversations.play import play
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards import Grader, Outcome, failures, grade_here, totals
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts import Rollout, episodes_of
 
 
 def collect(
@@ -40,14 +44,20 @@ def collect(
     config: RLConfig,
     step: int,
     extra_round: int = 0,
+    rendering: Rendering | None = None,
 ) -> list[Rollout]:
-    """`samples_per_prompt` completions of each example, one group after the other.
+    """`samples_per_prompt` completions of each example, or conversations about it, one group after the other.
 
-    The draws are a function of (config.seed, step) and of the round of dynamic sampling, whatever the engine's batches
-    look like.
+    The draws are a function of (config.seed, step) and of the round of dynamic sampling, and in a conversation of its
+    place in its group and of the turn, whatever the engine's batches look like. Prompts become tokens by `rendering`;
+    without one they are encoded as they are.
     """
+    rendering = rendering or Rendering(tokenizer)
+    samples = config.samples_per_prompt
+    if isinstance(environment, ConversationEnvironment):
+        return play(examples, samples, [config.seed, step, extra_round], environment, engine, rendering, config)
     seed = [config.seed, step, extra_round] if extra_round else [config.seed, step]
-    return _sample(examples, config.samples_per_prompt, seed, environment, engine, tokenizer, config)
+    return _sample(examples, samples, seed, environment, engine, rendering, config)
 
 
 def assign_rewards(
@@ -58,24 +68,37 @@ def assign_rewards(
 ) -> list[Outcome]:
     """Grades every rollout, with `grader` where one is given, else in this process; marks those whose reward failed.
 
-    Returns what the rewards came to, for `refuse_too_many`. Raises UserError as `totals` does.
+    The rows of a conversation have its rewards: what `converse` returned, else the group's `grade`, else `reward` of
+    the last reply. One without a reply of the model counts in no case. Returns what the rewards came to, for
+    `refuse_too_many`. Raises UserError as `totals` does.
     """
     config = config or RewardConfig()
-    jobs = [(r.example, r.completion) for r in rollouts]
-    outcomes = grader(jobs) if grader else grade_here(environment, jobs, config.seconds)
+    episodes = episodes_of(rollouts)
+    jobs = [(rows[-1].example, rows[-1].completion) for rows in episodes]
+    grader = grader or (lambda jobs: grade_here(environment, jobs, config.seconds))
+    if isinstance(environment, ConversationEnvironment):
+        outcomes = grade_conversations(environment, episodes, config, grader)
+    else:
+        outcomes = grader(jobs)
     if said := failures(outcomes):
         log.warning("%s", said)
-    for rollout, graded in zip(rollouts, totals(environment, jobs, outcomes)):
-        rollout.rewards, rollout.reward, rollout.failure = graded.by_name, graded.total, graded.failure
-        rollout.counts = not graded.failure or config.on_failure == "zero"
+    for rows, graded in zip(episodes, totals(environment, jobs, outcomes)):
+        for rollout in rows:
+            rollout.rewards, rollout.reward, rollout.failure = dict(graded.by_name), graded.total, graded.failure
+            rollout.counts = not graded.failure or (config.on_failure == "zero" and bool(rollout.token_ids))
     return outcomes
 
 
 def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> None:
-    """Adds the penalty of completions that use the last `share` of `limit` tokens, as a reward named `overlong`."""
-    for rollout in rollouts if share > 0 else ():
-        rollout.rewards["overlong"] = penalty = overlong_penalty(len(rollout.token_ids), limit, share)
-        rollout.reward += penalty
+    """Adds the penalty of completions that use the last `share` of `limit` tokens, as a reward named `overlong`.
+
+    Of a conversation it is that of its longest reply.
+    """
+    for rows in episodes_of(rollouts) if share > 0 else ():
+        penalty = overlong_penalty(max(rollout.longest_reply() for rollout in rows), limit, share)
+        for rollout in rows:
+            rollout.rewards["overlong"] = penalty
+            rollout.reward += penalty
 
 
 def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None:
@@ -88,30 +111,38 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
         _assign(rollouts, [distillation_advantages(r.logprobs, r.teacher_logprobs) for r in rollouts])
         return
     charges = _charges(rollouts, algorithm)
+    episodes = episodes_of(rollouts)
+    places = iter(charges)
+    charges_of_episodes = [[charge for _ in rows for charge in next(places)] for rows in episodes]
     if algorithm.advantage == "gae":
-        estimates = [_estimated(rollout, own, algorithm) for rollout, own in zip(rollouts, charges)]
-        _assign(rollouts, whitened(estimates) if algorithm.normalize_advantages else estimates)
+        estimates = [_estimated(rows, own, algorithm) for rows, own in zip(episodes, charges_of_episodes)]
+        _assign_to_rows(episodes, whitened(estimates) if algorithm.normalize_advantages else estimates)
         return
     if algorithm.advantage == "batch":
-        to_go = [rewards_to_go(r.reward, own) for r, own in zip(rollouts, charges)]
-        _assign(rollouts, whitened(to_go, algorithm.normalize_advantages))
+        to_go = [rewards_to_go(rows[0].reward, own) for rows, own in zip(episodes, charges_of_episodes)]
+        _assign_to_rows(episodes, whitened(to_go, algorithm.normalize_advantages))
         return
-    for _, members in groupby(zip(rollouts, charges), key=lambda member: member[0].group):
+    for _, members in groupby(zip(episodes, charges_of_episodes), key=lambda member: member[0][0].group):
         group = list(members)
         # A group alone: of one whose rewards failed in part, fewer are left than of others.
-        rewards = torch.tensor([[r.reward - math.fsum(own) for r, own in group]])
-        for (rollout, _), advantage in zip(group, _relative(rewards, algorithm)[0].tolist()):
-            rollout.advantage = advantage
+        rewards = torch.tensor([[rows[0].reward - math.fsum(own) for rows, own in group]])
+        for (rows, _), advantage in zip(group, _relative(rewards, algorithm)[0].tolist()):
+            for rollout in rows:
+                rollout.advantage = advantage
     if algorithm.advantage == "group_batch":
-        _assign(rollouts, whitened([r.advantages_of_tokens() for r in rollouts], algorithm.normalize_advantages))
+        own = [[a for rollout in rows for a in rollout.advantages_of_tokens()] for rows in episodes]
+        _assign_to_rows(episodes, whitened(own, algorithm.normalize_advantages))
 
 
-def _estimated(rollout: Rollout, charges: Sequence[float], algorithm: Algorithm) -> list[float]:
-    """By the values: the completion's reward is earned with its last token, the charges at their own."""
+def _estimated(rows: Sequence[Rollout], charges: Sequence[float], algorithm: Algorithm) -> list[float]:
+    """By the values: an episode's reward is earned with its last token, the charges at their own."""
+    values = [value for rollout in rows for value in rollout.values]
     rewards = [-charge for charge in charges]
-    rewards[-1] += rollout.reward
-    advantages = generalized_advantages(rewards, rollout.values, algorithm.gae_gamma, algorithm.gae_lambda)
-    rollout.returns = value_returns(advantages, rollout.values)
+    rewards[-1] += rows[0].reward
+    advantages = generalized_advantages(rewards, values, algorithm.gae_gamma, algorithm.gae_lambda)
+    returns = iter(value_returns(advantages, values))
+    for rollout in rows:
+        rollout.returns = list(islice(returns, len(rollout.values)))
     return advantages
 
 
@@ -126,13 +157,22 @@ def _relative(rewards: Tensor, algorithm: Algorithm) -> Tensor:
 def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[float]]:
     """What the KL divergence takes from the reward at each token."""
     if algorithm.kl_in == "loss" or algorithm.kl_coefficient == 0:
-        return [[0.0] * len(r.token_ids) for r in rollouts]
+        return [[0.0] * r.num_sampled for r in rollouts]
     own, reference = (
         torch.tensor([x for r in rollouts for x in logprobs(r)])
         for logprobs in (lambda r: r.logprobs, lambda r: r.reference_logprobs)
     )
     charged = divergences(own, reference, algorithm.kl_estimator).double() * algorithm.kl_coefficient
-    return [part.tolist() for part in charged.split([len(r.token_ids) for r in rollouts])]
+    return [part.tolist() for part in charged.split([r.num_sampled for r in rollouts])]
+
+
+def _assign_to_rows(episodes: Sequence[Sequence[Rollout]], of_tokens: Sequence[list[float]]) -> None:
+    """Each episode's advantages, to its rows one after the other."""
+    for rows, own in zip(episodes, of_tokens):
+        ends = [0, *accumulate(rollout.num_sampled for rollout in rows)]
+        _assign(rows, [own[start:end] for start, end in pairwise(ends)])
+        for rollout in rows:
+            rollout.advantage = math.fsum(own) / max(len(own), 1)
 
 
 def _assign(rollouts: Sequence[Rollout], of_tokens: Sequence[list[float]]) -> None:
@@ -148,12 +188,17 @@ def evaluate(
     tokenizer: Tokenizer,
     config: RLConfig,
     grader: Grader | None = None,
+    rendering: Rendering | None = None,
 ) -> list[Rollout]:
-    """Graded completions of held-out examples: one each, sampled as in training.
+    """Graded completions of held-out examples, or conversations about them: one each, sampled as in training.
 
     The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
     """
-    rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, tokenizer, config)
+    rendering = rendering or Rendering(tokenizer)
+    if isinstance(environment, ConversationEnvironment):
+        rollouts = play(examples, 1, [config.seed, 0, 0], environment, engine, rendering, config)
+    else:
+        rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, rendering, config)
     assign_rewards(rollouts, environment, config.rewards, grader)
     return rollouts
 
@@ -164,10 +209,10 @@ def _sample(
     seed: list[int],
     environment: Environment,
     engine: Engine,
-    tokenizer: Tokenizer,
+    rendering: Rendering,
     config: RLConfig,
 ) -> list[Rollout]:
-    prompts = [encode_prompt(tokenizer, e, engine, config.max_new_tokens) for e in examples]
+    prompts = [encode_prompt(rendering, e, engine, config.max_new_tokens) for e in examples]
     params = [
         SamplingParams(
             max_tokens=config.max_new_tokens,
@@ -178,6 +223,7 @@ def _sample(
             n=samples,
             seed=draw,
             stop=environment.stop,
+            stop_token_ids=rendering.stop_token_ids,
         )
         for draw in np.random.default_rng(seed).integers(2**62, size=len(examples)).tolist()
     ]
@@ -190,7 +236,7 @@ def _sample(
             logprobs=completion.logprobs,
             cut_logprobs=completion.cut_logprobs,
             finish_reason=completion.finish_reason,
-            completion=completion_text(tokenizer, completion),
+            completion=completion_text(rendering.tokenizer, completion),
             version=engine.weights_version,
         )
         for group, (example, prompt, completions) in enumerate(zip(examples, prompts, engine.generate(prompts, params)))
@@ -198,9 +244,9 @@ def _sample(
     ]
 
 
-def encode_prompt(tokenizer: Tokenizer, example: Example, engine: Engine, max_new_tokens: int) -> list[int]:
+def encode_prompt(rendering: Rendering, example: Example, engine: Engine, max_new_tokens: int) -> list[int]:
     """The prompt's tokens. Raises UserError if prompt and completion do not fit the context."""
-    tokens = tokenizer.encode(example.prompt)
+    tokens = rendering.prompt(example)
     limit = engine.model.config.max_positions
     if not tokens or len(tokens) + max_new_tokens > limit:
         raise UserError(

@@ -34,6 +34,7 @@ from lockstep.rl.alarms import Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
+from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.ledger import Ledger
@@ -113,6 +114,7 @@ def _reinforce(
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, model, tokenizer)
     teacher = load_teacher(config, model, tokenizer)
+    rendering = open_rendering(config, environment, tokenizer, model)
     # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.
     engine = Engine(model, config.engine, tokenizer)
     critic = make_critic(config, model)
@@ -156,7 +158,7 @@ def _reinforce(
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0 and not only:
-            validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
+            validation = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering)
             write_rollouts(run.validation_path(0), validation)
             metrics = validation_metrics(validation, environment)
             observer.write(0, metrics | watch.enter(0, metrics))
@@ -169,7 +171,7 @@ def _reinforce(
                     if recorded:
                         drawn = recorded(asked)
                     else:
-                        drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round)
+                        drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round, rendering)
                     stopwatch.lap("time/generate")
                     outcomes += assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")
@@ -212,7 +214,7 @@ def _reinforce(
                 metrics |= value_metrics(ledger.trained)
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
-                    validation = evaluate(held_out, environment, engine, tokenizer, config, grader)
+                    validation = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering)
                     write_rollouts(run.validation_path(step), validation)
                     metrics |= validation_metrics(validation, environment)
                 observer.write(step, metrics | watch.enter(step, metrics))

@@ -16,7 +16,7 @@ from lockstep.config import RLConfig, TrainConfig, algorithm_of
 from lockstep.model import Decoder, ScoringModel
 from lockstep.rl.algorithms import explained_variance
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import pack, predicting_states, split_by_tokens
+from lockstep.train.packing import pack_scored, predicting_states, split_by_tokens
 
 NAME = "value_head"
 """Its parameters' prefix, in `train.rules` and in checkpoints."""
@@ -68,9 +68,9 @@ def assign_values(rollouts: Sequence[Rollout], model: ScoringModel, critic: Valu
     lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
         chosen = rollouts[part]
-        tokens, firsts = [r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen]
-        values = critic(predicting_states(model, pack(tokens, firsts, critic.weight.device)))
-        for rollout, own in zip(chosen, values.split([len(r.token_ids) for r in chosen])):
+        tokens, scored = [r.prompt_ids + r.token_ids for r in chosen], [r.targets() for r in chosen]
+        values = critic(predicting_states(model, pack_scored(tokens, scored, device=critic.weight.device)))
+        for rollout, own in zip(chosen, values.split([r.num_sampled for r in chosen])):
             rollout.values = own.tolist()
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from lockstep.errors import UserError
-from lockstep.rl.rollouts import Rollout
+from lockstep.rl.rollouts import Rollout, episodes_of
 
 FAILED_REWARDS = "failed_rewards"
 """The reward failed; or so many of a group's did that fewer than two are left to compare."""
@@ -52,7 +52,7 @@ class Ledger:
         """Drops every rollout whose reward failed and does not count, and what is left of a group if it is but one."""
         self.drop(lambda rollout: not rollout.counts, FAILED_REWARDS)
         failed = {rollout.group for rollout in self.rollouts if not rollout.counts}
-        left = Counter(rollout.group for rollout in self.trained)
+        left = Counter(rows[0].group for rows in episodes_of(self.trained))
         self.drop(lambda rollout: rollout.group in failed and left[rollout.group] < 2, FAILED_REWARDS)
 
     def drop_equal_rewards(self) -> None:
@@ -98,6 +98,6 @@ class Ledger:
             "groups/drawn": float(self._drawn),
             "groups/trained": float(len(trained)),
             **{f"groups/dropped/{cause}": float(count) for cause, count in sorted(dropped.items())},
-            "rollout/completions_trained": float(len(self.trained)),
+            "rollout/completions_trained": float(len(episodes_of(self.trained))),
             "rollout/tokens_trained": float(sum(len(r.prompt_ids) + len(r.token_ids) for r in self.trained)),
         }

@@ -64,9 +64,10 @@ class Parity:
 
 def _locate(rollouts: Sequence[Rollout], index: int) -> tuple[str, tuple[list[int], int] | None]:
     for rollout in rollouts:
-        if index < len(rollout.token_ids):
-            position = len(rollout.prompt_ids) + index
-            place = f"token {rollout.token_ids[index]} at position {position} after {rollout.example.prompt[:60]!r}"
-            return place, ([*rollout.prompt_ids, *rollout.token_ids], len(rollout.prompt_ids))
-        index -= len(rollout.token_ids)
+        targets = rollout.targets()
+        if index < len(targets):
+            tokens, position = [*rollout.prompt_ids, *rollout.token_ids], targets[index]
+            place = f"token {tokens[position]} at position {position} after {rollout.example.prompt[:60]!r}"
+            return place, (tokens, len(rollout.prompt_ids))
+        index -= len(targets)
     return f"token {index}", None

@@ -102,7 +102,7 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
     if other := next((e for e in examples if not isinstance(e.prompt, str)), None):
         raise UserError(
             f'{kind.__name__}.examples("{split}") yields a prompt that is a {type(other.prompt).__name__}; it must be '
-            "text, which the model reads as it is: render a chat template in `examples`"
+            "text, which the model's chat template renders as a user's message"
         )
     if said := _repeated(examples):
         log.warning('%s.examples("%s") yields %s', kind.__name__, split, said)

@@ -13,7 +13,7 @@ from lockstep.hub import is_model
 from lockstep.model import Decoder, load_model
 from lockstep.rl.rollouts import Rollout
 from lockstep.train import Trainer
-from lockstep.train.packing import pack, split_by_tokens, target_log_probs
+from lockstep.train.packing import pack_scored, split_by_tokens, target_log_probs
 
 START, AVERAGE = "start", "average"
 """Of `RLConfig.kl_reference`; anything else is a folder."""
@@ -71,9 +71,10 @@ def score_rollouts(model: Decoder, rollouts: Sequence[Rollout], config: RLConfig
     lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
     for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
         chosen = rollouts[part]
-        row = pack([r.prompt_ids + r.token_ids for r in chosen], [len(r.prompt_ids) for r in chosen], model.device)
+        tokens, scored = [r.prompt_ids + r.token_ids for r in chosen], [r.targets() for r in chosen]
+        row = pack_scored(tokens, scored, device=model.device)
         log_probs, _ = target_log_probs(model, row, config.temperature)
-        scores += [own.tolist() for own in log_probs.split([len(r.token_ids) for r in chosen])]
+        scores += [own.tolist() for own in log_probs.split([r.num_sampled for r in chosen])]
     return scores
 
 

@@ -89,6 +89,11 @@ def replay(run: str | Path, step: int = 0, environment: Environment | None = Non
     recorded = _recorded(folder, step)
     step = recorded["step"]
     rollouts_file = folder.rollouts_path(step)
+    if not sample and any("messages" in line for line in _lines(rollouts_file)):
+        raise UserError(
+            f"step {step} of {folder.path} holds conversations, whose rewards come of having them; --sample has "
+            "them again"
+        )
     drawn = None if sample else _Drawn(read_rollouts(rollouts_file))
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         again = RunFolder(Path(name) / "run")

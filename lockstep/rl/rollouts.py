@@ -6,26 +6,48 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.environment import Example
+from lockstep.rl.rewards.calling import Outcome
+
+
+@dataclass
+class Conversation:
+    """What came of a conversation, from its environment's side."""
+
+    messages: list[dict[str, Any]]
+    outcome: Outcome | None = None
+    """Rewards that `converse` returned, or why it failed; None: neither."""
+    over: bool = False
+    """Whether it ended at its limit of turns or of tokens."""
+    turns: int = 0
+    """Replies of the model."""
+    tool_calls: int = 0
+    """In all of them."""
+    tool_seconds: dict[str, float] = field(default_factory=dict)
+    """What each tool took, by its name."""
 
 
 @dataclass
 class Rollout:
-    """One sampled completion of an example."""
+    """One sampled completion of an example; or a row of a conversation, with the tokens of several turns."""
 
     example: Example
     group: int
     """Rollouts of one prompt share it."""
     prompt_ids: list[int]
     token_ids: list[int]
+    """Everything after the first prompt."""
     logprobs: list[float]
     """The generator's, of each sampled token, over the whole vocabulary."""
     finish_reason: str
+    """Of the last reply."""
     completion: str
+    """The last reply's text."""
     version: int
     """Of the weights that sampled it."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -54,10 +76,39 @@ class Rollout:
     """Why its reward failed: `timeout`, `raised` …; empty where it did not."""
     counts: bool = True
     """Whether its reward counts: false where it failed and failures are dropped."""
+    sampled: list[bool] = field(default_factory=list)
+    """Of each of `token_ids`, whether the model sampled it or its environment said it; empty: all are the model's."""
+    episode: int | None = None
+    """Of its group: the rows of a conversation whose history was rewritten share it. None: one of its own."""
+    conversation: Conversation | None = None
+    """Of which this is a row; None: a prompt and its completion."""
 
     def advantages_of_tokens(self) -> list[float]:
         """One advantage per sampled token."""
-        return self.token_advantages or [self.advantage] * len(self.token_ids)
+        return self.token_advantages or [self.advantage] * self.num_sampled
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(self.sampled) if self.sampled else len(self.token_ids)
+
+    def targets(self) -> list[int]:
+        """Where in prompt_ids + token_ids the sampled tokens stand."""
+        sampled = self.sampled or [True] * len(self.token_ids)
+        return [len(self.prompt_ids) + index for index, own in enumerate(sampled) if own]
+
+    def longest_reply(self) -> int:
+        """Sampled tokens that stand together, at most."""
+        if not self.sampled:
+            return len(self.token_ids)
+        return max((sum(1 for _ in run) for own, run in groupby(self.sampled) if own), default=0)
+
+
+def episodes_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Rollouts that follow each other, by episode: the rows of a conversation, or one completion."""
+    numbered = enumerate(rollouts)
+    runs = groupby(numbered, lambda each: (each[1].group, each[1].episode, each[0] if each[1].episode is None else -1))
+    return [[rollout for _, rollout in run] for _, run in runs]
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
@@ -136,4 +187,14 @@ def _line(rollout: Rollout) -> dict[str, Any]:
         "token_ids": rollout.token_ids,
         "log_probs": rollout.logprobs,
         **{name: value for name, value in sometimes.items() if value},
+        **(_conversation(rollout, rollout.conversation) if rollout.conversation else {}),
+    }
+
+
+def _conversation(rollout: Rollout, held: Conversation) -> dict[str, Any]:
+    return {
+        "episode": rollout.episode,
+        "sampled": [int(own) for own in rollout.sampled],
+        "turns": held.turns,
+        "messages": held.messages,
     }

@@ -69,20 +69,20 @@ def pack(
 def pack_scored(
     sequences: Sequence[Sequence[int]],
     scored: Sequence[Sequence[int]],
-    left_out: Sequence[int],
+    left_out: Sequence[int] | None = None,
     device: str | torch.device = "cpu",
 ) -> PackedRow:
     """Packs what it takes to score some tokens of each sequence: nothing behind the last, and no shared start twice.
 
     scored: positions of each sequence's targets, ascending. left_out: how many first tokens of each are not packed, for
-    the last sequence before it that leaves out none begins with the same ones. Raises ValueError for a target at
-    position 0, and for one whose predictor is left out.
+    the last sequence before it that leaves out none begins with the same ones; None: none. Raises ValueError for a
+    target at position 0, and for one whose predictor is left out.
     """
     tokens: list[int] = []
     positions: list[int] = []
     lengths: list[int] = []
     predictors: list[int] = []
-    for number, (sequence, targets, first) in enumerate(zip(sequences, scored, left_out)):
+    for number, (sequence, targets, first) in enumerate(zip(sequences, scored, left_out or [0] * len(sequences))):
         if targets and targets[0] <= first:
             raise ValueError(f"sequence {number} lacks the predictor of token {targets[0]}: {first} are left out")
         # The last target's own row would predict what nobody scores.
@@ -99,7 +99,7 @@ def pack_scored(
         lengths=lengths,
         predictors=torch.tensor(predictors, dtype=torch.int64, device=device),
         targets=torch.tensor(chosen, dtype=torch.int64, device=device),
-        left_out=list(left_out),
+        left_out=None if left_out is None else list(left_out),
     )
 
 

@@ -96,7 +96,8 @@ class ConversationEnvironment(Environment):
     turns: ClassVar[int] = 8
     """Replies in a conversation, at most."""
     unfinished: ClassVar[Rewards] = 0.0
-    """The rewards of a conversation that ConversationOver ended, where `converse` did not catch it."""
+    """The rewards of a conversation that ConversationOver ended, where `converse` did not catch it. One number stands
+    for every name that the others' rewards have."""
 
     async def converse(self, example: Example, chat: Chat) -> Rewards | None:
         """Talks about one example: by default its prompt and, as long as the model calls tools, their results."""

@@ -66,7 +66,7 @@ def call_rewards(
     if not is_async(environment):
         for index, (example, completion) in enumerate(jobs):
             try:
-                outcome = _outcome(environment.reward(example, completion), environment, example)
+                outcome = outcome_of(environment.reward(example, completion), environment, example)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit too is the reward's
@@ -77,7 +77,7 @@ def call_rewards(
     async def call(index: int, job: Job, places: asyncio.Semaphore) -> None:
         async with places:
             try:
-                outcome = _outcome(await _within(seconds, _value(environment, *job)), environment, job[0])
+                outcome = outcome_of(await _within(seconds, _value(environment, *job)), environment, job[0])
             except BaseException as error:
                 outcome = _failed(error, environment, job[0])
             report(index, outcome)
@@ -86,7 +86,7 @@ def call_rewards(
         places = asyncio.Semaphore(concurrent)
         await asyncio.gather(*(call(index, job, places) for index, job in enumerate(jobs)))
 
-    asyncio.run_coroutine_threadsafe(call_all(), _loop()).result()
+    asyncio.run_coroutine_threadsafe(call_all(), event_loop()).result()
 
 
 async def _within(seconds: float | None, value: Coroutine[Any, Any, Any]) -> Any:
@@ -109,7 +109,7 @@ def _heard(task: asyncio.Future[Any]) -> None:
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def event_loop() -> asyncio.AbstractEventLoop:
     """One for all steps: network clients belong to the loop that they were made in. A notebook has one of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run, args=(loop,), name="rewards", daemon=True).start()
@@ -142,24 +142,30 @@ def _failed(error: BaseException, environment: Environment, example: Example) ->
         return failure(MEMORY, about(environment, example, "ran out of memory"))
     if isinstance(error, TimeoutError | asyncio.TimeoutError) and is_async(environment):
         return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds"))
+    return raised(error, environment, example)
+
+
+def raised(error: BaseException, environment: Environment, example: Example, method: str = "reward") -> Outcome:
+    """What came of a call that ended with an error: its file and line, and what it says."""
     where = user_line(error, source_file(type(environment)))
     said = f"failed on example {example.name} ({described(error)})"
-    return failure(RAISED, f"{where}: {type(environment).__name__}.reward {said}")
+    return failure(RAISED, f"{where}: {type(environment).__name__}.{method} {said}")
 
 
-def about(environment: Environment, example: Example, problem: str) -> str:
-    return f"{type(environment).__name__}.reward {problem} for example {example.name}"
+def about(environment: Environment, example: Example, problem: str, method: str = "reward") -> str:
+    return f"{type(environment).__name__}.{method} {problem} for example {example.name}"
 
 
-def _outcome(value: Any, environment: Environment, example: Example) -> Outcome:
+def outcome_of(value: Any, environment: Environment, example: Example, method: str = "reward") -> Outcome:
+    """Rewards by name, of what `method` returned: finite numbers of at most LARGEST, or INVALID."""
     rewards = value if isinstance(value, dict) else {"reward": value}
     if not rewards:
-        return failure(INVALID, about(environment, example, "returned no reward"))
+        return failure(INVALID, about(environment, example, "returned no reward", method))
     checked: dict[str, float] = {}
     for name, value_of_name in rewards.items():
         number = finite(value_of_name)
         if number is None:
-            problem = about(environment, example, f"returned {_shown(value_of_name)} as {name!r}")
+            problem = about(environment, example, f"returned {_shown(value_of_name)} as {name!r}", method)
             return failure(INVALID, f"{problem}; return a number of at most {LARGEST:g}, or a dict of them")
         checked[str(name)] = number
     return Outcome(checked)

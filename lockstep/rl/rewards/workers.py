@@ -42,7 +42,8 @@ def open_grader(config: RLConfig, environment: Environment, is_given: bool, fold
             'rewards.isolate is "always", but the environment is given as an object, which other processes cannot '
             "make again; put its class in a file and set environment = FILE.py:Class"
         )
-    if is_given or isolate == "never" or (isolate == "auto" and ":" not in config.environment):
+    without = type(environment).reward is Environment.reward and not environment.rewards
+    if is_given or without or isolate == "never" or (isolate == "auto" and ":" not in config.environment):
         yield lambda jobs: grade_here(environment, jobs, config.rewards.seconds, config.rewards.concurrent)
     else:
         with open_workers(config, folder) as grader:

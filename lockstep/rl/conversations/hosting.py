@@ -1,0 +1,270 @@
+"""The environment's side of conversations: coroutines, which know the model by what they ask and what they hear."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import RewardConfig
+from lockstep.errors import UserError
+from lockstep.observe import log
+from lockstep.rl.conversations.protocol import Chat, ConversationEnvironment, ConversationOver, Message, Reply
+from lockstep.rl.environment import Example, source_file
+from lockstep.rl.rewards.calling import INVALID, TIMEOUT, Outcome, about, event_loop, failure, outcome_of, raised
+
+PATIENCE = 10
+"""Times rewards.seconds that a function may block the event loop before the run ends."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation waits for the model."""
+
+    number: int
+    ask: int
+    """Of the conversation's, which this is."""
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A conversation is over."""
+
+    number: int
+    messages: list[Message]
+    over: bool
+    outcome: Outcome | None
+    """None: `converse` returned no rewards."""
+    seconds: dict[str, float]
+    """What each tool took, by its name."""
+
+
+class Hosting:
+    """Conversations about `examples`, one each, by their numbers. Plain data goes in and out. A context manager.
+
+    At most `rewards.concurrent` of them are the environment's at a time, each for at most `rewards.seconds` from one
+    reply to the next; the others wait for the model.
+    """
+
+    def __init__(self, environment: ConversationEnvironment, examples: Sequence[Example], config: RewardConfig):
+        self.environment, self.examples, self.config = environment, examples, config
+        self._loop = event_loop()
+        self._said: queue.SimpleQueue[Asked | Ended] = queue.SimpleQueue()
+        self._guests: dict[int, _Guest] = {}
+        self._pulse = Pulse(environment, config.seconds)
+        self._running = asyncio.run_coroutine_threadsafe(self._converse_all(), self._loop)
+
+    def __enter__(self) -> Hosting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.cancel()
+
+    def next(self, wait: bool) -> Asked | Ended | None:
+        """What a conversation says; None where none has said anything and there is no need to wait.
+
+        Raises UserError, naming the line, where the environment blocks the event loop for too long.
+        """
+        while True:
+            with suppress(queue.Empty):
+                return self._said.get(block=wait, timeout=min(1.0, self.config.seconds / 4))
+            if self._running.done():
+                self._running.result()
+            if not wait:
+                return None
+            self._pulse.check("converse")
+
+    def answer(self, number: int, ask: int, reply: Reply | None) -> None:
+        """What the model says to a conversation that has asked; None: nothing any more."""
+        self._loop.call_soon_threadsafe(self._guests[number].hear, ask, reply)
+
+    async def _converse_all(self) -> None:
+        places = asyncio.Semaphore(self.config.concurrent)
+        for number, example in enumerate(self.examples):
+            self._guests[number] = _Guest(number, example, self, places)
+        await asyncio.gather(*(guest.converse() for guest in self._guests.values()))
+
+    def say(self, said: Asked | Ended) -> None:
+        self._said.put(said)
+
+
+class _Guest:
+    """One conversation."""
+
+    def __init__(self, number: int, example: Example, hosting: Hosting, places: asyncio.Semaphore):
+        self.number, self.example, self.hosting, self.places = number, example, hosting, places
+        self.chat = Chat(self.ask)
+        self.loop = asyncio.get_running_loop()
+        self.time_up: asyncio.Future[None] = self.loop.create_future()
+        self.asks = 0
+        self.reply: asyncio.Future[Reply | None] | None = None
+        self.alarm: asyncio.TimerHandle | None = None
+        self.over = False
+
+    async def converse(self) -> None:
+        await self._begin()
+        task = asyncio.ensure_future(awaited(self.hosting.environment.converse, self.example, self.chat))
+        task.add_done_callback(_heard)
+        try:
+            await asyncio.wait({task, self.time_up}, return_when=asyncio.FIRST_COMPLETED)
+            self._note_time()
+            outcome = self._outcome(task)
+        finally:
+            self._pause()
+            # One that goes on all the same asks nobody any more.
+            self.time_up.cancel()
+            task.cancel()
+        messages: list[Message] = []
+        try:
+            messages = plain(self.chat.messages)
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = f"left messages that are no plain data ({error})"
+            if outcome is None or not outcome.cause:
+                outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
+        self.hosting.say(Ended(self.number, messages, self.over, outcome, dict(self.chat.seconds)))
+
+    def _outcome(self, task: asyncio.Future[Any]) -> Outcome | None:
+        environment, example = self.hosting.environment, self.example
+        if self.time_up.done():
+            return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds", "converse"))
+        try:
+            value = task.result()
+        except ConversationOver:
+            self.over, value = True, environment.unfinished
+        except BaseException as error:  # SystemExit too is the environment's
+            return raised(error, environment, example, "converse")
+        return None if value is None else outcome_of(value, environment, example, "converse")
+
+    async def ask(self, messages: Sequence[Message]) -> Reply:
+        self._note_time()
+        if self.time_up.done():
+            raise TimeoutError("this conversation has ended")
+        if self.reply is not None:
+            raise RuntimeError("one reply of a conversation comes after the other: await each")
+        sent = plain(messages)
+        self._pause()
+        self.asks += 1
+        self.reply = self.loop.create_future()
+        try:
+            self.hosting.say(Asked(self.number, self.asks, sent))
+            reply = await self.reply
+        finally:
+            self.reply = None
+            # What a conversation has left behind takes nobody's place.
+            if not self.time_up.done():
+                await self._begin()
+        if reply is None:
+            self.over = True
+            raise ConversationOver("the conversation is at its limit of turns or of tokens")
+        return reply
+
+    def hear(self, ask: int, reply: Reply | None) -> None:
+        """The answer to its ask of that number, which it may have given up."""
+        if ask == self.asks and self.reply is not None and not self.reply.done():
+            self.reply.set_result(reply)
+
+    async def _begin(self) -> None:
+        """The environment's time runs, once there is a place."""
+        await self.places.acquire()
+        self.alarm = self.loop.call_later(self.hosting.config.seconds, self._ring)
+
+    def _pause(self) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
+            self.alarm = None
+            self.places.release()
+
+    def _note_time(self) -> None:
+        # What blocks the loop keeps the alarm from ringing, too.
+        if self.alarm is not None and self.loop.time() >= self.alarm.when():
+            self._ring()
+
+    def _ring(self) -> None:
+        if not self.time_up.done():
+            self.time_up.set_result(None)
+
+
+class Pulse:
+    """Whether the event loop still turns, seen from another thread; what blocks it is named by its file and line."""
+
+    def __init__(self, environment: ConversationEnvironment, seconds: float):
+        self._environment, self._seconds = environment, seconds
+        self._loop = event_loop()
+        self._beat = threading.Event()
+        self._beat.set()
+        self._asked = 0.0
+        self._warned = False
+
+    def check(self, method: str) -> None:
+        """Warns after `seconds` without a turn of the loop. Raises UserError after PATIENCE times as many."""
+        if self._beat.is_set():
+            self._beat.clear()
+            self._asked, self._warned = time.monotonic(), False
+            self._loop.call_soon_threadsafe(self._beat.set)
+            return
+        waited = time.monotonic() - self._asked
+        if waited < self._seconds or (self._warned and waited < PATIENCE * self._seconds):
+            return
+        said = (
+            f"{self._place()}: {type(self._environment).__name__}.{method} has awaited nothing for {waited:.0f} s, "
+            "and all other conversations wait for it; await what takes long, or give it to asyncio.to_thread"
+        )
+        if waited >= PATIENCE * self._seconds:
+            raise UserError(said)
+        self._warned = True
+        log.warning("%s", said)
+
+    def _place(self) -> str:
+        thread = next((t.ident for t in threading.enumerate() if t.name == "rewards"), None)
+        frames = traceback.extract_stack(sys._current_frames()[thread]) if thread in sys._current_frames() else []
+        file = source_file(type(self._environment))
+        own = [f for f in frames if file is not None and Path(f.filename).resolve() == file.resolve()]
+        found = own or list(frames)
+        return f"{found[-1].filename}:{found[-1].lineno}" if found else "its code"
+
+
+def plain(messages: Sequence[Any]) -> list[Message]:
+    """Messages as JSON takes them, half surrogate pairs replaced. Raises TypeError or ValueError where it cannot."""
+    sent: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
+    if strange := next((m for m in sent if not isinstance(m, dict) or not isinstance(m.get("role"), str)), None):
+        raise TypeError(f"a message must be a dict with a role: {strange!r:.80}")
+    return sent
+
+
+async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:
+    value = function(*arguments)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _heard(task: asyncio.Future[Any]) -> None:
+    """asyncio complains of an error that nobody has asked for, such as one after the time was up."""
+    if not task.cancelled():
+        task.exception()
+
+
+class TimeUpError(Exception):
+    """A coroutine took longer than it may."""
+
+
+async def within(seconds: float, value: Awaitable[Any]) -> Any:
+    """What `value` comes to. Raises TimeUpError after `seconds`, also where it goes on in spite of being cancelled."""
+    task = asyncio.ensure_future(value)
+    task.add_done_callback(_heard)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+    if not task.done():
+        raise TimeUpError
+    return task.result()

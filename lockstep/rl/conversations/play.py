@@ -1,0 +1,161 @@
+"""All conversations of a step over one engine: what they ask is rendered, sampled in one batch, and answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep import ops
+from lockstep.config import RLConfig
+from lockstep.data.chat import ChatTemplateError
+from lockstep.errors import UserError
+from lockstep.generate import Engine, SamplingParams
+from lockstep.generate.sequence import Sequence as Sample
+from lockstep.rl.conversations.hosting import Asked, Ended, Hosting
+from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
+from lockstep.rl.conversations.rendering import Rendering, Row, Transcript
+from lockstep.rl.environment import Example
+from lockstep.rl.rewards.calling import INVALID, about, failure
+from lockstep.rl.rollouts import Conversation, Rollout
+
+
+@dataclass
+class _Playing:
+    """A conversation from the model's side."""
+
+    example: Example
+    group: int
+    episode: int
+    transcript: Transcript
+    tool_calls: int = 0
+    ended: Ended | None = None
+
+
+def play(
+    examples: Sequence[Example],
+    samples: int,
+    seed: Sequence[int],
+    environment: ConversationEnvironment,
+    engine: Engine,
+    rendering: Rendering,
+    config: RLConfig,
+) -> list[Rollout]:
+    """`samples` conversations about each example, one group after the other; of each, its rows one after the other.
+
+    A draw depends on `seed`, the group, the conversation's place in it and the turn, not on who answers when. One whose
+    `converse` fails before the model has said anything is a rollout without tokens. Raises UserError for messages that
+    the chat template refuses, for a first prompt that does not fit, and where the environment blocks for too long.
+    """
+    playing = [
+        _Playing(example, group, episode, Transcript(rendering))
+        for group, example in enumerate(examples)
+        for episode in range(samples)
+    ]
+    sampling: dict[int, tuple[Asked, Sample]] = {}
+    left = len(playing)
+    try:
+        with Hosting(environment, [one.example for one in playing], config.rewards) as hosting:
+            while left:
+                while left and (said := hosting.next(wait=not sampling)) is not None:
+                    one = playing[said.number]
+                    # What it asked before, it has given up.
+                    for request in [r for r, (asked, _) in sampling.items() if asked.number == said.number]:
+                        del sampling[request]
+                        engine.abort(request)
+                    if isinstance(said, Ended):
+                        one.ended = said
+                        left -= 1
+                    elif (prompt := _prompt(one, said, environment, engine, config)) is None:
+                        hosting.answer(said.number, said.ask, None)
+                    else:
+                        request = engine.add(prompt, _params(one, seed, environment, rendering, config))
+                        sampling[request] = said, engine.samples(request)[0]
+                if sampling:
+                    engine.step()
+                for request, (asked, sample) in list(sampling.items()):
+                    if sample.finish_reason is not None:
+                        del sampling[request]
+                        reply = _reply(playing[asked.number], sample, engine, rendering)
+                        hosting.answer(asked.number, asked.ask, reply)
+    finally:
+        for request in sampling:
+            engine.abort(request)
+    return [rollout for one in playing for rollout in _rollouts(one, environment, engine.weights_version)]
+
+
+def _prompt(
+    one: _Playing, asked: Asked, environment: ConversationEnvironment, engine: Engine, config: RLConfig
+) -> list[int] | None:
+    """What the engine is to continue; None at the limit of turns or of tokens."""
+    if one.transcript.turns >= environment.turns:
+        return None
+    try:
+        prompt = one.transcript.prompt(asked.messages)
+    except ChatTemplateError as error:
+        raise UserError(f"example {one.example.name}: {error}") from error
+    limit, total = engine.model.config.max_positions, len(prompt) + config.max_new_tokens
+    if not prompt or (total > limit and not one.transcript.rows):
+        raise UserError(
+            f"example {one.example.name}: its first prompt of {len(prompt)} tokens and max_new_tokens "
+            f"{config.max_new_tokens} must together be between 1 and the context of {limit}; shorten one of them"
+        )
+    fits = -(-total // ops.PAGE) <= engine.allocator.num_pages or not one.transcript.rows
+    return prompt if total <= limit and fits else None
+
+
+def _params(
+    one: _Playing, seed: Sequence[int], environment: ConversationEnvironment, rendering: Rendering, config: RLConfig
+) -> SamplingParams:
+    draws = np.random.default_rng([*seed, one.group, one.episode, one.transcript.turns])
+    return SamplingParams(
+        max_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=int(draws.integers(2**62)),
+        stop=environment.stop,
+        stop_token_ids=rendering.stop_token_ids,
+    )
+
+
+def _reply(one: _Playing, sample: Sample, engine: Engine, rendering: Rendering) -> Reply:
+    said = sample.completion()
+    if said.finish_reason == "error":
+        raise UserError(
+            f"example {one.example.name}: logits are not finite (NaN or infinite) with weights version "
+            f"{engine.weights_version}; check the weights, or load those of an earlier checkpoint"
+        )
+    text = one.transcript.add(said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs)
+    calls = rendering.calls(text)
+    one.tool_calls += len(calls)
+    return Reply(text, said.finish_reason, calls)
+
+
+def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int) -> list[Rollout]:
+    ended = one.ended
+    assert ended is not None
+    turns, rows = one.transcript.turns, one.transcript.rows
+    conversation = Conversation(ended.messages, ended.outcome, ended.over, turns, one.tool_calls, ended.seconds)
+    if not rows and not (ended.outcome and ended.outcome.cause):
+        problem = about(environment, one.example, "asked the model for no reply", "converse")
+        conversation.outcome = failure(INVALID, problem)
+    return [
+        Rollout(
+            example=one.example,
+            group=one.group,
+            prompt_ids=row.prompt_ids,
+            token_ids=row.token_ids,
+            logprobs=row.logprobs,
+            cut_logprobs=row.cut_logprobs,
+            finish_reason=row.finish_reason,
+            completion=row.completion,
+            version=version,
+            sampled=row.sampled,
+            episode=one.episode,
+            conversation=conversation,
+        )
+        for row in rows or [Row([])]
+    ]

@@ -1,0 +1,285 @@
+"""A conversation as tokens: what is new is rendered and encoded, and what the model said stays as it was sampled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.config import RLConfig
+from lockstep.data import Tokenizer
+from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
+from lockstep.errors import UserError
+from lockstep.hub import local_folder
+from lockstep.model import Decoder
+from lockstep.observe import log
+from lockstep.rl.conversations.protocol import ConversationEnvironment, Message, ToolCall
+from lockstep.rl.environment import Environment, Example
+
+# Characters for private use: templates keep them as they are, in JSON too. Where a text has them itself, they are put
+# between them as the special tokens' names are.
+LEFT, RIGHT = "\uf8f1", "\uf8f2"
+MARK = f"{LEFT}reply{RIGHT}"
+"""Stands for the reply where only what follows it is wanted."""
+
+RENDERED = (
+    "example %s: its prompt holds a special token, so it is taken for one that a chat template has rendered, and "
+    "is read as it is, and so are others like it; chat = never reads all prompts as they are, chat = always renders all"
+)
+UNSHOWN = "the chat template of %s does not show tools, so the model is not told of those of %s; tell it in the prompt"
+
+
+class Rendering:
+    """How a model's conversations become text and tokens: by its chat template, or else its messages' texts on end.
+
+    What messages say is text: with a template, a special token's name in it ("<|im_end|>" in a tool's result) becomes
+    the tokens of its characters, never the special token. Without one, texts are encoded as any prompt is.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        end_ids: Collection[int] = (),
+        tools: Sequence[Callable[..., Any]] = (),
+        keeps_rendered: bool = True,
+    ):
+        self.tokenizer = tokenizer
+        self.template = template
+        self._names = [*tokenizer.special_tokens(), LEFT, RIGHT]
+        self._special = _any_of(self._names)
+        self._tokens_in_text = _any_of(self._names[:-2])
+        self.keeps_rendered = keeps_rendered
+        self._warned = False
+        self.schemas: list[dict[str, Any]] | None = None
+        self._format: Any = None
+        if tools:
+            from lockstep.rl.conversations.tools import schema_of, tool_format
+
+            self.schemas = [schema_of(tool) for tool in tools]
+            self._format = tool_format(template.source) if template else None
+        self.stop_token_ids = self._end_of_turn()
+        """What ends a reply by the template, besides the model's own end-of-text tokens."""
+        self.end_ids = {*end_ids, *self.stop_token_ids}
+
+    def prompt(self, example: Example) -> list[int]:
+        """A single prompt's tokens: with a template, what a user says.
+
+        A prompt that holds a special token is taken as rendered already, and encoded as it is, unless `chat` is always.
+        """
+        if self.template is None:
+            return self.tokenizer.encode(example.prompt)
+        if self.keeps_rendered and self._tokens_in_text.search(example.prompt):
+            if not self._warned:
+                self._warned = True
+                log.warning(RENDERED, example.name)
+            return self.tokenizer.encode(example.prompt)
+        try:
+            return self.tokens(self.text([{"role": "user", "content": example.prompt}]))
+        except ChatTemplateError as error:
+            raise UserError(f"example {example.name}: {error}") from error
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The conversation up to where the model speaks, special tokens' names in it written as `tokens` reads them.
+
+        Raises ChatTemplateError for messages that the template refuses.
+        """
+        return self.render([self.written(message) for message in messages])
+
+    def render(self, written: list[Message]) -> str:
+        """`text` of messages that are `written` already."""
+        if self.template is None:
+            return "".join(map(_content, written))
+        return self.template.render(written, tools=self.schemas)
+
+    def tokens(self, text: str) -> list[int]:
+        """Of what `text` returned, or of a part of it."""
+        if self.template is None:
+            return self.tokenizer.encode(text)
+        plain, *others = re.split(f"{LEFT}(\\d+){RIGHT}", text)
+        ids = self.tokenizer.encode(plain) if plain else []
+        for number, after in zip(others[::2], others[1::2]):
+            # Character by character no text is a special token.
+            ids += [token for character in self._names[int(number)] for token in self.tokenizer.encode(character)]
+            ids += self.tokenizer.encode(after) if after else []
+        return ids
+
+    def reply(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled tokens, without the one that ended them."""
+        ended = bool(token_ids) and token_ids[-1] in self.end_ids
+        said = token_ids[:-1] if ended else token_ids
+        return self.tokenizer.decode([token for token in said if token != self.tokenizer.eos_id])
+
+    def calls(self, text: str) -> tuple[ToolCall, ...]:
+        """The calls of tools in a reply, where there are tools and the template says how they are written."""
+        if self._format is None:
+            return ()
+        from lockstep.rl.conversations.tools import parse_calls
+
+        return parse_calls(text, self._format)
+
+    def written(self, value: Any) -> Any:
+        """A message, or a part of one, with every special token's name as `tokens` reads it."""
+        if self.template is None:
+            return value
+        if isinstance(value, str):
+            return self._special.sub(lambda match: f"{LEFT}{self._names.index(match[0])}{RIGHT}", value)
+        if isinstance(value, dict):
+            return {key: self.written(own) for key, own in value.items()}
+        return [self.written(own) for own in value] if isinstance(value, list) else value
+
+    def _end_of_turn(self) -> tuple[int, ...]:
+        """The special token that the template writes right after what the assistant says; empty where it is none."""
+        if self.template is None:
+            return ()
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        try:
+            after = self.template.render(messages, add_generation_prompt=False).partition(MARK)[2]
+        except ChatTemplateError:
+            return ()
+        special = self.tokenizer.special_tokens().values()
+        return tuple(token for token in self.tokens(after)[:1] if token in special)
+
+
+def open_rendering(config: RLConfig, environment: Environment, tokenizer: Tokenizer, model: Decoder) -> Rendering:
+    """The rendering that `config.chat` asks for. Raises UserError where it is always and the model has no template."""
+    template = None if config.chat == "never" else load_chat_template(local_folder(config.model))
+    if config.chat == "always" and template is None:
+        raise UserError(
+            f'chat is "always", but {config.model} has no chat template; put a chat_template.jinja beside its weights, '
+            'or set chat = "auto"'
+        )
+    tools = environment.tools if isinstance(environment, ConversationEnvironment) else ()
+    if tools and (template is None or "tools" not in template.variables):
+        log.warning(UNSHOWN, config.model, type(environment).__name__)
+    return Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto")
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    # The longest first; with none, what matches nothing.
+    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise ChatTemplateError(
+            f"the model has no chat template, so a message's content must be a text: {content!r:.80}"
+        )
+    return content
+
+
+@dataclass
+class Row:
+    """Tokens that the model saw and said as one sequence: a conversation, or a part of it with one history."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    """Everything after the first prompt, up to the end of the last reply."""
+    sampled: list[bool] = field(default_factory=list)
+    """Of each of `token_ids`, whether the model said it."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each sampled token."""
+    cut_logprobs: list[float] = field(default_factory=list)
+    """Of each sampled token, among those that a cut left; empty where nothing was cut."""
+    turns: int = 0
+    """Replies."""
+    finish_reason: str = ""
+    """Of the last reply."""
+    completion: str = ""
+    """The last reply's text."""
+
+
+class Transcript:
+    """The rows of one conversation.
+
+    The next prompt is the last row and the tokens of what the template writes after the reply. Where the template, or
+    the environment, shows what came before otherwise than the model saw it, white space aside, the row is finished, and
+    a new one begins with the tokens of all that is shown now: of it nothing is a target.
+
+    A prompt costs two renderings, and the encoding of what is new; the first one costs one rendering.
+    """
+
+    def __init__(self, rendering: Rendering):
+        self.rendering = rendering
+        self.rows: list[Row] = []
+        self.turns = 0
+        self._shown = ""
+        """The text of the last prompt."""
+        self._seen = 0
+        """Messages in it; the reply to it is the next one."""
+        self._continued: tuple[Row, list[int]] = Row([]), []
+        """The row that the next reply belongs to, and what the environment says before it."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """What the model is to continue. Nothing of it is kept unless a reply is added.
+
+        Raises ChatTemplateError for messages that the template refuses.
+        """
+        text = self.rendering.text(messages)
+        suffix = self._suffix(messages, text)
+        if suffix is None:
+            self._continued = Row(self.rendering.tokens(text)), []
+        else:
+            self._continued = self.rows[-1], self._new_tokens(suffix)
+        self._next = text, len(messages)
+        row, new = self._continued
+        return row.prompt_ids + row.token_ids + new
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish_reason: str,
+        cut_logprobs: Sequence[float] = (),
+    ) -> str:
+        """The model's reply to the last prompt; returns its text."""
+        row, new = self._continued
+        if not self.rows or row is not self.rows[-1]:
+            self.rows.append(row)
+        row.token_ids += [*new, *token_ids]
+        row.sampled += [False] * len(new) + [True] * len(token_ids)
+        row.logprobs += logprobs
+        row.cut_logprobs += cut_logprobs
+        row.turns += 1
+        row.finish_reason = finish_reason
+        row.completion = self.rendering.reply(token_ids)
+        self.turns += 1
+        self._shown, self._seen = self._next
+        return row.completion
+
+    def _suffix(self, messages: Sequence[Message], text: str) -> str | None:
+        """What follows the last reply in `text`; None where what comes before is not what the model saw and said."""
+        if not self.rows or not text.startswith(self._shown):
+            return None
+        said = self.rows[-1].completion
+        reply = messages[self._seen] if len(messages) > self._seen else {}
+        if reply.get("role") != "assistant" or reply.get("content") != said:
+            return None
+        written = [self.rendering.written(message) for message in messages]
+        written[self._seen] = {**written[self._seen], "content": MARK}
+        try:
+            marked = self.rendering.render(written)
+        except ChatTemplateError:
+            return None
+        if marked.count(MARK) != 1:
+            return None
+        suffix = marked.partition(MARK)[2]
+        shown = text[len(self._shown) : len(text) - len(suffix)]
+        if len(text) < len(self._shown) + len(suffix) or not text.endswith(suffix):
+            return None
+        return suffix if _squeezed(shown) == _squeezed(self.rendering.written(said)) else None
+
+    def _new_tokens(self, suffix: str) -> list[int]:
+        new = self.rendering.tokens(suffix) if suffix else []
+        last = self.rows[-1].token_ids[-1]
+        # The end of the turn is there already where the model said it, and is missing where its reply was cut.
+        if self.rendering.template is not None and last in self.rendering.end_ids and new[:1] == [last]:
+            return new[1:]
+        return new
+
+
+def _squeezed(text: str) -> str:
+    """Without white space, which templates trim from replies and put between their parts."""
+    return "".join(text.split())

@@ -1,0 +1,369 @@
+"""Conversations over one engine: what is trained on is what it computed, and what fails costs its own conversation."""
+
+import asyncio
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import lockstep
+import lockstep.rl as rl
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.errors import UserError
+from lockstep.rl.collect import assign_rewards, collect, evaluate
+from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.rollouts import episodes_of
+
+EXAMPLES = [rl.Example("stone"), rl.Example("river", answer="r")]
+
+
+class Talk(rl.ConversationEnvironment):
+    """Three turns, a tool's result among them; the last one forgets what was said before."""
+
+    delays = random.Random(0)
+    longest_delay = 0.0
+
+    async def converse(self, example, chat):
+        chat.add("Answer in a word.", role="system")
+        for said, role in ((example.prompt, "user"), ("3 <|im_end|>", "tool"), ("And?", "user")):
+            chat.add(said, role=role)
+            await asyncio.sleep(self.delays.random() * self.longest_delay)
+            await chat.reply()
+        del chat.messages[1:-1]
+        chat.add("Again.")
+        reply = await chat.reply()
+        return {"length": float(len(reply.text)), "e": reply.text.count("e")}
+
+
+def config(**changes):
+    return RLConfig(**(dict(samples_per_prompt=3, max_new_tokens=10) | changes))
+
+
+def talk(environment, engine, rendering, **changes):
+    return collect(EXAMPLES, environment, engine, engine.tokenizer, config(**changes), 1, 0, rendering)
+
+
+def graded(environment, engine, rendering, limited=False, grader=None, **changes):
+    rollouts = talk(environment, engine, rendering, **changes)
+    assign_rewards(rollouts, environment, config(**changes).rewards, grader, limited=limited)
+    return rollouts
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "deepseek_r1_distill", None])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_row_scored_by_the_trainer_has_the_log_probabilities_of_the_conversation(
+    name, temperature, engine_of, renderings
+):
+    engine = engine_of(name or "llama3")
+    rendering = renderings[name] if name else Rendering(engine.tokenizer)
+    given = []
+    add = engine.add
+    engine.add = lambda prompt, params: given.append(prompt) or add(prompt, params)
+    rollouts = talk(Talk(), engine, rendering, temperature=temperature)
+    assert [len(rows) for rows in episodes_of(rollouts)] != [1] * 6
+    assert {(r.group, r.episode) for r in rollouts} == {(g, e) for g in range(2) for e in range(3)}
+    rows = [r.prompt_ids + r.token_ids for r in rollouts]
+    for rollout, row, scores in zip(rollouts, rows, lockstep.score(engine.model, rows, temperature=temperature)):
+        own = torch.tensor([float(scores[target - 1]) for target in rollout.targets()])
+        assert torch.equal(own, torch.tensor(rollout.logprobs)) and len(own) > 0
+        assert rollout.targets()[-1] == len(row) - 1
+    beginnings = [(row[:t], row, t) for r, row in zip(rollouts, rows) for t in starts(r)]
+    assert sorted(given) == sorted(start for start, _, _ in beginnings), "each prompt is a row up to a reply"
+
+
+def starts(rollout):
+    """Where replies begin in a row."""
+    targets = rollout.targets()
+    return [t for t in targets if t - 1 not in targets]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_draws_do_not_depend_on_who_answers_when(name, engine_of, renderings):
+    class Slow(Talk):
+        longest_delay = 0.02
+
+    first = talk(Talk(), engine_of(name), renderings[name], max_new_tokens=5)
+    for environment, engine in ((Slow(), engine_of(name)), (Slow(), engine_of(name, 2)), (Talk(), engine_of(name, 1))):
+        again = talk(environment, engine, renderings[name], max_new_tokens=5)
+        assert [r.token_ids for r in again] == [r.token_ids for r in first]
+        assert [r.logprobs for r in again] == [r.logprobs for r in first]
+    assert len({str(r.token_ids) for r in first}) == len(first), "each has draws of its own"
+    engine = engine_of(name)
+    other = collect(EXAMPLES, Talk(), engine, engine.tokenizer, config(), 1, 1, renderings[name])
+    assert [r.token_ids for r in other] != [r.token_ids for r in first], "another round, other draws"
+
+
+def test_rewards_are_those_of_the_conversation_for_each_of_its_rows(engine_of, renderings):
+    rollouts = graded(Talk(), engine_of("llama3"), renderings["llama3"])
+    for rows in episodes_of(rollouts):
+        assert len(rows) == 2 and rows[0].rewards == rows[1].rewards
+        said = rows[0].conversation.messages[-1]["content"]
+        assert rows[0].rewards == {"length": float(len(said)), "e": float(said.count("e"))}
+        assert rows[0].conversation.turns == 4
+
+
+def test_a_limit_of_turns_or_tokens_ends_a_conversation(engine_of, renderings):
+    class Endless(rl.ConversationEnvironment):
+        unfinished = -1.0
+
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            while True:
+                await chat.reply()
+                chat.add("more " * self.words)
+                if self.catches and len(chat.messages) > 4:
+                    try:
+                        await chat.reply()
+                    except rl.ConversationOver:
+                        return 7.0
+
+        words, catches, turns = 1, False, 3
+
+    class Long(Endless):
+        words, turns = 60, 100
+
+    class Catching(Endless):
+        catches, turns = True, 2
+
+    for environment, turns, reward in ((Endless(), 3, -1.0), (Catching(), 2, 7.0)):
+        rollouts = graded(environment, engine_of("llama3"), renderings["llama3"])
+        assert {r.conversation.turns for r in rollouts} == {turns} and {r.reward for r in rollouts} == {reward}
+        assert all(r.conversation.over and not r.failure for r in rollouts)
+    rollouts = graded(Long(), engine_of("llama3"), renderings["llama3"])
+    assert all(1 < r.conversation.turns < 10 and r.conversation.over for r in rollouts)
+    assert all(len(r.prompt_ids + r.token_ids) <= 512 and r.sampled[-1] for r in rollouts)
+    with pytest.raises(UserError, match="first prompt of .* tokens and max_new_tokens 600"):
+        talk(Long(), engine_of("llama3"), renderings["llama3"], max_new_tokens=600)
+
+
+def test_one_number_of_an_unfinished_conversation_stands_for_all_names(engine_of, renderings):
+    class Named(Talk):
+        async def converse(self, example, chat):
+            if example.answer:
+                raise rl.ConversationOver
+            return await super().converse(example, chat)
+
+    class Asks(Named):
+        async def converse(self, example, chat):
+            chat.add("x")
+            await chat.reply()
+            chat.messages.clear()
+            return await super().converse(example, chat)
+
+    rollouts = graded(Asks(), engine_of("llama3"), renderings["llama3"])
+    assert {str(r.rewards) for r in rollouts if r.group == 1} == {"{'length': 0.0, 'e': 0.0}"}
+
+
+def failing(kind):
+    class Failing(Talk):
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            if kind != "at once" or not example.answer:
+                await chat.reply()
+            if not example.answer:
+                return 1.0
+            if kind in ("raises", "at once"):
+                raise KeyError("oh")
+            if kind == "exits":
+                raise SystemExit(3)
+            if kind == "sleeps":
+                await asyncio.sleep(60)
+            if kind == "stays":
+                while True:
+                    try:
+                        await asyncio.sleep(60)
+                    except asyncio.CancelledError:
+                        self.stayed = True
+            if kind == "strange":
+                chat.messages.append({"role": "user", "content": object()})
+            if kind == "strange ask":
+                chat.messages.append("no dict")
+                await chat.reply()
+            if kind == "cancelled":
+                raise asyncio.CancelledError
+            if kind == "no number":
+                return float("nan")
+            return 1.0
+
+    return Failing()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [("raises", "raised"), ("exits", "raised"), ("at once", "raised"), ("sleeps", "timeout"), ("stays", "timeout"),
+     ("strange", "invalid"), ("strange ask", "raised"), ("no number", "invalid"), ("cancelled", "raised")],
+)  # fmt: skip
+def test_what_fails_costs_its_own_conversation(kind, cause, engine_of, renderings, caplog):
+    given = engine_of("llama3"), renderings["llama3"]
+    limits = RewardConfig(seconds=0.3, failure_limit=0.6)
+    rollouts = graded(failing(kind), *given, limited=True, rewards=limits)
+    assert [r.failure for r in rollouts] == [""] * 3 + [cause] * 3
+    assert [r.counts for r in rollouts] == [True] * 3 + [False] * 3
+    assert "river" in caplog.text and "converse" in caplog.text
+    if cause == "raised":
+        assert "test_play.py:" in caplog.text
+    with pytest.raises(UserError, match="more rewards failed"):
+        graded(failing(kind), *given, limited=True, rewards=RewardConfig(seconds=0.3, failure_limit=0.2))
+
+
+def test_a_conversation_without_a_reply_counts_in_no_case(engine_of, renderings):
+    class Silent(Talk):
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            if not example.answer:
+                await chat.reply()
+            return 1.0
+
+    rewards = RewardConfig(on_failure="zero")
+    rollouts = graded(Silent(), engine_of("llama3"), renderings["llama3"], rewards=rewards)
+    assert [(r.failure, r.counts, len(r.token_ids) > 0) for r in rollouts] == [("", True, True)] * 3 + [
+        ("invalid", False, False)
+    ] * 3
+
+
+class Group(rl.ConversationEnvironment):
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        reply = await chat.reply()
+        return 100.0 if reply.text.startswith(self.certain) else None
+
+    certain = "\0"
+    seen: list
+
+    async def grade(self, example, episodes):
+        self.seen.append((example, [e.answer for e in episodes]))
+        longest = max(len(e.answer) for e in episodes)
+        return [{"reward": float(len(e.answer) == longest)} for e in episodes]
+
+
+def test_a_group_is_graded_together(engine_of, renderings):
+    environment = Group()
+    environment.seen = []
+    rollouts = graded(environment, engine_of("llama3"), renderings["llama3"])
+    assert sorted(e.prompt for e, _ in environment.seen) == ["river", "stone"]
+    for example, answers in environment.seen:
+        own = [r for r in rollouts if r.example is example]
+        assert [r.completion for r in own] == answers
+        assert [r.reward for r in own] == [float(len(a) == max(map(len, answers))) for a in answers]
+    first = rollouts[0].completion
+    environment.certain = first[0]
+    rollouts = graded(environment, engine_of("llama3"), renderings["llama3"])
+    assert rollouts[0].reward == 100.0, "what converse returned stays"
+
+
+@pytest.mark.parametrize("kind", ["raises", "short", "sleeps", "none"])
+def test_a_grade_that_fails_costs_its_group(kind, engine_of, renderings):
+    class Broken(Group):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        async def grade(self, example, episodes):
+            if example.answer and kind == "raises":
+                raise ValueError("no")
+            if example.answer and kind == "short":
+                return [1.0]
+            if example.answer and kind == "sleeps":
+                await asyncio.sleep(60)
+            if example.answer and kind == "none":
+                return None
+            return await super().grade(example, episodes)
+
+        def reward(self, example, completion):
+            return {"reward": 42.0}
+
+    causes = {"raises": "raised", "short": "invalid", "sleeps": "timeout", "none": ""}
+    limits = RewardConfig(seconds=0.3)
+    rollouts = graded(Broken(), engine_of("llama3"), renderings["llama3"], rewards=limits)
+    assert [r.failure for r in rollouts] == [""] * 3 + [causes[kind]] * 3
+    assert ([r.reward for r in rollouts[3:]] == [42.0] * 3) == (kind == "none"), "without a grade, reward counts"
+
+
+def test_a_function_that_blocks_is_named_and_in_the_end_refused(engine_of, renderings, caplog):
+    class Blocking(Talk):
+        def __init__(self, seconds):
+            super().__init__()
+            self.seconds, self.freed = seconds, threading.Event()
+
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            await chat.reply()
+            self.freed.wait(self.seconds)
+            return 1.0
+
+    given = engine_of("llama3"), renderings["llama3"]
+    environment = Blocking(60)
+    with pytest.raises(UserError, match=r"test_play.py:\d+: Blocking.converse has awaited nothing for"):
+        talk(environment, *given, rewards=RewardConfig(seconds=0.1))
+    assert "give it to asyncio.to_thread" in caplog.text
+    environment.freed.set()
+    # The loop turns again, and one that took too long in this way has failed by it.
+    rollouts = graded(Blocking(0.4), *given, samples_per_prompt=2, rewards=RewardConfig(seconds=0.3))
+    assert {r.failure for r in rollouts} == {"timeout"}
+
+
+def test_a_reply_that_is_given_up_is_not_mistaken_for_the_next(engine_of, renderings):
+    class Hasty(Talk):
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            try:
+                await asyncio.wait_for(chat.reply(), 0.001)
+            except TimeoutError:
+                chat.add("Or rather:")
+            both = asyncio.gather(chat.reply(), chat.reply(), return_exceptions=True)
+            first, second = await both
+            assert isinstance(second, RuntimeError), "one after the other"
+            assert chat.messages[-1]["content"] == first.text
+            return 1.0
+
+    engine = engine_of("llama3")
+    rollouts = graded(Hasty(), engine, renderings["llama3"], max_new_tokens=40)
+    assert not any(r.failure for r in rollouts) and not engine.has_work
+    for rows in episodes_of(rollouts):
+        assert rows[-1].completion == rows[-1].conversation.messages[-1]["content"]
+
+
+def test_an_interrupt_ends_conversations_and_requests(engine_of, renderings):
+    class Waiting(Talk):
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            await chat.reply()
+            if example.answer:
+                signal.raise_signal(signal.SIGINT)
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    self.cancelled = True
+
+    environment, engine = Waiting(), engine_of("llama3")
+    with pytest.raises(KeyboardInterrupt):
+        talk(environment, engine, renderings["llama3"])
+    assert not engine.has_work
+    deadline = time.monotonic() + 5
+    while not getattr(environment, "cancelled", False) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert environment.cancelled
+    assert len(talk(Talk(), engine, renderings["llama3"])) == 12
+
+
+def test_a_validation_holds_conversations_too(engine_of, renderings):
+    engine = engine_of("llama3")
+    rollouts, again = (
+        evaluate(EXAMPLES, Talk(), engine, engine.tokenizer, config(), None, renderings["llama3"]) for _ in range(2)
+    )
+    assert [r.token_ids for r in rollouts] == [r.token_ids for r in again]
+    assert len(episodes_of(rollouts)) == 2 and all(r.rewards for r in rollouts)
+
+
+def test_a_template_that_refuses_names_the_example(engine_of, renderings):
+    class Refused(Talk):
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            chat.add("", role="assistant", tool_calls=[])
+            await chat.reply()
+
+    with pytest.raises(UserError, match="example 'stone': the model's chat template refuses these messages"):
+        talk(Refused(), engine_of("llama3_1"), renderings["llama3_1"])

@@ -1,0 +1,114 @@
+"""Rows of a conversation in advantages, loss, ledger and metrics: an episode counts as one completion would."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lockstep.rl as rl
+from lockstep.config import ALGORITHMS, RLConfig, TrainConfig
+from lockstep.rl.batch import policy_batches
+from lockstep.rl.bookkeeping import rollout_metrics
+from lockstep.rl.collect import assign_advantages, charge_overlong
+from lockstep.rl.ledger import Ledger
+from lockstep.rl.parity import Parity
+from lockstep.rl.rewards.calling import Outcome
+from lockstep.rl.rollouts import Conversation, episodes_of, write_rollouts
+
+
+def completions():
+    """Two groups of three completions, of one prompt each."""
+    made = []
+    for number in range(6):
+        tokens = [20 + number + index for index in range(3 + number)]
+        made.append(
+            rl.Rollout(
+                rl.Example(f"p{number // 3}"), number // 3, [1, 2, 3], tokens, [-0.1 * t for t in tokens], "stop",
+                completion="x", version=0,
+                rewards={"reward": float(number * number)}, reward=float(number * number),
+                reference_logprobs=[-0.2 * t + number for t in tokens], teacher_logprobs=[-0.3 * t for t in tokens],
+            )
+        )  # fmt: skip
+    return made
+
+
+def as_rows(rollouts):
+    """Each as a conversation of two rows: the first two tokens of the model, then the rest after the environment's."""
+    rows = []
+    for number, whole in enumerate(rollouts):
+        conversation = Conversation([], Outcome(whole.rewards), False, 2)
+        for part in (slice(0, 2), slice(2, None)):
+            tokens = whole.token_ids[part]
+            rows.append(
+                replace(
+                    whole, prompt_ids=[1, 9] if part.start else [1, 2, 3], token_ids=[tokens[0], 7, 8, *tokens[1:]],
+                    sampled=[True, False, False] + [True] * len(tokens[1:]), logprobs=whole.logprobs[part],
+                    reference_logprobs=whole.reference_logprobs[part], teacher_logprobs=whole.teacher_logprobs[part],
+                    rewards=dict(whole.rewards), episode=number % 3, conversation=conversation,
+                )
+            )  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_an_episode_has_the_advantages_and_weights_of_one_completion(name, kl):
+    algorithm = replace(ALGORITHMS[name], kl_coefficient=kl)
+    config = RLConfig(algorithm=name, max_new_tokens=10, kl_coefficient=kl, train=TrainConfig(tokens_per_microbatch=40))
+    whole, rows = completions(), as_rows(completions())
+    for rollouts in (whole, rows):
+        assign_advantages(rollouts, algorithm)
+    assert len(episodes_of(rows)) == 6 and len(episodes_of(whole)) == 6
+    if algorithm.advantage != "teacher":
+        assert [r.advantage for r in rows[::2]] == [r.advantage for r in rows[1::2]] == [r.advantage for r in whole]
+    got = [[a for r in episode for a in r.advantages_of_tokens()] for episode in episodes_of(rows)]
+    assert got == [r.advantages_of_tokens() for r in whole]
+    batches, expected = policy_batches(rows, config), policy_batches(whole, config)
+    for field in ("weights", "old_log_probs", "reference_log_probs"):
+        given, other = (torch.cat([getattr(b, field) for b in side]) for side in (batches, expected))
+        assert torch.equal(given, other)
+    targets = torch.cat([b.row.targets for b in batches])
+    assert torch.equal(targets, torch.cat([b.row.targets for b in expected])), "what the environment said is no target"
+
+
+def test_a_target_is_predicted_by_the_token_before_it():
+    (batch,) = policy_batches(as_rows(completions())[:2], RLConfig(max_new_tokens=10))
+    assert batch.row.tokens.tolist()[:7] == [1, 2, 3, 20, 7, 8, 21]
+    assert batch.row.tokens[batch.row.predictors].tolist()[:2] == [3, 8] and batch.row.targets.tolist()[:2] == [20, 21]
+
+
+def test_a_difference_is_located_in_its_row():
+    rows, parity = as_rows(completions())[:2], Parity()
+    own = torch.tensor([x for r in rows for x in r.logprobs])
+    other = own.clone()
+    other[3 - 1] += 1
+    parity.compare(own, other, rows)
+    assert "token 22 at position 2 after 'p0'" in parity.first
+    assert parity.sequence == (rows[1].prompt_ids + rows[1].token_ids, 2)
+
+
+def test_an_episode_counts_once_in_metrics_and_ledger():
+    rows, whole = as_rows(completions()), completions()
+    for rollout in rows[:4]:
+        rollout.failure, rollout.counts = "raised", False
+    for rollout in whole[:2]:
+        rollout.failure, rollout.counts = "raised", False
+    metrics, expected = rollout_metrics(rows), rollout_metrics(whole)
+    own = {"rollout/turns_mean": 2.0, "rollout/tool_calls_mean": 0.0, "rollout/rows_mean": 2.0, "rollout/over": 0.0}
+    assert metrics == expected | own | {"rollout/environment_tokens": 24, "rollout/prompt_tokens": 30}
+    ledger = Ledger(2)
+    ledger.add(rows)
+    ledger.drop_failed()
+    assert {r.group for r in ledger.trained} == {1}, "one conversation is no group, though it has two rows"
+    assert ledger.metrics(ledger.trained)["rollout/completions_trained"] == 3
+
+
+def test_the_longest_reply_is_charged_for(tmp_path):
+    rows = as_rows(completions())
+    assert [r.longest_reply() for r in rows[:4]] == [1, 1, 1, 1] and rows[-1].longest_reply() == 5
+    charge_overlong(rows, 6, 0.5)
+    assert {r.rewards["overlong"] for r in rows[-2:]} == {-2 / 3} and rows[0].rewards["overlong"] == 0.0
+    write_rollouts(tmp_path / "r.jsonl", rows)
+    line = json.loads((tmp_path / "r.jsonl").read_text().splitlines()[1])
+    assert (line["episode"], line["sampled"], line["turns"], line["messages"]) == (0, [1, 0, 0], 2, [])

@@ -1,0 +1,146 @@
+"""Whole runs on conversations and on rendered prompts: a small model, real templates, every bit compared."""
+
+import json
+
+import pytest
+
+from lockstep.config import CheckpointConfig, EngineConfig, RLConfig, TrainConfig
+from lockstep.data import load_tokenizer
+from lockstep.errors import UserError
+from lockstep.rl.controller import reinforce
+from lockstep.rl.load_environment import load_environment
+
+TASK = '''
+import os
+import lockstep.rl as rl
+
+def words(text: str) -> int:
+    """Counts words.
+
+    Args:
+        text: Any text.
+    """
+    return len(text.split())
+
+class Talk(rl.ConversationEnvironment):
+    tools = (words,)
+    def examples(self, split):
+        for word in ("stone", "river", "cloud", "apple"):
+            yield rl.Example(prompt=word, answer="e")
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        reply = await chat.reply()
+        chat.add(str(len(reply.text)), role="tool")
+        await chat.reply()
+        del chat.messages[1]
+        await chat.reply()
+    async def grade(self, example, episodes):
+        return [e.answer.count("e") / max(1, len(e.answer)) for e in episodes]
+
+class Last(rl.ConversationEnvironment):
+    def __init__(self, data="", skip_bad_lines=False):
+        self.process = os.getpid()
+    def examples(self, split):
+        for word in ("stone", "river", "cloud", "apple"):
+            yield rl.Example(prompt=word, answer=str(os.getpid()))
+    def reward(self, example, completion):
+        return {"elsewhere": float(example.answer != str(os.getpid())), "e": completion.count("e")}
+
+class Simple(rl.Environment):
+    def examples(self, split):
+        yield rl.Example(prompt="stone")
+    def reward(self, example, completion):
+        return completion.count("e") / max(1, len(completion))
+
+class Nothing(rl.ConversationEnvironment):
+    def examples(self, split):
+        return []
+
+class Plain(Nothing):
+    def converse(self, example, chat):
+        return 1.0
+'''
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    file = tmp_path_factory.mktemp("task") / "my_talk.py"
+    file.write_text(TASK)
+    return lambda name: f"{file}:{name}"
+
+
+def config(output, model, environment, **changes):
+    defaults = dict(
+        output=str(output), model=str(model), environment=environment, steps=2, prompts_per_step=2,
+        samples_per_prompt=3, max_new_tokens=8, validation_examples=2,
+        train=TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=300),
+        engine=EngineConfig(max_tokens_per_step=128, max_sequences=4, cache_tokens=4096),
+    )  # fmt: skip
+    return RLConfig(**(defaults | changes))
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def lines(folder, step):
+    return [json.loads(line) for line in (folder / f"rollouts/step_{step:08}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("qwen3", "grpo"), ("llama3_1", "reinforce++"), (None, "gspo")])
+def test_a_run_of_conversations_trains_with_every_bit_compared(
+    tmp_path, chat_model, model_folder, task, name, algorithm
+):
+    model = chat_model(name) if name else model_folder
+    changes = dict(algorithm=algorithm, kl_coefficient=0.05, inner_steps=2, checkpoint=CheckpointConfig(every=1))
+    whole = reinforce(config(tmp_path / "whole", model, task("Talk"), **changes))
+    for step in metrics(whole)[1:]:
+        assert step["parity/tokens_different"] == 0 and step["policy/ratio_first_max"] == 1.0
+        assert step["parity/tokens_checked"] == step["rollout/tokens"] > 0
+        assert step["rollout/turns_mean"] == 3.0 and step["rollout/rows_mean"] >= 2.0
+        assert step["rollout/environment_tokens"] > 0
+    for line in lines(whole, 2):
+        assert len(line["log_probs"]) == sum(line["sampled"]) and len(line["sampled"]) == len(line["token_ids"])
+        assert line["turns"] == 3 and line["messages"][0]["content"] == line["prompt"]
+    torn = reinforce(config(tmp_path / "torn", model, task("Talk"), **changes))
+    (torn / "checkpoints" / "step_00000002").rename(torn / "checkpoints" / "step_00000002.partial")
+    reinforce(config(tmp_path / "torn", model, task("Talk"), resume=True, **changes))
+    assert lines(torn, 2) == lines(whole, 2), "a resumed run draws the same"
+
+
+def test_a_reward_of_the_last_reply_runs_in_a_worker(tmp_path, chat_model, task):
+    folder = reinforce(config(tmp_path / "run", chat_model("llama3"), task("Last"), steps=1))
+    assert metrics(folder)[1]["reward/elsewhere/mean"] == 1.0
+
+
+def test_prompts_are_rendered_where_the_model_has_a_template(tmp_path, chat_model, model_folder, renderings, task):
+    model = chat_model("llama3")
+    prompts = {}
+    for chat in ("auto", "never"):
+        folder = reinforce(config(tmp_path / chat, model, task("Simple"), steps=1, prompts_per_step=1, chat=chat))
+        prompts[chat] = lines(folder, 1)[0]["prompt_ids"]
+        assert metrics(folder)[1]["parity/tokens_different"] == 0
+    rendering = renderings["llama3"]
+    assert prompts["never"] == load_tokenizer(model).encode("stone")
+    assert prompts["auto"] == rendering.tokens(rendering.text([{"role": "user", "content": "stone"}]))
+    with pytest.raises(UserError, match='chat is "always", but .* has no chat template'):
+        reinforce(config(tmp_path / "always", model_folder, task("Simple"), chat="always"))
+
+
+def test_tools_that_a_template_does_not_show_are_warned_of(tmp_path, chat_model, task, caplog):
+    reinforce(config(tmp_path / "run", chat_model("llama3"), task("Talk"), steps=1))
+    assert "does not show tools" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Nothing", "defines no `reward`, `converse` or `grade`; write it as lockstep.rl.ConversationEnvironment"),
+        ("Plain", r"Plain.converse is no coroutine function; write `async def converse"),
+        ("ConversationEnvironment", 'no Environment named "ConversationEnvironment"'),
+    ],
+)
+def test_a_class_that_cannot_converse_is_refused_by_name(task, name, said):
+    with pytest.raises(UserError, match=said):
+        load_environment(task(name))
+    assert type(load_environment(task("Last"))).__name__ == "Last"
