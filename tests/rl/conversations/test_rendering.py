@@ -166,6 +166,7 @@ def test_what_messages_say_is_never_a_special_token(renderings, name):
     "edit",
     [
         lambda m: [{"role": "user", "content": "other"}, *m[1:]],
+        lambda m: [{"role": "user", "content": "ho"}, *m[1:]],
         lambda m: m[1:],
         lambda m: [m[0], {**m[1], "content": "better"}, *m[2:]],
         lambda m: [m[0], {**m[1], "content": " yes"}, *m[2:]],
