@@ -15,6 +15,7 @@ from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.collect import assign_rewards, collect, evaluate
 from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.rewards import refuse_too_many
 from lockstep.rl.rollouts import episodes_of
 
 EXAMPLES = [rl.Example("stone"), rl.Example("river", answer="r")]
@@ -46,9 +47,9 @@ def talk(environment, engine, rendering, **changes):
     return collect(EXAMPLES, environment, engine, engine.tokenizer, config(**changes), 1, 0, rendering)
 
 
-def graded(environment, engine, rendering, limited=False, grader=None, **changes):
+def graded(environment, engine, rendering, limit=1.0, grader=None, **changes):
     rollouts = talk(environment, engine, rendering, **changes)
-    assign_rewards(rollouts, environment, config(**changes).rewards, grader, limited=limited)
+    refuse_too_many(assign_rewards(rollouts, environment, config(**changes).rewards, grader), limit)
     return rollouts
 
 
@@ -198,15 +199,15 @@ def failing(kind):
 )  # fmt: skip
 def test_what_fails_costs_its_own_conversation(kind, cause, engine_of, renderings, caplog):
     given = engine_of("llama3"), renderings["llama3"]
-    limits = RewardConfig(seconds=0.3, failure_limit=0.6)
-    rollouts = graded(failing(kind), *given, limited=True, rewards=limits)
+    limits = RewardConfig(seconds=0.3)
+    rollouts = graded(failing(kind), *given, limit=0.6, rewards=limits)
     assert [r.failure for r in rollouts] == [""] * 3 + [cause] * 3
     assert [r.counts for r in rollouts] == [True] * 3 + [False] * 3
     assert "river" in caplog.text and "converse" in caplog.text
     if cause == "raised":
         assert "test_play.py:" in caplog.text
     with pytest.raises(UserError, match="more rewards failed"):
-        graded(failing(kind), *given, limited=True, rewards=RewardConfig(seconds=0.3, failure_limit=0.2))
+        graded(failing(kind), *given, limit=0.2, rewards=limits)
 
 
 def test_a_conversation_without_a_reply_counts_in_no_case(engine_of, renderings):
