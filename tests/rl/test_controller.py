@@ -199,8 +199,8 @@ def test_a_difference_stops_the_run_with_the_token_and_both_values(tmp_path, mod
     (tmp_path / "my_task.py").write_text(TASK)
     exact = batch.target_log_probs
 
-    def off_by_a_bit(model, row, temperature):
-        log_probs, entropy = exact(model, row, temperature)
+    def off_by_a_bit(*given):
+        log_probs, entropy = exact(*given)
         off = log_probs.detach().clone()
         off[3] = torch.nextafter(off[3], torch.tensor(1.0))
         return log_probs + (off - log_probs.detach()), entropy
