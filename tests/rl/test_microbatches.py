@@ -18,7 +18,7 @@ from lockstep.rl.rollouts import Rollout
 from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, target_log_probs
 
 SHAPE = ModelConfig(
-    family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
     intermediate_size=96, qk_norm=True,
 )  # fmt: skip
 
