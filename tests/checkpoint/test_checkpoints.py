@@ -53,7 +53,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_used(tmp_path
     with checkpoints_of(tmp_path, trainer) as checkpoints:
         for step in (1, 2):
             update(trainer)
-            held = whole(trainer) if step == 1 else held
+            held = whole(trainer) if step == 1 else held  # noqa: F821
             checkpoints.save(step, {"mark": step})
     harm(checkpoints_in(tmp_path / "checkpoints")[0])
     state = checkpoints.resume()
@@ -251,7 +251,7 @@ def test_rank_0_says_which_checkpoint_is_resumed(tmp_path, trainer):
     with checkpoints_of(tmp_path / "rank_0", trainer) as checkpoints:
         for step in (1, 2):
             update(trainer)
-            held = whole(trainer) if step == 1 else held
+            held = whole(trainer) if step == 1 else held  # noqa: F821
             checkpoints.save(step, {})
     seen = tmp_path / "rank_1" / "checkpoints"
     seen.mkdir(parents=True)

@@ -28,7 +28,7 @@ def saved(tmp_path_factory):
     with checkpoints_of(run, trainer) as checkpoints:
         for step in (1, 2, 3):
             update(trainer)
-            held = whole(trainer) if step == 1 else held
+            held = whole(trainer) if step == 1 else held  # noqa: F821
             checkpoints.save(step, {"mark": step})
     return run, held, checkpoints
 

@@ -86,7 +86,7 @@ def test_one_process_renders_everything_from_any_thread_and_ends_with_the_templa
 
     def ask(number):
         for _ in range(20):
-            texts.setdefault(number, set()).add(template.render([{"content": f"\ud83d {number} " * 1000}]))
+            texts.setdefault(number, set()).add(template.render([{"content": f"\ud83d {number} " * 1000}]))  # noqa: F821
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:

@@ -124,7 +124,7 @@ def odd(a: bytes):
     """Adds."""
 
 
-def unknown(a: "Missing"):
+def unknown(a: "Missing"):  # noqa: F821
     """Adds."""
 
 
