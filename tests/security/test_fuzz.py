@@ -178,7 +178,9 @@ def test_a_damaged_folder_is_refused_by_name_and_changes_nothing(folder, tmp_pat
             except UserError as error:
                 refused += 1
                 assert str(error), seed
-                changed = not all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+                # As bytes: a flipped bit that an earlier folder was taken with may have made a NaN.
+                pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, model.parameters())]
+                changed = not all(torch.equal(a, b) for a, b in pairs)
                 assert not changed or use is load_tokenizer, seed
         assert time.monotonic() - began < 10, seed
         shutil.rmtree(target)
