@@ -4,7 +4,7 @@ Each run begins with the demo's small model, which gives half of the sums a wron
 on sums that no stage has seen. In the control a coin is the reward, so that accuracy must not rise; distillation's
 control has the start itself as teacher, and else the result of GRPO. Draws a picture and prints a table. Runs, starts
 and curves are kept in --work: what is there is not run again.
-Run: python benchmarks/algorithms.py --output algorithms.png     (3 seeds take hours; --seeds 1 --steps 30 minutes)
+Run: python benchmarks/algorithms.py --output algorithms.png     (3 seeds take an hour; --seeds 1 --steps 30 minutes)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.rl.controller import reinforce
 from lockstep.rl.environments.digit_sum import DigitSum, pretraining_text
 from lockstep.train.pretrain import pretrain
 
-STEPS, SEEDS, EVERY = 120, 3, 10
+STEPS, SEEDS, EVERY, COLUMNS = 80, 3, 10, 6
 PRETRAINING = 0.5
 """Its length in the progress bar, of a reinforcement run's."""
 Curve = list[tuple[int, float]]
@@ -76,9 +76,9 @@ def draw(curves: dict[tuple[str, bool], list[Curve]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = sorted({name for name, _ in curves}, key=get_args(AlgorithmName).index)
-    rows = -(-len(names) // 5)
+    rows = -(-len(names) // COLUMNS)
     figure = Figure(figsize=(11, 2.4 * rows), layout="constrained")
-    panels = figure.subplots(rows, 5, sharex=True, sharey=True, squeeze=False).flatten()
+    panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flatten()
     for panel, name in zip(panels, names):
         for control, style in ((True, {"color": "0.65"}), (False, {"color": "C0"})):
             for curve in curves[name, control]:
