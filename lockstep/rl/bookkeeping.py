@@ -72,7 +72,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     count = len(rollouts)
     mean = math.fsum(rewards) / len(rewards)
     groups = [{r.reward for r in group} for _, group in groupby(counting, key=lambda r: r.group)]
-    said = [[r.token_ids for r in group] for _, group in groupby(rollouts, key=lambda r: r.group)]
+    said = [
+        [[token for r in own for token in r.sampled_ids()] for own in group]
+        for _, group in groupby(episodes, key=lambda own: own[0].group)
+    ]
     return {
         "reward/mean": mean,
         "reward/std": math.sqrt(math.fsum((r - mean) * (r - mean) for r in rewards) / len(rewards)),

@@ -23,19 +23,21 @@ from lockstep.rl.rollouts import Rollout, read_rollouts
 OF_ROLLOUTS = {
     "prompts": ("prompt", "answer"),
     "tokens": ("token_ids", "completion"),
-    "generator's log-probabilities": ("log_probs",),
+    "generator's log-probabilities": ("log_probs", "cut_log_probs"),
+    "conversations": ("sampled", "messages"),
     "rewards": ("rewards", "reward", "failure"),
     "dropped": ("dropped",),
     "reference's log-probabilities": ("reference_log_probs",),
     "teacher's log-probabilities": ("teacher_log_probs",),
+    "values": ("values",),
     "advantages": ("advantage", "token_advantages"),
     "trainer's log-probabilities": ("trainer_log_probs",),
     "entropies": ("entropies",),
 }
 """What is compared of each rollout, in the order in which one follows from the other: by its names in the file."""
-SAMPLED = ("tokens", "generator's log-probabilities")
+SAMPLED = ("tokens", "generator's log-probabilities", "conversations")
 """Taken from the file, unless they are sampled again."""
-NOT_COMPARED = ("time", "rollout/tokens_per_second", "validation/", "alarm/")
+NOT_COMPARED = ("time", "rollout/tokens_per_second", "rollout/tool_seconds/", "validation/", "alarm/")
 """Beginnings of metrics that are another's each time, or that a replay does not make."""
 REWARDS_DIFFER = (
     "Rewards differ: the environment, its data or its reward is another now, or the reward is no function of example "

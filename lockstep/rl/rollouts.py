@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,10 @@ class Rollout:
     def num_sampled(self) -> int:
         """Tokens that the model sampled."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
+
+    def sampled_ids(self) -> list[int]:
+        """The tokens that the model sampled."""
+        return list(compress(self.token_ids, self.sampled)) if self.sampled else self.token_ids
 
     def targets(self) -> list[int]:
         """Where in prompt_ids + token_ids the sampled tokens stand."""

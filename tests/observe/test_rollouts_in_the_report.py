@@ -10,7 +10,7 @@ from lockstep.data.pieces import token_pieces
 from lockstep.errors import UserError
 from lockstep.observe import MetricsWriter, open_run, write_report
 from lockstep.observe.report import MOST_BYTES
-from lockstep.observe.token_view import channels, shown_steps
+from lockstep.observe.token_view import ENVIRONMENTS, _pieces, channels, shown_steps
 
 HOSTILE = "</i></span><script>alert('gotcha')</script><img src=x onerror=\"gotcha()\">&lt;b&gt;\x00\x1b[2Jä\u202e"
 
@@ -171,3 +171,25 @@ def test_a_long_curve_keeps_its_ends_and_its_spikes():
     assert len(thinned) <= MOST_POINTS and {100.0, -100.0} <= set(thinned)
     assert steps == sorted(steps) and all(values[int(step) - 1] == value for step, value in zip(steps, thinned))
     assert _thinned([1, 2, 3], [0.5, 0.1, 0.2]) == ([1, 2, 3], [0.5, 0.1, 0.2])
+
+
+def test_a_token_view_colours_the_models_tokens_by_their_own_figures():
+    rollout = {
+        "token_ids": list(b"abcdef"), "sampled": [0, 1, 0, 0, 1, 1], "log_probs": [-1.0, -2.0, -3.0],
+        "advantage": 0.0, "token_advantages": [0.25, 0.5, 1.0], "entropies": [0.4, 0.8, 1.2],
+    }  # fmt: skip
+    pieces = _pieces(rollout, lambda tokens: list(map(chr, tokens)), 100, 1.0)
+    assert "".join(piece.text for piece in pieces) == "abcdef"
+    assert [piece.figures == ENVIRONMENTS and not piece.style for piece in pieces] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [pieces[n].style for n in (1, 4, 5)] == [
+        "--l:0.25;--a:0.25;--e:0.1", "--l:0.5;--a:0.5;--e:0.2", "--l:0.75;--a:1;--e:0.3"
+    ]  # fmt: skip
+    first, left_out, last = _pieces(rollout, lambda tokens: list(map(chr, tokens)), 2, 1.0)
+    assert (first.text, last.text, last.style) == ("a", "f", pieces[5].style) and "4 tokens" in left_out.text

@@ -48,6 +48,10 @@ RISING = {"reward__mean": [0.5] * 3 + [0.6] * 6 + [0.7] * 3}
          {"validations": {0: 0.55, 12: 0.4}}),
         ("reward_gap", {"validations": {0: 0.55, 12: 0.54}, "reward__std": [0.4] * 9 + [0.1] * 3, **RISING},
          {"validations": {0: 0.55, 12: 0.54}, "reward__std": [0.5] * 3, **RISING}),
+        ("reward_gap", {"validations": {0: 0.55, 12: 0.54}, "reward__std": [0.1, 0.1, 0.5], **RISING},
+         {"validations": {0: 0.55, 12: 0.54}, "reward__std": [1.2, 0.1, 0.1], **RISING}),
+        ("reward_gap", {"validations": {6: 0.55, 12: 0.4}, **RISING},
+         {"validations": {6: 0.55, 12: 0.4}, "reward__mean": [0.0] * 3 + [0.7] * 9}),
         ("reward_gap", {"validations": {0: 0.55, 10: 0.4}, **RISING},
          {"validations": {0: 0.55, 5: 0.4}, **RISING}),
         ("length", {"rollout__tokens_mean": [40.0, 41.0, 42.0]}, {"rollout__tokens_mean": [39.0, 40.0, 41.0]}),
@@ -68,6 +72,11 @@ def test_an_alarm_names_its_cause_where_its_limit_is_passed_and_only_there(name,
     off = AlarmConfig(window=3, no_signal=4)
     setattr(off, name, type(getattr(off, name))(0))
     assert alarms(_series(**raising), off) == {}
+
+
+def test_the_share_that_is_cut_off_is_that_of_the_last_steps():
+    series = _series(rollout__tokens_mean=[40.0, 41.0, 42.0], rollout__truncated=[0.75] * 3)
+    assert "75 % are cut off" in alarms(series, CONFIG)["length"]
 
 
 def test_a_charge_for_length_is_no_gap_between_training_and_validation():

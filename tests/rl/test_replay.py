@@ -28,7 +28,7 @@ def _differing(result):
     return {quantity.name for quantity in result.quantities if quantity.different}
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce++", "rejection", "distillation"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce++", "rejection", "distillation", "ppo"])
 def test_a_step_of_an_algorithm_has_the_recorded_bits(tmp_path, folders, name):  # noqa: F811
     changes = {"teacher": str(folders[1])} if name == "distillation" else {"kl_coefficient": 0.05, "kl_in": "loss"}
     changes |= {} if name == "distillation" else {"inner_steps": 2, "off_policy": "truncate"}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def completions():
                 completion="x", version=0,
                 rewards={"reward": float(number * number)}, reward=float(number * number),
                 reference_logprobs=[-0.2 * t + number for t in tokens], teacher_logprobs=[-0.3 * t for t in tokens],
+                values=[0.01 * t * t - number for t in tokens],
             )
         )  # fmt: skip
     return made
@@ -45,7 +47,8 @@ def as_rows(rollouts):
                     whole, prompt_ids=[1, 9] if part.start else [1, 2, 3], token_ids=[tokens[0], 7, 8, *tokens[1:]],
                     sampled=[True, False, False] + [True] * len(tokens[1:]), logprobs=whole.logprobs[part],
                     reference_logprobs=whole.reference_logprobs[part], teacher_logprobs=whole.teacher_logprobs[part],
-                    rewards=dict(whole.rewards), episode=number % 3, conversation=conversation,
+                    values=whole.values[part], rewards=dict(whole.rewards), episode=number % 3,
+                    conversation=conversation,
                 )
             )  # fmt: skip
     return rows
@@ -64,17 +67,28 @@ def test_an_episode_has_the_advantages_and_weights_of_one_completion(name, kl):
         assert [r.advantage for r in rows[::2]] == [r.advantage for r in rows[1::2]] == [r.advantage for r in whole]
     got = [[a for r in episode for a in r.advantages_of_tokens()] for episode in episodes_of(rows)]
     assert got == [r.advantages_of_tokens() for r in whole]
-    batches, expected = policy_batches(rows, config), policy_batches(whole, config)
-    for field in ("weights", "old_log_probs", "reference_log_probs"):
-        given, other = (torch.cat([getattr(b, field) for b in side]) for side in (batches, expected))
-        assert torch.equal(given, other)
-    targets = torch.cat([b.row.targets for b in batches])
-    assert torch.equal(targets, torch.cat([b.row.targets for b in expected])), "what the environment said is no target"
+    fields = ("weights", "old_log_probs", "advantages", "reference_log_probs", "old_values", "returns")
+    fields = fields if algorithm.advantage == "gae" else fields[:-1]
+    given, expected = of_episodes(rows, config, fields), of_episodes(whole, config, fields)
+    assert given == expected, "what the environment said is no target"
+
+
+def of_episodes(rollouts, config, fields):
+    """Of each episode, its targets and what the loss has of each, wherever its rows were packed."""
+    found = {}
+    for batch in policy_batches(rollouts, config):
+        lengths = [r.num_sampled for r in batch.rollouts]
+        columns = [getattr(batch, field).split(lengths) for field in fields] + [batch.row.targets.split(lengths)]
+        for rollout, *own in zip(batch.rollouts, *columns):
+            found[id(rollout)] = [column.tolist() for column in own]
+    assert len(found) == len(rollouts)
+    of_rows = [[found[id(rollout)] for rollout in episode] for episode in episodes_of(rollouts)]
+    return [[list(chain.from_iterable(column)) for column in zip(*own)] for own in of_rows]
 
 
 def test_a_target_is_predicted_by_the_token_before_it():
     (batch,) = policy_batches(as_rows(completions())[:2], RLConfig(max_new_tokens=10))
-    assert batch.row.tokens.tolist()[:7] == [1, 2, 3, 20, 7, 8, 21]
+    assert batch.row.tokens.tolist()[:7] == [1, 2, 3, 20, 7, 8, 1]
     assert batch.row.tokens[batch.row.predictors].tolist()[:2] == [3, 8] and batch.row.targets.tolist()[:2] == [20, 21]
 
 
