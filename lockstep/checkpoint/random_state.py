@@ -11,6 +11,13 @@ import torch
 from torch import Tensor
 
 
+def seed_generators(seed: int) -> None:
+    """Python's, NumPy's and torch's, for code of the user's that draws from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state() -> dict[str, Tensor]:
     """Of Python, NumPy, torch and, where there is one, this process's GPU."""
     version, words, gauss = random.getstate()

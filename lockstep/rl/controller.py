@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.random_state import seed_generators
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
@@ -99,6 +100,7 @@ def _reinforce(
     refuse_ranks("rl")
     device = open_device(config.device)
     config = settle(config, World(device))
+    seed_generators(config.seed)
     algorithm = algorithm_of(config)
     others = (
         algorithm.advantage in ("teacher", "gae") or max(algorithm.kl_coefficient, algorithm.entropy_coefficient) > 0

@@ -2,9 +2,11 @@
 
 import json
 import math
+import random
 import string
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -306,3 +308,17 @@ def test_another_algorithm_over_a_recorded_run_brings_its_own_settings(tmp_path,
     config = _run_config("rl", RLConfig, options)
     assert algorithm_of(config) == replace(ALGORITHMS["gspo"], clip_high=0.5)
     assert algorithm_of(_run_config("rl", RLConfig, options[:2])) == algorithm_of(from_toml(options[1], RLConfig()))
+
+
+class Draws(EvenBytes):
+    """Its reward is a draw from Python's and NumPy's own generators."""
+
+    def reward(self, example, completion):
+        return random.random() + float(np.random.random())
+
+
+def test_what_a_task_draws_by_itself_is_the_same_in_every_run(tmp_path, folders):
+    random.seed(3)
+    first = reinforce(_config(tmp_path / "first", folders[0], steps=1), Draws())
+    second = reinforce(_config(tmp_path / "second", folders[0], steps=1), Draws())
+    assert _metrics(first)[-1]["reward/mean"] == _metrics(second)[-1]["reward/mean"]

@@ -9,10 +9,13 @@ from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.load_environment import load_environment
+from lockstep.rl.replay import replay
 
 TASK = '''
 import os
 import lockstep.rl as rl
+from lockstep.rl.conversations import Reply, ToolCall
+from lockstep.rl.conversations.tools import answer_calls
 
 def words(text: str) -> int:
     """Counts words.
@@ -30,7 +33,9 @@ class Talk(rl.ConversationEnvironment):
     async def converse(self, example, chat):
         chat.add(example.prompt)
         reply = await chat.reply()
-        chat.add(str(len(reply.text)), role="tool")
+        # Random weights write no call, so here is one as a model would have made it.
+        call = ToolCall("words", {"text": reply.text})
+        await answer_calls(chat, Reply(reply.text, tool_calls=(call,)), self.tools)
         await chat.reply()
         del chat.messages[1]
         await chat.reply()
@@ -87,7 +92,7 @@ def lines(folder, step):
     return [json.loads(line) for line in (folder / f"rollouts/step_{step:08}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("name", "algorithm"), [("qwen3", "grpo"), ("llama3_1", "reinforce++"), (None, "gspo")])
+@pytest.mark.parametrize(("name", "algorithm"), [("qwen3", "grpo"), ("llama3_1", "ppo"), (None, "gspo")])
 def test_a_run_of_conversations_trains_with_every_bit_compared(
     tmp_path, chat_model, model_folder, task, name, algorithm
 ):
@@ -98,10 +103,15 @@ def test_a_run_of_conversations_trains_with_every_bit_compared(
         assert step["parity/tokens_different"] == 0 and step["policy/ratio_first_max"] == 1.0
         assert step["parity/tokens_checked"] == step["rollout/tokens"] > 0
         assert step["rollout/turns_mean"] == 3.0 and step["rollout/rows_mean"] >= 2.0
-        assert step["rollout/environment_tokens"] > 0
+        assert step["rollout/environment_tokens"] > 0 and step["rollout/tool_seconds/words"] > 0
     for line in lines(whole, 2):
         assert len(line["log_probs"]) == sum(line["sampled"]) and len(line["sampled"]) == len(line["token_ids"])
         assert line["turns"] == 3 and line["messages"][0]["content"] == line["prompt"]
+        assert any(message["role"] == "tool" for message in line["messages"])
+    with pytest.raises(UserError, match="step 2 of .* holds conversations.*--sample"):
+        replay(whole, 2)
+    again = replay(whole, 2, sample=True)
+    assert again.equal, again.text()
     torn = reinforce(config(tmp_path / "torn", model, task("Talk"), **changes))
     (torn / "checkpoints" / "step_00000002").rename(torn / "checkpoints" / "step_00000002.partial")
     reinforce(config(tmp_path / "torn", model, task("Talk"), resume=True, **changes))
