@@ -126,7 +126,7 @@ class Rendering:
         if isinstance(value, str):
             return self._special.sub(lambda match: f"{LEFT}{self._names.index(match[0])}{RIGHT}", value)
         if isinstance(value, dict):
-            return {key: self.written(own) for key, own in value.items()}
+            return {self.written(key): self.written(own) for key, own in value.items()}
         return [self.written(own) for own in value] if isinstance(value, list) else value
 
     def _end_of_turn(self) -> tuple[int, ...]:
