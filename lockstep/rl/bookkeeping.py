@@ -109,7 +109,7 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
         "rollout/over": sum(c.over for c in held) / len(held),
         "rollout/environment_tokens": sum(len(r.token_ids) - r.num_sampled for r in rows),
         **{
-            f"rollout/tool_seconds/{name}": math.fsum(c.tool_seconds.get(name, 0.0) for c in held)
+            f"rollout/tool_seconds/{_escaped(name)}": math.fsum(c.tool_seconds.get(name, 0.0) for c in held)
             for name in sorted({name for c in held for name in c.tool_seconds})
         },
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import queue
 import sys
 import threading
@@ -25,6 +26,8 @@ from lockstep.rl.rewards.calling import INVALID, TIMEOUT, Outcome, about, event_
 
 PATIENCE = 10
 """Times rewards.seconds that a function may block the event loop before the run ends."""
+
+LIMIT = "the conversation is at its limit of turns or of tokens"
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ class _Guest:
         self.asks = 0
         self.reply: asyncio.Future[Reply | None] | None = None
         self.alarm: asyncio.TimerHandle | None = None
+        self.beginning: asyncio.Task[None] | None = None
+        """Waits for a place, after a reply."""
         self.over = False
 
     async def converse(self) -> None:
@@ -126,13 +131,19 @@ class _Guest:
             self.time_up.cancel()
             task.cancel()
         messages: list[Message] = []
+        seconds: dict[str, float] = {}
+        problem = ""
         try:
             messages = plain(self.chat.messages)
-        except (TypeError, ValueError, RecursionError) as error:
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
             problem = f"left messages that are no plain data ({error})"
-            if outcome is None or not outcome.cause:
-                outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
-        self.hosting.say(Ended(self.number, messages, self.over, outcome, dict(self.chat.seconds)))
+        try:
+            seconds = _times(self.chat.seconds)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            problem = problem or f"left chat.seconds that are no times by name ({error})"
+        if problem and (outcome is None or not outcome.cause):
+            outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
+        self.hosting.say(Ended(self.number, messages, self.over, outcome, seconds))
 
     def _outcome(self, task: asyncio.Future[Any]) -> Outcome | None:
         environment, example = self.hosting.environment, self.example
@@ -148,8 +159,10 @@ class _Guest:
 
     async def ask(self, messages: Sequence[Message]) -> Reply:
         self._note_time()
-        if self.time_up.done():
-            raise TimeoutError("this conversation has ended")
+        if self.over or self.time_up.done():
+            # Its time runs on, and the others have their turn, even where a loop catches this and asks again.
+            await asyncio.sleep(0)
+            raise ConversationOver(LIMIT) if self.over else TimeoutError("this conversation has ended")
         if self.reply is not None:
             raise RuntimeError("one reply of a conversation comes after the other: await each")
         sent = plain(messages)
@@ -163,10 +176,12 @@ class _Guest:
             self.reply = None
             # What a conversation has left behind takes nobody's place.
             if not self.time_up.done():
-                await self._begin()
+                # In a task of its own: the environment may cancel this one here, and its time must run all the same.
+                self.beginning = asyncio.ensure_future(self._begin())
+                await asyncio.wait({self.beginning})
         if reply is None:
             self.over = True
-            raise ConversationOver("the conversation is at its limit of turns or of tokens")
+            raise ConversationOver(LIMIT)
         return reply
 
     def hear(self, ask: int, reply: Reply | None) -> None:
@@ -180,6 +195,9 @@ class _Guest:
         self.alarm = self.loop.call_later(self.hosting.config.seconds, self._ring)
 
     def _pause(self) -> None:
+        if self.beginning is not None:
+            self.beginning.cancel()
+            self.beginning = None
         if self.alarm is not None:
             self.alarm.cancel()
             self.alarm = None
@@ -240,6 +258,17 @@ def plain(messages: Sequence[Any]) -> list[Message]:
     if strange := next((m for m in sent if not isinstance(m, dict) or not isinstance(m.get("role"), str)), None):
         raise TypeError(f"a message must be a dict with a role: {strange!r:.80}")
     return sent
+
+
+def _times(seconds: Any) -> dict[str, float]:
+    """Times by their names. Raises TypeError, ValueError or OverflowError where they are none."""
+    times = dict(seconds)
+    for name, value in times.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name!r:.80}: {value!r:.80}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name!r:.80}: {value!r:.80}")
+    return {name: float(value) for name, value in times.items()}
 
 
 async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.sequence import Sequence as Sample
 from lockstep.rl.conversations.hosting import Asked, Ended, Hosting
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
-from lockstep.rl.conversations.rendering import Rendering, Row, Transcript
+from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript
 from lockstep.rl.environment import Example
 from lockstep.rl.rewards.calling import INVALID, about, failure
 from lockstep.rl.rollouts import Conversation, Rollout
@@ -92,7 +92,11 @@ def _prompt(
     if one.transcript.turns >= environment.turns:
         return None
     try:
-        prompt = one.transcript.prompt(asked.messages)
+        prompt = one.transcript.prompt(asked.messages, engine.model.config.max_positions)
+    except TooLongError as error:
+        if one.transcript.rows:
+            return None
+        raise UserError(f"example {one.example.name}: its first prompt has {error}; shorten it") from error
     except ChatTemplateError as error:
         raise UserError(f"example {one.example.name}: {error}") from error
     limit, total = engine.model.config.max_positions, len(prompt) + config.max_new_tokens

@@ -23,11 +23,17 @@ LEFT, RIGHT = "\uf8f1", "\uf8f2"
 MARK = f"{LEFT}reply{RIGHT}"
 """Stands for the reply where only what follows it is wanted."""
 
+MOST_CHARACTERS = 128
+"""Of a token: the longest of those in use are 128 spaces. To encode a text of many millions takes minutes."""
 RENDERED = (
     "example %s: its prompt holds a special token, so it is taken for one that a chat template has rendered, and "
     "is read as it is, and so are others like it; chat = never reads all prompts as they are, chat = always renders all"
 )
 UNSHOWN = "the chat template of %s does not show tools, so the model is not told of those of %s; tell it in the prompt"
+
+
+class TooLongError(ValueError):
+    """A text is longer than any that fits in the context."""
 
 
 class Rendering:
@@ -126,7 +132,7 @@ class Rendering:
         if isinstance(value, str):
             return self._special.sub(lambda match: f"{LEFT}{self._names.index(match[0])}{RIGHT}", value)
         if isinstance(value, dict):
-            return {key: self.written(own) for key, own in value.items()}
+            return {self.written(key): self.written(own) for key, own in value.items()}
         return [self.written(own) for own in value] if isinstance(value, list) else value
 
     def _end_of_turn(self) -> tuple[int, ...]:
@@ -212,12 +218,15 @@ class Transcript:
         self._continued: tuple[Row, list[int]] = Row([]), []
         """The row that the next reply belongs to, and what the environment says before it."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], positions: int | None = None) -> list[int]:
         """What the model is to continue. Nothing of it is kept unless a reply is added.
 
-        Raises ChatTemplateError for messages that the template refuses.
+        positions: the model's context, if a text that can never fit is to be refused before it is encoded. Raises
+        TooLongError for one, and ChatTemplateError for messages that the template refuses.
         """
         text = self.rendering.text(messages)
+        if positions is not None and len(text) > MOST_CHARACTERS * positions:
+            raise TooLongError(f"{len(text):,} characters, which cannot fit in the context of {positions} tokens")
         suffix = self._suffix(messages, text)
         if suffix is None:
             self._continued = Row(self.rendering.tokens(text)), []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -29,7 +28,7 @@ LAST = (
 COUNTS = {"train": 2000, "validation": 100}
 POWER = 4
 """Of the similarity: half a list is worth a sixteenth."""
-LIST = re.compile(r"<sorted>\n?(.*?)</sorted>", re.DOTALL)
+BEGIN, END = "<sorted>", "</sorted>"
 
 
 class AlphabetSort(ConversationEnvironment):
@@ -88,8 +87,12 @@ def _lines(names: Sequence[str]) -> str:
 def listed(text: str) -> list[str]:
     """The names of the last list in a reply, after its reasoning; none where there is no list."""
     _, closed, after = text.partition("</think>")
-    found = LIST.findall(after if closed else text)
-    return [" ".join(line.split()) for line in found[-1].splitlines() if line.strip()] if found else []
+    said = after if closed else text
+    begin = said.rfind(BEGIN, 0, max(0, said.rfind(END)))
+    if begin < 0:
+        return []
+    names = said[begin + len(BEGIN) : said.find(END, begin)]
+    return [" ".join(line.split()) for line in names.splitlines() if line.strip()]
 
 
 def similarity(wanted: Sequence[str], got: Sequence[str]) -> float:

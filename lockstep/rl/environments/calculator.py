@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import random
 import re
@@ -18,7 +19,7 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
     **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
 }
-ANSWER = re.compile(r"^\W*Answer:\W*?\$?(-?[0-9][0-9,]*)(?:\.0*)?[\s*.$]*\Z", re.MULTILINE)
+ANSWER = re.compile(r"^[^\w\n]*Answer:\W*?\$?(-?[0-9][0-9,]*)(?:\.0*)?[\s*.$]*\Z", re.MULTILINE)
 PROMPTS = (
     ("A depot holds {a} crates of {b} kg each. {c} kg are taken away. How many kg are left?", "{a}*{b}-{c}"),
     ("{a} tickets were sold at {b} coins, and {c} at {d} coins. How many coins is that?", "{a}*{b}+{c}*{d}"),
@@ -76,10 +77,7 @@ def evaluate(expression: str) -> int | float:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"this is no arithmetic expression: {expression}") from error
-    value = _value(tree.body, 0)
-    if isinstance(value, float) and value != value:
-        raise ValueError("the result is no number")
-    return value
+    return _value(tree.body, 0)
 
 
 def _value(node: ast.expr, depth: int) -> int | float:
@@ -102,6 +100,8 @@ def _value(node: ast.expr, depth: int) -> int | float:
         raise ValueError("only numbers, + - * / // % ** and parentheses can be worked out; write 1000, not 1,000")
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         raise OverflowError("the result is too large")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise OverflowError("the result is too large for a number with a decimal point")
     return value
 
 

@@ -20,7 +20,8 @@ PROMPT_KEYS = ("prompt", "problem", "question")
 NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"
 STOPPED_SECONDS = 3.0
 """After which a harness that says nothing is given up: it stops waiting by itself, unless the code has stopped it."""
-BLOCK = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = "```"
+LANGUAGE = re.compile(r"[ \t]*(\w*)")
 INSTRUCTION = "\n\nWrite Python. Give the whole program in one ```python block."
 
 
@@ -69,9 +70,26 @@ def code_in(completion: str) -> str:
     """The last block of Python of a reply, after its reasoning; any last block where none is marked so, else all."""
     _, closed, after = completion.partition("</think>")
     said = after if closed else completion
-    blocks = [(language.lower(), body) for language, body in BLOCK.findall(said)]
+    blocks = _blocks(said)
     python = [body for language, body in blocks if language in ("python", "py", "python3")]
     return (python or [body for _, body in blocks] or [said])[-1].strip("\n")
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Language and body of each block that is closed. Line by line: its time is linear in the text's length."""
+    blocks: list[tuple[str, str]] = []
+    language: str | None = None
+    body: list[str] = []
+    for line in text.split("\n"):
+        if language is None:
+            if line.startswith(FENCE) and (marked := LANGUAGE.match(line, len(FENCE))):
+                language, body = marked[1].lower(), []
+        elif line.rstrip(" \t") == FENCE:
+            blocks.append((language, "\n".join(body)))
+            language = None
+        else:
+            body.append(line)
+    return blocks
 
 
 def run_tests(code: str, tests: Any, seconds: float = 5.0, memory_mib: int = 512) -> tuple[int, int]:

@@ -21,7 +21,7 @@ TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("quest
 FOLDER = "documents"
 HITS, PAGE = 5, 4000
 INSTRUCTION = "\n\nSearch the texts for it. Reply with the last line `Answer: …`, as short as it can be."
-ANSWER = re.compile(r"^\W*Answer:[ \t]*(.*)$", re.MULTILINE)
+ANSWER = re.compile(r"^[^\w\n]*Answer:[ \t]*(.*)$", re.MULTILINE)
 LONGEST_ANSWER = 500
 
 

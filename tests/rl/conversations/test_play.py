@@ -140,6 +140,26 @@ def test_a_limit_of_turns_or_tokens_ends_a_conversation(engine_of, renderings):
         talk(Long(), engine_of("llama3"), renderings["llama3"], max_new_tokens=600)
 
 
+def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(engine_of, renderings):
+    class Loud(rl.ConversationEnvironment):
+        async def converse(self, example, chat):
+            chat.add(example.prompt if self.first else "x" * 10**7)
+            await chat.reply()
+            chat.add("x" * 10**7)
+            await chat.reply()
+
+        unfinished, first = -1.0, True
+
+    class Louder(Loud):
+        first = False
+
+    given = engine_of("llama3"), renderings["llama3"]
+    rollouts = graded(Loud(), *given, samples_per_prompt=1)
+    assert all(r.conversation.over and r.reward == -1.0 and r.conversation.turns == 1 for r in rollouts)
+    with pytest.raises(UserError, match=r"its first prompt has 10,0\d\d,\d\d\d characters, which cannot fit in the context"):
+        talk(Louder(), *given)
+
+
 def test_one_number_of_an_unfinished_conversation_stands_for_all_names(engine_of, renderings):
     class Named(Talk):
         async def converse(self, example, chat):

@@ -206,6 +206,14 @@ def test_many_lists_and_long_lists_gain_nothing():
     assert similarity(names, [*names, *names]) < 0.7
 
 
+def test_the_last_list_is_found_whatever_stands_around_it():
+    assert listed("<sorted>\na\n</sorted><sorted>\nb  c\n</sorted> </sorted> <sorted>d") == ["b c"]
+    assert listed("<sorted>a") == listed("</sorted>") == listed("</sorted><sorted>") == listed("") == []
+    # Looked for from each beginning anew, the end of this would not be found while anyone waits.
+    assert listed("<sorted>" * 300_000) == []
+    assert listed("<sorted>" * 300_000 + "a</sorted>") == ["a"]
+
+
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=8), st.lists(st.sampled_from("abcd"), max_size=8))
 def test_similarity_is_one_for_the_same_list_alone(wanted, got):
     assert 0.0 <= similarity(wanted, got) <= 1.0 and (similarity(wanted, got) == 1.0) == (wanted == got)
@@ -241,7 +249,7 @@ def test_no_expression_breaks_the_calculator(text):
     "text",
     [
         *("__import__('os').system('true')", "().__class__", "a", "1 if 1 else 2", "[1]", "'a' * 9", "True + 1", "1j"),
-        *("9**9**9", "10**5000", "2**2**20", "(-1)**0.5", "1e308 * 10 - 1e308 * 10", "1,000 + 1", "2 ^ 3", "7 << 3"),
+        *("9**9**9", "10**5000", "2**2**20", "(-1)**0.5", "1e308 * 10 - 1e308 * 10", "1e308 * 10", "1 / 1e400", "1,000 + 1", "2 ^ 3", "7 << 3"),
         *("(" * 150 + "1" + ")" * 40, "-" * 150 + "1", "1" * 300, "", "0.0 ** -1", "lambda: 1"),
     ],
 )
@@ -288,6 +296,16 @@ def test_the_calculator_is_called_and_its_answers_are_checked():
 )
 def test_the_last_line_has_the_answer(reply, correct):
     assert Calculator().reward(Example("p", "12"), reply) == {"correct": correct}
+
+
+@pytest.mark.parametrize("mark", ["\n", "*\n", "*", " "])
+def test_a_reply_of_nothing_but_marks_is_read_in_linear_time(mark):
+    """A pattern that begins anew at each line, and reads all others, would not come back from these."""
+    example, marks = Example("p", "12"), mark * 300_000
+    assert Calculator().reward(example, marks + "x") == {"correct": 0.0}
+    assert Calculator().reward(example, marks + "\n**Answer: 12") == {"correct": 1.0}
+    assert Retrieval().reward(example, marks + "x")["correct"] == 0.0
+    assert Retrieval().reward(example, marks + "\n**Answer: 12")["correct"] == 1.0
 
 
 # Looking things up.

@@ -162,6 +162,20 @@ def test_what_messages_say_is_never_a_special_token(renderings, name):
     )
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nor_is_what_the_names_of_arguments_say(renderings, name):
+    rendering = renderings[name]
+
+    def specials(key):
+        call = {"type": "function", "function": {"name": "f", "arguments": {key: 1}}}
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return special_ones(rendering.tokenizer, Transcript(rendering).prompt(messages))
+
+    harmless = specials("key")
+    for key in [*rendering.tokenizer.special_tokens(), "\uf8f10\uf8f2", "\uf8f199999\uf8f2"]:
+        assert specials(key) == harmless, key
+
+
 @pytest.mark.parametrize(
     "edit",
     [
