@@ -452,8 +452,9 @@ class ReplayOptions:
 
     run: str
     """The run's folder."""
-    step: int = 0
-    """The step; the checkpoint of the one before it must be there, unless it is the first. 0: the last that can be."""
+    step: int | None = None
+    """The step; the checkpoint of the one before it must be there, unless it is the first. None: the last that can
+    be."""
     sample: bool = False
     """Sample its completions again, too, instead of taking them from rollouts/."""
 

@@ -105,9 +105,11 @@ class RLConfig:
     """Llama 3 or Qwen3 to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
     hub."""
     environment: str = "digit_sum"
-    """`digit_sum`, `gsm8k`, or `FILE.py:Class` for a task of your own."""
+    """`alphabet_sort`, `calculator`, `code`, `digit_sum`, `gsm8k`, `math` or `retrieval`; `gymnasium:ID` or
+    `verifiers:TASKSET`; or `FILE.py:Class` for a task of your own."""
     data: str = ""
-    """Folder of the environment's data (gsm8k: train.jsonl and test.jsonl)."""
+    """The environment's data. code, math: a folder with train.jsonl and validation.jsonl, or one .jsonl file; gsm8k: a
+    folder with train.jsonl and test.jsonl; retrieval: as code, with `documents` beside; verifiers: a .toml file."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
     steps: Annotated[int, Above(0)] = 100

@@ -107,6 +107,11 @@ def read_jsonl(
     tally.bytes_read += path.stat().st_size if compressed else 0
 
 
+JSON_KINDS: dict[type, str] = {
+    list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false", type(None): "null",
+}  # fmt: skip
+
+
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     """The line's object, or what is wrong with it."""
     for character in (b",", b":", b"[", b"{"):
@@ -115,7 +120,7 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     try:
         values = json.loads(line)
         if not isinstance(values, dict):
-            return {}, f"a {type(values).__name__}, not an object"
+            return {}, JSON_KINDS[type(values)]
         if b"\\ud" in line.lower() or b"\xed" in line:
             # JSON can hold half a surrogate pair, escaped or in bytes, which no tokenizer takes: it has no UTF-8.
             json.dumps(values, ensure_ascii=False).encode()

@@ -28,7 +28,7 @@ from lockstep.rl.algorithms import (
     whitened,
 )
 from lockstep.rl.conversations.grading import grade_conversations
-from lockstep.rl.conversations.play import play
+from lockstep.rl.conversations.play import play, unfit
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
@@ -245,14 +245,10 @@ def _sample(
 
 
 def encode_prompt(rendering: Rendering, example: Example, engine: Engine, max_new_tokens: int) -> list[int]:
-    """The prompt's tokens. Raises UserError if prompt and completion do not fit the context."""
+    """The prompt's tokens. Raises UserError if prompt and completion do not fit the context or the cache."""
     tokens = rendering.prompt(example)
-    limit = engine.model.config.max_positions
-    if not tokens or len(tokens) + max_new_tokens > limit:
-        raise UserError(
-            f"example {example.name}: its prompt of {len(tokens)} tokens and max_new_tokens {max_new_tokens} must "
-            f"together be between 1 and the context of {limit}; shorten one of them"
-        )
+    if problem := unfit(tokens, engine, max_new_tokens):
+        raise UserError(f"example {example.name}: its {problem}")
     return tokens
 
 

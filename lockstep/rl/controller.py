@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,10 +37,10 @@ from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
 from lockstep.rl.conversations.rendering import open_rendering
-from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
+from lockstep.rl.critic import assign_values, make_critic, refuse_run_without_values, train_settings, value_metrics
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.ledger import Ledger
-from lockstep.rl.load_environment import load_environment
+from lockstep.rl.load_environment import GIVEN, check_environment, given_name, load_environment
 from lockstep.rl.prompts import PromptLoader, examples_of
 from lockstep.rl.reference import (
     assign_reference_scores,
@@ -107,7 +108,11 @@ def _reinforce(
     )
     learns_from_spread_alone = not others
     is_given = environment is not None
-    environment = environment or load_environment(config.environment, config.data, config.skip_bad_lines)
+    if environment is not None:
+        check_environment(environment)
+        config = replace(config, environment=given_name(environment))
+    else:
+        environment = load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
     model = load_model(config.model, config.dtype, device)
@@ -128,6 +133,8 @@ def _reinforce(
     run = opened.enter_context(claim_run(config.output, to_toml(config), config.resume, config.overwrite))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
+    if config.resume and critic:
+        refuse_run_without_values(run.path, config)
     if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
         start = state["step"]
         engine.weights_changed(start)
@@ -145,7 +152,7 @@ def _reinforce(
     announce("rl: " + start_line(config.model, model.config.num_parameters, device, model.dtype, work))
     if device.type == "cuda" and (count := torch.cuda.device_count()) > 1:
         announce(f"rl uses one GPU so far: {device} of {count}; --device chooses another")
-    clock, title = time.perf_counter(), f"{config.algorithm} on {config.environment}"
+    clock, title = time.perf_counter(), f"{config.algorithm} on {config.environment.removeprefix(GIVEN)}"
     watch = Alarms(config.alarms, read_metrics(run.metrics), learns_from_spread_alone)
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     with (
@@ -225,9 +232,8 @@ def _reinforce(
                 if not only and (stopped_by or checkpoints.due(step)):
                     checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
             bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
-            if stopped_by and step < config.steps:
-                raise stop.error(stopped_by, step, config.output)
-            if (ending := watch.ending()) and step < config.steps:
+            ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
+            if ending and step < config.steps:
                 write_report(run.path, title)
                 raise ending
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lockstep import ops
-from lockstep.config import RLConfig, TrainConfig, algorithm_of
+from lockstep.config import RLConfig, TrainConfig, algorithm_of, from_toml
+from lockstep.errors import UserError
 from lockstep.model import Decoder, ScoringModel
+from lockstep.observe.run_folder import CONFIG
 from lockstep.rl.algorithms import explained_variance
 from lockstep.rl.rollouts import Rollout
 from lockstep.train.packing import pack_scored, predicting_states, split_by_tokens
@@ -45,6 +48,19 @@ class ValueHead(nn.Module):
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """As the optimizer and checkpoints name them."""
         return {f"{NAME}.{name}": parameter for name, parameter in self.named_parameters()}
+
+
+def refuse_run_without_values(run: Path, config: RLConfig) -> None:
+    """Raises UserError where `run` was saved by an algorithm that has no value function to go on from."""
+    try:
+        before = from_toml(run / CONFIG, RLConfig())
+    except UserError:
+        return  # whether the checkpoint fits, its own reading says
+    if algorithm_of(before).advantage != "gae" and any(run.glob("checkpoints/step_*")):
+        raise UserError(
+            f"{run}: a run of {before.algorithm} has no value head: {config.algorithm} needs a new run; give another "
+            "--output"
+        )
 
 
 def make_critic(config: RLConfig, model: Decoder) -> ValueHead | None:

@@ -14,6 +14,17 @@ from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.environment import Environment, source_file, user_line
 from lockstep.rl.environments import ADAPTERS, ENVIRONMENTS
 
+GIVEN = "object:"
+"""Begins what a run's settings record of an environment that it was given as an object."""
+FORMS = {"gymnasium": "gymnasium:ID", "verifiers": "verifiers:TASKSET"}
+"""How the environments of other packages are named."""
+
+
+def given_name(environment: Environment) -> str:
+    """What a run's settings record of an environment that is an object: `object:MODULE.CLASS`."""
+    kind = type(environment)
+    return f"{GIVEN}{kind.__module__}.{kind.__qualname__}"
+
 
 def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) -> Environment:
     """A built-in environment by name, another package's as `gymnasium:ID` or `verifiers:TASKSET`, or `FILE.py:Class`.
@@ -21,9 +32,18 @@ def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) ->
     `data` and `skip_bad_lines` go to an `__init__` that has parameters of these names. Raises UserError where the name
     is unknown, the file does not import or holds no such Environment, or the Environment cannot be made.
     """
+    if name.startswith(GIVEN):
+        raise UserError(
+            f"the run was given its environment as an object ({name.removeprefix(GIVEN)}); call lockstep.reinforce or "
+            "lockstep.rl.replay.replay with it"
+        )
+    if (alone := name.removesuffix(":")).endswith(".py"):
+        raise UserError(f"{alone}: add the class: {alone}:Class")
     file, colon, class_name = name.rpartition(":")
     package, _, name_there = name.partition(":")
     if colon and package in ADAPTERS:
+        if not name_there:
+            raise UserError(f'the environment "{name}" names none; write {FORMS[package]}')
         kind = ADAPTERS[package](name_there)
     elif colon:
         kind = _class_in(Path(file), class_name)
@@ -32,7 +52,7 @@ def load_environment(name: str, data: str = "", skip_bad_lines: bool = False) ->
     else:
         raise UserError(
             f'unknown environment "{name}".{closest(name, ENVIRONMENTS)} '
-            f"Built in: {', '.join(ENVIRONMENTS)}; your own: FILE.py:Class"
+            f"Built in: {', '.join([*ENVIRONMENTS, *FORMS.values()])}; your own: FILE.py:Class"
         )
     return _made(kind, data, skip_bad_lines)
 
@@ -47,9 +67,6 @@ def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environme
             name = "lockstep.rl.ConversationEnvironment" if converses else "lockstep.rl.Environment"
             also = ", `converse` or `grade`" if converses and method == "reward" else ""
             raise UserError(f"{where} defines no `{method}`{also}; write it as {name} describes it")
-    for method in ("converse", "grade") if converses else ():
-        if not inspect.iscoroutinefunction(getattr(kind, method)):
-            raise UserError(f"{where}.{method} is no coroutine function; write `async def {method}(…)`")
     signature = inspect.signature(kind)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     options: dict[str, Any] = {"data": data, "skip_bad_lines": skip_bad_lines}
@@ -64,13 +81,62 @@ def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environme
             "defaults for anything else"
         ) from error
     try:
-        return kind(**given)
+        environment = kind(**given)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
             f"{user_line(error, file)}: {kind.__name__} cannot be made ({type(error).__name__}: {error})"
         ) from error
+    check_environment(environment)
+    return environment
+
+
+CALLED: dict[str, tuple[str, ...]] = {
+    "examples": ("split",),
+    "reward": ("example", "completion"),
+    "converse": ("example", "chat"),
+    "grade": ("example", "episodes"),
+}
+"""The methods of environments, and what they are called with."""
+
+
+def check_environment(environment: Environment) -> None:
+    """Raises UserError for methods that cannot be called as a run calls them, and for `tools` and `turns` of no use."""
+    if not isinstance(environment, Environment):
+        return  # `examples_of` says what it is
+    kind = type(environment)
+    where = f"{source_file(kind) or kind.__module__}: {kind.__name__}"
+    converses = isinstance(environment, ConversationEnvironment)
+    for method, names in CALLED.items():
+        function = getattr(environment, method, None)
+        if not callable(function):
+            continue
+        if converses and method in ("converse", "grade") and not inspect.iscoroutinefunction(function):
+            raise UserError(f"{where}.{method} is no coroutine function; write `async def {method}(…)`")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            continue  # what is written in C may have none
+        try:
+            signature.bind(*names)
+        except TypeError as error:
+            word = "async def" if inspect.iscoroutinefunction(function) else "def"
+            written = f"{word} {method}({', '.join(('self', *names))})"
+            raise UserError(f"{where}.{method} cannot be called ({error}); write `{written}`") from error
+    if not isinstance(environment, ConversationEnvironment):
+        return
+    tools, turns = environment.tools, environment.turns
+    if not isinstance(tools, tuple | list):
+        name = getattr(tools, "__name__", "…")
+        raise UserError(f"{where}.tools is {tools!r:.60}, not a tuple or list of functions; write `tools = ({name},)`")
+    if other := [tool for tool in tools if not callable(tool)]:
+        raise UserError(
+            f"{where}.tools holds {other[0]!r:.60}, which is no function; write `tools = (function,)` with the "
+            "functions themselves"
+        )
+    if type(turns) is not int or turns < 1:
+        raise UserError(f"{where}.turns is {turns!r:.60}, not a whole number of at least 1; write `turns = 8`")
 
 
 def converses_or_grades(kind: type[Environment]) -> bool:

@@ -84,7 +84,10 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
         given = f"the class {environment.__name__}" if isinstance(environment, type) else f"a {kind.__name__}"
         raise UserError(f"the environment is {given}; give an object of a subclass of rl.Environment, such as MyTask()")
     try:
-        examples = list(itertools.islice(environment.examples(split), MOST_EXAMPLES + 1))
+        found = environment.examples(split)
+        if found is None:
+            raise UserError(f'{kind.__name__}.examples("{split}") returns None; it must yield rl.Example')
+        examples = list(itertools.islice(found, MOST_EXAMPLES + 1))
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
@@ -101,8 +104,8 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
         raise UserError(f'{kind.__name__}.examples("{split}") yields {strange!r:.60}; it must yield rl.Example')
     if other := next((e for e in examples if not isinstance(e.prompt, str)), None):
         raise UserError(
-            f'{kind.__name__}.examples("{split}") yields a prompt that is a {type(other.prompt).__name__}; it must be '
-            "text, which the model's chat template renders as a user's message"
+            f'{kind.__name__}.examples("{split}") yields a prompt of the type {type(other.prompt).__name__}; it must '
+            "be text, which the model's chat template renders as a user's message"
         )
     if said := _repeated(examples):
         log.warning('%s.examples("%s") yields %s', kind.__name__, split, said)

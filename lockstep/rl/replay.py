@@ -79,10 +79,12 @@ class Replay:
         return "\n".join([*lines, "the recorded bits" if self.equal else "NOT the recorded bits"])
 
 
-def replay(run: str | Path, step: int = 0, environment: Environment | None = None, sample: bool = False) -> Replay:
+def replay(
+    run: str | Path, step: int | None = None, environment: Environment | None = None, sample: bool = False
+) -> Replay:
     """Grades the rollouts of a finished `step` of `run` again and trains on them again, and compares what comes.
 
-    The loop's own code does it, in a temporary folder; the run's is only read. step: 0 is the last one that can be
+    The loop's own code does it, in a temporary folder; the run's is only read. step: None is the last one that can be
     computed again. environment: the one that the run was given as an object. sample: sample again, too, instead of
     taking tokens and log-probabilities from the file. Raises UserError where the step cannot be computed again, naming
     those that can.
@@ -135,17 +137,19 @@ class _Drawn:
         ]
 
 
-def _recorded(folder: RunFolder, step: int) -> dict[str, Any]:
+def _recorded(folder: RunFolder, step: int | None) -> dict[str, Any]:
     """The step's metrics."""
     if not (folder.path / CONFIG).is_file():
         raise UserError(f"{folder.path}: holds no run; give the folder of a reinforcement run")
     possible = replayable(folder.path)
-    step = step or (possible[-1] if possible else 0)
-    if step not in possible:
+    if step is None and possible:
+        step = possible[-1]
+    if step is None or step not in possible:
         there = f"steps that can: {_ranges(possible)}" if possible else "no step of this run can"
+        rollouts = "its rollouts" if not step else f"rollouts/{folder.rollouts_path(step).name}"
         raise UserError(
-            f"step {step} of {folder.path} cannot be computed again: that takes its metrics, "
-            f"rollouts/{folder.rollouts_path(step).name} and, but for step 1, the whole checkpoint of the step before "
+            f"{'the last step' if step is None else f'step {step}'} of {folder.path} cannot be computed again: that "
+            f"takes its metrics, {rollouts} and, but for step 1, the whole checkpoint of the step before "
             f"(checkpoint.every, checkpoint.keep_last); {there}"
         )
     return next(m for m in reversed(read_metrics(folder.metrics)) if m["step"] == step)

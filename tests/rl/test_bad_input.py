@@ -1,15 +1,17 @@
 """What a run is given wrongly, or loses on its way: an end with the cause, or a warning and a run that goes on."""
 
+import inspect
 import itertools
 import json
 import os
 import resource
+import signal
 from typing import ClassVar
 
 import pytest
 
 import lockstep.rl as rl
-from lockstep.config import ObserveConfig
+from lockstep.config import EngineConfig, ObserveConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe import MetricsWriter, open_run, read_metrics
 from lockstep.observe.sinks import PATIENCE, Guarded
@@ -136,3 +138,32 @@ def test_a_tracker_that_fails_on_its_way_is_left_alone_after_a_few_times(tmp_pat
     assert "observe.wandb could not be written to at step 6 (no route to host), and the run goes on" in first
     assert "observe.wandb could not be closed (nobody answers)" in second
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 12))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_with_its_report(tmp_path, folders, number):  # noqa: F811
+    def on_metrics(step, metrics):
+        if step == 1:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(RunStopped, match=f"{number.name} ended the run after step .*, which is saved"):
+        reinforce(_config(tmp_path / "run", folders[0], steps=100), EvenBytes(), on_metrics=on_metrics)
+    report = (tmp_path / "run/report.html").read_text()
+    assert "grpo on tests.rl.test_algorithm_runs.EvenBytes" in report
+    assert 1 <= read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] < 100
+
+
+def test_a_prompt_that_does_not_fit_in_the_cache_names_its_example(tmp_path, folders):  # noqa: F811
+    config = _config(tmp_path / "run", folders[0], engine=EngineConfig(max_sequences=2, cache_tokens=16))
+    said = r"example 'a+': its prompt of 20 tokens and max_new_tokens 5 do not fit in the cache of 16 tokens; raise"
+    with pytest.raises(UserError, match=said + " engine.cache_tokens"):
+        reinforce(config, _task(("a" * 20, "1")))
+
+
+def test_examples_that_are_none_are_refused():
+    class Returns(rl.Environment):
+        def examples(self, split):
+            return None
+
+    with pytest.raises(UserError, match=r'Returns.examples\("train"\) returns None; it must yield rl.Example'):
+        inspect.unwrap(examples_of)(Returns(), "train")

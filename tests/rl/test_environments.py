@@ -233,7 +233,7 @@ def test_examples_that_fail_or_are_none_point_to_the_users_own_code(tmp_path):
     with pytest.raises(UserError, match=r"Odd.examples\(\"train\"\) yields 'text'; it must yield rl.Example"):
         examples_of(load_environment(f"{tmp_path}/task.py:Odd", "", False), "train")
     chat = load_environment(f"{tmp_path}/task.py:Chat", "", False)
-    with pytest.raises(UserError, match="yields a prompt that is a list; it must be text"):
+    with pytest.raises(UserError, match="yields a prompt of the type list; it must be text"):
         examples_of(chat, "train")
     with pytest.raises(UserError, match="the environment is the class Chat; give an object"):
         inspect.unwrap(examples_of)(type(chat), "train")  # around the checking of types, which users do not have

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import lockstep.rl as rl
 from lockstep.errors import UserError
 from lockstep.rl.environments.gsm8k import FINAL, GSM8K
-from lockstep.rl.load_environment import load_environment
+from lockstep.rl.load_environment import check_environment, load_environment
 
 METHODS = """
     def examples(self, split): return [rl.Example("p", "a")]
@@ -145,3 +145,95 @@ def test_a_long_run_of_digits_is_read_in_linear_time():
     assert FINAL.search("#### " + "1" * 200_000 + "x") is None
     # Milliseconds where the time is linear; a quadratic pattern needs a quarter of an hour.
     assert time.perf_counter() - began < 10
+
+
+TALK = """
+def add(a: int) -> int: return a
+class Task(rl.ConversationEnvironment):
+    def examples(self, split): return [rl.Example("p", "a")]
+    def reward(self, example, completion): return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tools = add", r"Task.tools is <.*, not a tuple or list of functions; write `tools = \(add,\)`"),
+        ("tools = 'add'", "Task.tools is 'add', not a tuple or list"),
+        ("tools = ('add',)", "Task.tools holds 'add', which is no function"),
+        ("tools = [{'type': 'function'}]", "Task.tools holds {'type': 'function'}, which is no function"),
+        ("turns = 'five'", "Task.turns is 'five', not a whole number of at least 1"),
+        ("turns = 0", "Task.turns is 0, not"),
+        ("turns = True", "Task.turns is True, not"),
+        (
+            "async def converse(self, chat): return 1.0",
+            r"converse cannot be called \(too many .*write `async def converse\(self, example, chat\)`",
+        ),
+        ("async def converse(self, example, chat, more): return 1.0", "converse cannot be called .*'more'"),
+        ("async def grade(self, episodes): return []", r"grade cannot be .*write `async def grade\(self, example, epi"),
+        (
+            "def reward(self, completion): return 1.0",
+            r"reward cannot be .*write `def reward\(self, example, comp",
+        ),
+        ("def examples(self): return []", r"examples cannot be called .*write `def examples\(self, split\)`"),
+    ],
+)
+def test_what_a_run_could_not_call_or_use_is_refused_when_it_is_loaded(tmp_path, line, message):
+    with pytest.raises(UserError, match=f"task.py: .*{message}"):
+        _load(tmp_path, TALK, methods=f"    {line}\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tools, turns = [add], 1",
+        "async def converse(self, example, chat, more=3): return 1.0",
+        "async def converse(self, *others): return 1.0",
+    ],
+)
+def test_what_a_run_can_call_is_loaded(tmp_path, line):
+    assert type(_load(tmp_path, TALK, methods=f"    {line}\n")).__name__ == "Task"
+
+
+def test_an_environment_that_is_an_object_is_checked_as_one_from_a_file_is():
+    class Task(rl.ConversationEnvironment):
+        turns = 0
+
+    with pytest.raises(UserError, match="Task.turns is 0"):
+        check_environment(Task())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("envs.py", "envs.py: add the class: envs.py:Class"),
+        ("envs.py:", "envs.py: add the class: envs.py:Class"),
+        ("mth", r'"mth". Did you mean "math"\?.*gymnasium:ID, verifiers:TASKSET; your own: FILE.py:Class'),
+        ("gymnasium:", '"gymnasium:" names none; write gymnasium:ID'),
+        ("verifiers:", '"verifiers:" names none; write verifiers:TASKSET'),
+        ("object:my.Task", r"was given its environment as an object \(my.Task\); call lockstep.reinforce"),
+        ("gsm8k", "gsm8k needs data; give the folder"),
+        ("math", "the environment needs data; give --data a folder"),
+    ],
+)
+def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message):
+    with pytest.raises(UserError, match=message):
+        list(load_environment(name).examples("train"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a text; mend it"),
+        (['{"problem": "p", "answer": null}'], "one.jsonl:1: `answer` is null, not a text"),
+        (['{"problem": "p", "answer": " "}'], "one.jsonl:1: `answer` is empty"),
+        (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); mend it"),
+        (['{"problem": "p", "answer": "1"}'] * 3, "one.jsonl has 3 lines; every tenth is for validation: give 10 or m"),
+        (['{"problem": "p", "answer": "1"}'], "one.jsonl has 1 line; every"),
+    ],
+)
+def test_problems_that_cannot_be_asked_are_named(tmp_path, lines, message):
+    (tmp_path / "one.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    environment = load_environment("math", str(tmp_path / "one.jsonl"))
+    with pytest.raises(UserError, match=message):
+        [list(environment.examples(split)) for split in ("train", "validation")]

@@ -112,6 +112,33 @@ def _calm():
     return nullcontext()
 
 
+def test_a_run_records_an_environment_that_it_was_given_and_is_not_replayed_or_resumed_with_another(
+    tmp_path,
+    run,
+    folders,  # noqa: F811
+    caplog,
+):
+    recorded = from_toml(run / "config.toml", RLConfig()).environment
+    assert recorded == "object:tests.rl.test_algorithm_runs.Half"
+    report = (run / "report.html").read_text()
+    assert "dapo on tests.rl.test_algorithm_runs.Half" in report and "digit_sum" not in report
+    said = r"was given its environment as an object \(tests.rl.test_algorithm_runs.Half\); call lockstep.reinforce"
+    with pytest.raises(UserError, match=said):
+        replay(run, 2)
+    shutil.copytree(run, tmp_path / "run")
+    assert main(["rl", "--resume", "--output", str(tmp_path / "run"), "--steps", "3"]) == 2
+    config = from_toml(run / "config.toml", RLConfig())
+    changes = dict(output=str(tmp_path / "run"), resume=True, steps=3)
+    with pytest.raises(UserError, match=said):
+        reinforce(replace(config, **changes))
+    # Whoever resumes from Python writes the settings again, without the name.
+    for environment in (recorded, RLConfig().environment):
+        caplog.clear()
+        reinforce(replace(config, environment=environment, **changes), Half())
+        assert "environment" not in caplog.text
+    assert replay(tmp_path / "run", 3, Half()).equal
+
+
 def test_a_changed_figure_in_the_metrics_is_found(tmp_path, run):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run/metrics.jsonl"
@@ -125,6 +152,8 @@ def test_a_changed_figure_in_the_metrics_is_found(tmp_path, run):
 def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_path, run):
     with pytest.raises(UserError, match=r"step 3 of .* steps that can: 1-2"):
         replay(run, 3)
+    with pytest.raises(UserError, match=r"step 0 of .* its rollouts and.* steps that can: 1-2"):
+        replay(run, 0)
     with pytest.raises(UserError, match="holds no run"):
         replay(tmp_path, 1)
     shutil.copytree(run, tmp_path / "run")

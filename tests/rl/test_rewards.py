@@ -78,7 +78,7 @@ def test_a_weight_of_no_reward_is_refused():
 
 
 def test_names_that_vary_between_examples_are_refused():
-    with pytest.raises(UserError, match="names b for example 'p1', but a for another"):
+    with pytest.raises(UserError, match="are b for example 'p1', but a for another"):
         _grade({"a": 1.0}, {"b": 1.0})
 
 

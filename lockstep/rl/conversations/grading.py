@@ -11,7 +11,7 @@ from itertools import groupby
 from lockstep.config import RewardConfig
 from lockstep.rl.conversations.hosting import Pulse, TimeUpError, awaited, within
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
-from lockstep.rl.environment import Example
+from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.calling import (
     INVALID,
     TIMEOUT,
@@ -40,12 +40,23 @@ def grade_conversations(
     if type(environment).grade is not ConversationEnvironment.grade:
         outcomes = _grade_groups(environment, episodes, config)
     alone = [number for number, outcome in enumerate(outcomes) if outcome is None]
-    if alone:
+    if alone and not _has_reward(environment):
+        graded_too = type(environment).grade is not ConversationEnvironment.grade
+        problem = f"returned no rewards{', nor did `grade`' if graded_too else ''}, and there is no `reward`,"
+        for number in alone:
+            said = about(environment, episodes[number][-1].example, problem, "converse")
+            said += "; return a number from `converse`, or write `grade` or `reward`"
+            outcomes[number] = failure(INVALID, said)
+    elif alone:
         jobs = [(episodes[number][-1].example, _episode(episodes[number]).answer) for number in alone]
         for number, outcome in zip(alone, grader(jobs)):
             outcomes[number] = outcome
     graded = [outcome for outcome in outcomes if outcome is not None]
     return _with_names_of_others(graded, held)
+
+
+def _has_reward(environment: ConversationEnvironment) -> bool:
+    return bool(environment.rewards) or type(environment).reward is not Environment.reward
 
 
 def _conversation(rollout: Rollout) -> Conversation:
@@ -112,7 +123,7 @@ async def _graded(
     except TypeError:
         each = []
     if len(each) != len(episodes):
-        problem = f"returned {rewards!r:.80}, not rewards of each of {len(episodes)} episodes,"
+        problem = f"returned {rewards!r:.80}, not a list with one reward for each episode (here {len(episodes)}),"
         return [failure(INVALID, about(environment, example, problem, "grade"))] * len(episodes)
     return [outcome_of(own, environment, example, "grade") for own in each]
 

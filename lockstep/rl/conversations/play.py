@@ -99,14 +99,22 @@ def _prompt(
         raise UserError(f"example {one.example.name}: its first prompt has {error}; shorten it") from error
     except ChatTemplateError as error:
         raise UserError(f"example {one.example.name}: {error}") from error
-    limit, total = engine.model.config.max_positions, len(prompt) + config.max_new_tokens
-    if not prompt or (total > limit and not one.transcript.rows):
-        raise UserError(
-            f"example {one.example.name}: its first prompt of {len(prompt)} tokens and max_new_tokens "
-            f"{config.max_new_tokens} must together be between 1 and the context of {limit}; shorten one of them"
-        )
-    fits = -(-total // ops.PAGE) <= engine.allocator.num_pages or not one.transcript.rows
-    return prompt if total <= limit and fits else None
+    problem = unfit(prompt, engine, config.max_new_tokens)
+    if problem and (not prompt or not one.transcript.rows):
+        raise UserError(f"example {one.example.name}: its first {problem}")
+    return None if problem else prompt
+
+
+def unfit(prompt: Sequence[int], engine: Engine, max_new_tokens: int) -> str:
+    """Why the engine cannot continue a prompt of an example, as what follows "its"; empty where it can."""
+    limit, total = engine.model.config.max_positions, len(prompt) + max_new_tokens
+    both = f"prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens}"
+    if not prompt or total > limit:
+        return f"{both} must together be between 1 and the context of {limit}; shorten one of them"
+    if -(-total // ops.PAGE) > engine.allocator.num_pages:
+        cache = engine.allocator.num_pages * ops.PAGE
+        return f"{both} do not fit in the cache of {cache} tokens; raise engine.cache_tokens, or shorten one of them"
+    return ""
 
 
 def _params(

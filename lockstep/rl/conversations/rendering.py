@@ -30,6 +30,7 @@ RENDERED = (
     "is read as it is, and so are others like it; chat = never reads all prompts as they are, chat = always renders all"
 )
 UNSHOWN = "the chat template of %s does not show tools, so the model is not told of those of %s; tell it in the prompt"
+NO_TEMPLATE = "%s has no chat template, so the model is not told of the tools of %s; tell it in the prompt"
 
 
 class TooLongError(ValueError):
@@ -158,7 +159,7 @@ def open_rendering(config: RLConfig, environment: Environment, tokenizer: Tokeni
         )
     tools = environment.tools if isinstance(environment, ConversationEnvironment) else ()
     if tools and (template is None or "tools" not in template.variables):
-        log.warning(UNSHOWN, config.model, type(environment).__name__)
+        log.warning(UNSHOWN if template else NO_TEMPLATE, config.model, type(environment).__name__)
     return Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto")
 
 

@@ -38,7 +38,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(given, dict):
         return given
     name = tool_name(function)
-    where = f"the tool {name} ({getattr(function, '__module__', '?')})"
+    where = f"the tool {name} ({_place(function)})"
     text = inspect.getdoc(function) or ""
     section = SECTION.search(text)
     description = text[: section.start()].strip() if section else text.strip()
@@ -70,6 +70,12 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     if required:
         schema["required"] = required
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """`file:line`; the module where there is none, as of what is written in C."""
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else str(getattr(function, "__module__", "?"))
 
 
 def tool_name(function: Callable[..., Any]) -> str:

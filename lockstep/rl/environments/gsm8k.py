@@ -53,7 +53,8 @@ def problems(folder: str, split: str, skip_bad_lines: bool = False) -> Iterator[
 
     path = Path(folder) / FILES[split]
     if not folder or not path.is_file():
-        raise UserError(f"{path}: no such file; give the folder with train.jsonl and test.jsonl as --data DIR")
+        missing = f"{path}: no such file" if folder else "gsm8k needs data"
+        raise UserError(f"{missing}; give the folder with train.jsonl and test.jsonl as --data DIR")
     for number, values in read_jsonl(path, skip_bad_lines):
         question, answer = values.get("question"), values.get("answer")
         if isinstance(question, str) and isinstance(answer, str):

@@ -59,7 +59,7 @@ def totals(environment: Environment, jobs: Sequence[Job], outcomes: Sequence[Out
         names = names or list(by_name)
         if by_name.keys() != set(names):
             raise UserError(
-                f"{type(environment).__name__}.reward names {', '.join(by_name)} for example {example.name}, but "
+                f"the rewards of {type(environment).__name__} are {', '.join(by_name)} for example {example.name}, but "
                 f"{', '.join(names)} for another; give every example the same names"
             )
         grades.append(Grade(_total(environment, example, by_name), by_name))

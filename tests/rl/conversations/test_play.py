@@ -11,7 +11,7 @@ import torch
 
 import lockstep
 import lockstep.rl as rl
-from lockstep.config import RewardConfig, RLConfig
+from lockstep.config import EngineConfig, RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.collect import assign_rewards, collect, evaluate
 from lockstep.rl.conversations.rendering import Rendering
@@ -138,6 +138,33 @@ def test_a_limit_of_turns_or_tokens_ends_a_conversation(engine_of, renderings):
     assert all(len(r.prompt_ids + r.token_ids) <= 512 and r.sampled[-1] for r in rollouts)
     with pytest.raises(UserError, match="first prompt of .* tokens and max_new_tokens 600"):
         talk(Long(), engine_of("llama3"), renderings["llama3"], max_new_tokens=600)
+    whole = engine_of("llama3")
+    small = lockstep.Engine(whole.model, EngineConfig(max_tokens_per_step=64, cache_tokens=64), whole.tokenizer)
+    with pytest.raises(UserError, match="'stone': its first .*max_new_tokens 100 do not fit in the cache of 64 tokens"):
+        talk(Long(), small, renderings["llama3"], max_new_tokens=100)
+
+
+def test_a_conversation_without_rewards_says_that_nothing_gives_them(engine_of, renderings):
+    class Silent(rl.ConversationEnvironment):
+        async def converse(self, example, chat):
+            chat.add(example.prompt)
+            await chat.reply()
+
+    class Ungraded(Silent):
+        async def grade(self, example, episodes):
+            return None
+
+    class Short(Silent):
+        async def grade(self, example, episodes):
+            return [1.0]
+
+    for environment, said in (
+        (Silent(), "Silent.converse returned no rewards, and there is no `reward`, for example .*; return a number"),
+        (Ungraded(), "Ungraded.converse returned no rewards, nor did `grade`, and there is no `reward`,"),
+        (Short(), r"Short.grade returned \[1.0\], not a list with one reward for each episode \(here 3\), for"),
+    ):
+        with pytest.raises(UserError, match=said):
+            graded(environment, engine_of("llama3"), renderings["llama3"], limit=0.0)
 
 
 def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(engine_of, renderings):

@@ -57,6 +57,9 @@ class Simple(rl.Environment):
     def reward(self, example, completion):
         return completion.count("e") / max(1, len(completion))
 
+class Tools(Last):
+    tools = (words,)
+
 class Nothing(rl.ConversationEnvironment):
     def examples(self, split):
         return []
@@ -137,9 +140,12 @@ def test_prompts_are_rendered_where_the_model_has_a_template(tmp_path, chat_mode
         reinforce(config(tmp_path / "always", model_folder, task("Simple"), chat="always"))
 
 
-def test_tools_that_a_template_does_not_show_are_warned_of(tmp_path, chat_model, task, caplog):
+def test_tools_that_a_template_does_not_show_are_warned_of(tmp_path, chat_model, model_folder, task, caplog):
     reinforce(config(tmp_path / "run", chat_model("llama3"), task("Talk"), steps=1))
     assert "does not show tools" in caplog.text
+    caplog.clear()
+    reinforce(config(tmp_path / "plain", model_folder, task("Tools"), steps=1))
+    assert f"{model_folder} has no chat template, so the model is not told of the tools of Tools" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def unknown(a: "Missing"):  # noqa: F821
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (undocumented, "the tool undocumented .* has no docstring"),
+        (undocumented, r"the tool undocumented \(.*test_tools.py:\d+\) has no docstring"),
         (without_types, "the parameter a has no annotation"),
         (many, r"\*numbers: int, which cannot be given by name"),
         (positional, "cannot be given by name"),
