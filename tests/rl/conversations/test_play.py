@@ -156,7 +156,9 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(engine_of, re
     given = engine_of("llama3"), renderings["llama3"]
     rollouts = graded(Loud(), *given, samples_per_prompt=1)
     assert all(r.conversation.over and r.reward == -1.0 and r.conversation.turns == 1 for r in rollouts)
-    with pytest.raises(UserError, match=r"its first prompt has 10,0\d\d,\d\d\d characters, which cannot fit in the context"):
+    with pytest.raises(
+        UserError, match=r"its first prompt has 10,0\d\d,\d\d\d characters, which cannot fit in the context"
+    ):
         talk(Louder(), *given)
 
 
