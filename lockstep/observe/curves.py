@@ -126,7 +126,7 @@ def curves_png(run: Path, path: Path, columns: int = 3) -> None:
     """The run's curves as one picture."""
     from matplotlib.figure import Figure
 
-    metrics = read_metrics(run / METRICS)
+    metrics = read_metrics(run / METRICS, skip_bad=True)
     panels = panels_of(metrics)
     rows = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(3.9 * columns, 2.6 * rows), layout="constrained")
@@ -140,7 +140,7 @@ def curves_svg(run: Path, only: Sequence[Panel] | None = None) -> list[Curve]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    metrics = read_metrics(run / METRICS)
+    metrics = read_metrics(run / METRICS, skip_bad=True)
     curves = []
     for panel in panels_of(metrics) if only is None else _with_data(only, metrics):
         # The page's own font, so that a curve's file is small and its text sharp.

@@ -68,16 +68,29 @@ class MetricsWriter:
             sink.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line that was cut off is left out, a missing file is empty."""
+def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last line that was cut off is left out, a missing file is empty.
+
+    Raises UserError, naming the line, for one that no run has written; with `skip_bad` it is left out.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     metrics = []
     for index, line in enumerate(lines):
         try:
-            metrics.append(json.loads(line))
-        except ValueError as error:
-            if index < len(lines) - 1:
-                raise UserError(f"{path}:{index + 1}: not a JSON object ({error})") from error
+            values = json.loads(line.decode())
+            if not _is_a_step(values):
+                raise ValueError("it needs a `step`, and numbers by their names")
+            metrics.append(values)
+        except (ValueError, RecursionError) as error:
+            if not skip_bad and index < len(lines) - 1:
+                raise UserError(f"{path}:{index + 1}: no metrics of a step ({error})") from error
     return metrics
+
+
+def _is_a_step(values: Any) -> bool:
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        return False
+    numbers = [value for value in values.values() if value is not None]
+    return all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in numbers)

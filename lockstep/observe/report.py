@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -12,8 +13,9 @@ from typing import Any
 from lockstep.config import ALARMS
 from lockstep.observe.curves import LOSS, curves_svg
 from lockstep.observe.metrics import read_metrics
+from lockstep.observe.readable import is_number, readable_rollouts
 from lockstep.observe.run_folder import CONFIG, METRICS
-from lockstep.observe.token_view import channels, shown_steps
+from lockstep.observe.token_view import channels, shown_steps, visible
 
 SAMPLES = 12
 MOST_BYTES = 5_000_000
@@ -63,10 +65,10 @@ def write_report(
     """
     from jinja2 import Environment
 
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     environment.filters["clip"] = _clipped
     template = environment.from_string(TEMPLATE.read_text())
-    metrics = read_metrics(run / METRICS)
+    metrics = read_metrics(run / METRICS, skip_bad=True)
     summary = _json(run / "summary.json")
     parity = _parity(metrics)
     curves = [*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)]
@@ -82,7 +84,7 @@ def write_report(
             samples=_samples(run),
             shown=shown,
             channels=channels(shown),
-            config=(run / CONFIG).read_text() if (run / CONFIG).is_file() else "",
+            config=(run / CONFIG).read_text(errors="replace") if (run / CONFIG).is_file() else "",
         )
         if len(page.encode()) < MOST_BYTES:
             break
@@ -94,6 +96,11 @@ def write_report(
 def _clipped(value: Any, longest: int = LONGEST) -> str:
     text = str(value)
     return text if len(text) <= longest else f"{text[:longest]} … ({len(text) - longest:,} characters left out)"
+
+
+def _visible(value: Any) -> Any:
+    """Texts by models and data may hold what rewrites a page or a terminal; the HTML of the report itself stays."""
+    return visible(value) if type(value) is str else value
 
 
 @dataclass(frozen=True)
@@ -121,11 +128,11 @@ def _alarms(metrics: list[dict[str, Any]]) -> list[Alarm]:
 def _results(summary: dict[str, Any]) -> list[Figure]:
     """What reinforcement improved, in the environment's own words."""
     figures = []
-    if "accuracy_before" in summary:
+    if {"accuracy_before", "accuracy_after"} <= summary.keys():
         change = f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}"
         meaning = "Share of right answers before and after, to prompts that were never trained on."
         figures.append(Figure(change, "held-out accuracy", meaning))
-    if "reward_before" in summary and summary.get("accuracy_after") != summary["reward_after"]:
+    if {"reward_before", "reward_after"} <= summary.keys() and summary.get("accuracy_after") != summary["reward_after"]:
         change = f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"
         meaning = "Mean reward before and after, on prompts that were never trained on."
         figures.append(Figure(change, f"held-out {summary.get('reward_name', 'reward')}", meaning))
@@ -139,7 +146,7 @@ def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
         return []
     validations = [m["validation/loss"] for m in steps if m.get("validation/loss") is not None]
     figures = [Figure(f"{steps[-1]['step']:,}", "steps", "Updates of the weights.")]
-    if steps[-1]["loss"] is not None:
+    if steps[-1].get("loss") is not None:
         meaning = "Mean cross-entropy per token at the end, in nats; exp(loss) is the perplexity."
         figures.append(Figure(f"{steps[-1]['loss']:.4f}", "loss", meaning))
     if validations:
@@ -149,8 +156,9 @@ def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
     if shares := [m["mfu"] for m in steps if m.get("mfu") is not None]:
         meaning = "Useful arithmetic against what the device reaches in one large matrix product."
         figures.append(Figure(f"{100 * median(shares):.0f} %", "of the device's peak (MFU)", meaning))
-    figures.append(Figure(f"{steps[-1]['memory_gib']:.2f} GiB", "memory of rank 0", "Peak."))
-    if skipped := steps[-1]["skipped_steps"]:
+    if (memory := steps[-1].get("memory_gib")) is not None:
+        figures.append(Figure(f"{memory:.2f} GiB", "memory of rank 0", "Peak."))
+    if skipped := steps[-1].get("skipped_steps"):
         figures.append(Figure(f"{skipped:.0f}", "steps skipped", "Their loss or gradient was not finite.", "bad"))
     return figures
 
@@ -193,7 +201,7 @@ def tokens_meaning(tokens: dict[str, int]) -> str:
     """`{"pretrained": 8e5, "generated": 9e4, "trained": 4e5}` in words."""
     words = {"pretrained": "in pretraining", "trained": "in reinforcement"}
     parts = " and ".join(f"{in_tokens(tokens[name])} {word}" for name, word in words.items() if name in tokens)
-    return f"{parts}, where the model generated {in_tokens(tokens['generated'])} of them itself."
+    return f"{parts}, where the model generated {in_tokens(tokens.get('generated', 0))} of them itself."
 
 
 def duration(seconds: float) -> str:
@@ -214,13 +222,11 @@ def _samples(run: Path) -> list[Sample]:
     validations = sorted(run.glob("rollouts/validation_*.jsonl"))
     if len(validations) < 2:
         return []
-    first, last = ({(r["prompt"], r["group"]): r for r in _lines(path)} for path in (validations[0], validations[-1]))
+    first, last = (
+        {(r["prompt"], r["group"]): r for r in readable_rollouts(path)} for path in (validations[0], validations[-1])
+    )
     both = [key for key in first if key in last][:SAMPLES]
     return [Sample(key[0], first[key]["answer"], first[key], last[key]) for key in both]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _parity(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -230,11 +236,22 @@ def _parity(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {
         "steps": len(checked),
         "checked": sum(m["parity/tokens_checked"] for m in checked),
-        "different": sum(m["parity/tokens_different"] for m in checked),
-        "max_delta": max(m["parity/max_delta"] for m in checked),
-        "ratio": max(m.get("policy/ratio_first_max", 1.0) for m in checked),
+        "different": sum(m.get("parity/tokens_different") or 0 for m in checked),
+        "max_delta": max(m.get("parity/max_delta") or 0.0 for m in checked),
+        "ratio": max(m.get("policy/ratio_first_max") or 1.0 for m in checked),
     }
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    """Numbers, texts, and tables of numbers of a file; what it cannot be read as is left out."""
+    with suppress(OSError, ValueError, RecursionError):
+        values = json.loads(path.read_text())
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if _fits(name, value)}
+    return {}
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in ("seconds", "tokens"):
+        return isinstance(value, dict) and all(map(is_number, value.values()))
+    return isinstance(value, str) if name == "reward_name" else is_number(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.observe.readable import readable_rollouts
 from lockstep.observe.run_folder import CONFIG
 
 GROUPS = 4
@@ -52,7 +52,8 @@ def shown_steps(run: Path, steps: Sequence[int] = (), most_tokens: int = 12_000)
 
     Raises UserError for a step without rollouts.
     """
-    files = {int(path.stem.removeprefix("step_")): path for path in sorted(run.glob("rollouts/step_*.jsonl"))}
+    paths = [path for path in sorted(run.glob("rollouts/step_*.jsonl")) if path.stem[5:].isdecimal()]
+    files = {int(path.stem[5:]): path for path in paths}
     if missing := [step for step in steps if step not in files]:
         raise UserError(f"{run}: there are no rollouts of step {missing[0]}; there are some of {len(files)} steps")
     chosen = {step: _chosen(files[step]) for step in steps or _some(list(files))}
@@ -90,8 +91,7 @@ def _some(steps: list[int]) -> list[int]:
 def _chosen(path: Path) -> list[dict[str, Any]]:
     """The best and the worst completion of some groups, first of those whose advantages differ."""
     groups: dict[int, list[dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
-        rollout = json.loads(line)
+    for rollout in readable_rollouts(path):
         groups.setdefault(rollout["group"], []).append(rollout)
     ordered = sorted(groups.values(), key=lambda group: not any(rollout["advantage"] for rollout in group))
     chosen = []
@@ -109,7 +109,7 @@ def _names(run: Path) -> Any:
 
     folders = sorted(run.glob("checkpoints/step_*[0-9]"), reverse=True)[:1]
     if (run / CONFIG).is_file():
-        with suppress(ValueError, RecursionError):  # of settings that cannot be read
+        with suppress(OSError, ValueError, RecursionError):  # of settings that cannot be read
             folders.append(Path(str(tomllib.loads((run / CONFIG).read_text()).get("model", ""))))
     for folder in folders:
         try:
@@ -177,6 +177,11 @@ def _style(values: dict[str, float], largest: float) -> str:
 
 
 def _visible(text: str) -> str:
-    """A line break with a sign of its own; other characters that cannot be seen by their number."""
+    """A token, with a sign for its line breaks."""
     text = text if len(text) <= LONGEST else text[:LONGEST] + "…"
-    return "".join("⏎\n" if c == "\n" else c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in text)
+    return visible(text).replace("\n", "⏎\n")
+
+
+def visible(text: str) -> str:
+    """Characters that cannot be seen by their number, but for line breaks and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -14,11 +14,14 @@ from typing import Any
 from lockstep.checkpoint.checkpoints import STATE, step_name
 from lockstep.config import AlarmConfig, ObserveConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
+from lockstep.hub import local_folder
+from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.observe.run_folder import CONFIG
 from lockstep.rl.controller import compute_again
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rollouts import Rollout, read_rollouts
+from lockstep.rl.recorded import read_lines, refuse_unknown_tokens, rollout_of
+from lockstep.rl.rollouts import Rollout
 
 OF_ROLLOUTS = {
     "prompts": ("prompt", "answer"),
@@ -93,22 +96,25 @@ def replay(
     recorded = _recorded(folder, step)
     step = recorded["step"]
     rollouts_file = folder.rollouts_path(step)
-    if not sample and any("messages" in line for line in _lines(rollouts_file)):
+    before = read_lines(rollouts_file)
+    if not sample and any("messages" in line for line in before):
         raise UserError(
             f"step {step} of {folder.path} holds conversations, whose rewards come of having them; --sample has "
             "them again"
         )
-    drawn = None if sample else _Drawn(read_rollouts(rollouts_file))
+    drawn = None if sample else _Drawn([rollout_of(line) for line in before])
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         again = RunFolder(Path(name) / "run")
         config = _config(folder, step, again.path)
+        if not sample:
+            refuse_unknown_tokens(rollouts_file, before, read_config(local_folder(config.model)).vocab_size)
         (again.path / "checkpoints").mkdir(parents=True)
         again.record(to_toml(config))
         if step > 1:
-            before = Path("checkpoints") / step_name(step - 1)
-            (again.path / before).symlink_to((folder.path / before).resolve(), target_is_directory=True)
+            start = Path("checkpoints") / step_name(step - 1)
+            (again.path / start).symlink_to((folder.path / start).resolve(), target_is_directory=True)
         compute_again(config, environment, step, drawn)
-        lines = _lines(rollouts_file), _lines(again.rollouts_path(step))
+        lines = before, read_lines(again.rollouts_path(step))
         metrics = next(m for m in read_metrics(again.metrics) if m["step"] == step)
     names = [name for name in OF_ROLLOUTS if sample or name not in SAMPLED]
     of_rollouts = [_compared_rollouts(name, *lines) for name in names]
@@ -228,10 +234,6 @@ def _bits(value: Any) -> str:
 
 def _short(value: Any) -> str:
     return f"{value!r:.60}"
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _ranges(steps: Sequence[int]) -> str:

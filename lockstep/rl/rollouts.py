@@ -10,7 +10,7 @@ from itertools import compress, groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RunStopped, UserError
+from lockstep.errors import RunStopped
 from lockstep.rl.environment import Example
 from lockstep.rl.rewards.calling import Outcome
 
@@ -135,32 +135,6 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
             "step are whole. Free some space, then --resume continues from the newest checkpoint",
             exit_code=1,
         ) from error
-
-
-def read_rollouts(path: Path) -> list[Rollout]:
-    """What `write_rollouts` has written, but for the examples' names and metadata.
-
-    Raises UserError, naming the line, for a file that it has not.
-    """
-    rollouts = []
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        try:
-            line = json.loads(text)
-            rollout = Rollout(
-                Example(line["prompt"], line["answer"]),
-                line["group"],
-                line["prompt_ids"],
-                line["token_ids"],
-                line["log_probs"],
-                line["finish_reason"],
-                line["completion"],
-                line["version"],
-                cut_logprobs=line.get("cut_log_probs", []),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number}: is no rollout of a run ({type(error).__name__}: {error})") from error
-        rollouts.append(rollout)
-    return rollouts
 
 
 def _line(rollout: Rollout) -> dict[str, Any]:

@@ -162,8 +162,46 @@ def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_pa
     with pytest.raises(UserError, match=r"step 2 .* steps that can: 1$"):
         replay(tmp_path / "run", 2)
     (tmp_path / "run/rollouts/step_00000001.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=r"step_00000001.jsonl:1: is no rollout of a run \(KeyError"):
+    with pytest.raises(UserError, match=r"step_00000001.jsonl:1: is no rollout of a run \(it has no completion"):
         replay(tmp_path / "run", 1, Half())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda line: line.update(token_ids=["a"]), "token_ids"),
+        (lambda line: line["token_ids"].__setitem__(0, 10**9), "token 1000000000, and the model's vocabulary"),
+        (lambda line: line["token_ids"].__setitem__(0, -5), "token_ids"),
+        (lambda line: line["token_ids"].__setitem__(0, 10**30), "token_ids"),
+        (lambda line: line["log_probs"].pop(), "log_probs of"),
+        (lambda line: line["log_probs"].__setitem__(0, "x"), "log_probs"),
+        (lambda line: line.update(group="z"), "group"),
+        (lambda line: line.update(prompt=None), "prompt"),
+        (lambda line: line.update(prompt_ids=[]), "prompt_ids are empty"),
+        (lambda line: line.update(completion=5), "completion"),
+        (lambda line: line.update(rewards=[1.0]), "rewards"),
+    ],
+)
+def test_a_rollout_that_is_none_is_refused_by_its_line(tmp_path, run, change, said):
+    with pytest.raises(UserError, match=rf"step_00000002.jsonl:\d+: is no rollout of .*{said}"):
+        replay(_tamper(run, tmp_path / "run", change), 2, Half())
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b[: len(b) // 2], lambda b: b"\xff\xfe" + b, lambda b: b"\0" * 9, lambda b: b"[" * 10**5,
+              lambda b: b"[1]\n", lambda b: b"5\n", lambda b: b""]
+)  # fmt: skip
+def test_damaged_rollouts_and_metrics_are_named(tmp_path, run, spoil):
+    shutil.copytree(run, tmp_path / "run")
+    for path in (tmp_path / "run/rollouts/step_00000002.jsonl", tmp_path / "run/metrics.jsonl"):
+        whole = path.read_bytes()
+        path.write_bytes(spoil(whole) if "roll" in str(path.parent.name) else (spoil(whole) or b"{}") + b"\n" + whole)
+        with pytest.raises(UserError, match=path.name):
+            replay(tmp_path / "run", 2, Half())
+        path.write_bytes(whole)
+    (tmp_path / "run/metrics.jsonl").write_bytes(b'{"loss": 1}\n' + whole)
+    with pytest.raises(UserError, match="metrics.jsonl:1: no metrics of a step"):
+        replay(tmp_path / "run", 2, Half())
 
 
 def test_the_settings_are_those_that_the_step_was_made_with(tmp_path, run):

@@ -1,0 +1,64 @@
+"""What can be shown of a run's rollouts, whatever has become of their files."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FIGURES = ("token_advantages", "trainer_log_probs", "entropies", "reference_log_probs", "teacher_log_probs")
+"""One of each sampled token, where a rollout has them."""
+ABSENT: dict[str, Any] = {"answer": "", "rewards": {}, "reward": 0.0, "advantage": 0.0, "finish_reason": ""}
+"""What stands for what a line does not say: answers to held-out conversations in fine-tuning have no advantage."""
+
+
+def readable_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rollouts of a file; lines, and figures of tokens, that cannot be read are left out."""
+    found = []
+    with suppress(OSError):
+        for text in path.read_bytes().splitlines():
+            with suppress(ValueError, RecursionError):
+                rollout = json.loads(text.decode())
+                if isinstance(rollout, dict) and _can_be_shown(rollout := ABSENT | rollout):
+                    found.append(_without_what_is_wrong(rollout))
+    return found
+
+
+def is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+def _can_be_shown(rollout: dict[str, Any]) -> bool:
+    """Whether it has what every table and every order of rollouts needs."""
+    return (
+        type(rollout.get("group")) is int
+        and all(is_number(rollout.get(name)) for name in ("reward", "advantage"))
+        and all(isinstance(rollout.get(name), str) for name in ("prompt", "completion", "answer", "finish_reason"))
+        and isinstance(rewards := rollout.get("rewards"), dict)
+        and all(map(is_number, rewards.values()))
+    )
+
+
+def _without_what_is_wrong(rollout: dict[str, Any]) -> dict[str, Any]:
+    numbers: Any = rollout.get("log_probs")
+    tokens: Any = rollout.get("token_ids")
+    sampled = rollout.get("sampled", [])
+    bad = {name for name in ("dropped", "failure") if not isinstance(rollout.get(name, ""), str)}
+    if not _are_numbers(numbers) or not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        bad |= {"log_probs", "token_ids", *FIGURES}
+    elif "sampled" in rollout and not (
+        isinstance(sampled, list) and len(sampled) == len(tokens) and all(type(own) is int for own in sampled)
+    ):
+        bad |= {"token_ids", "sampled"}
+    else:
+        bad |= {
+            name
+            for name in FIGURES
+            if name in rollout and not (_are_numbers(rollout[name]) and len(rollout[name]) == len(numbers))
+        }
+    return {name: value for name, value in rollout.items() if name not in bad}
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_number, values))
