@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from lockstep.config import RewardConfig
-from lockstep.rl.conversations.hosting import Pulse, TimeUpError, awaited, within
+from lockstep.rl.conversations.hosting import Pulse, awaited
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.calling import (
@@ -17,11 +17,13 @@ from lockstep.rl.rewards.calling import (
     TIMEOUT,
     Grader,
     Outcome,
+    TimeUpError,
     about,
     event_loop,
     failure,
     outcome_of,
     raised,
+    within,
 )
 from lockstep.rl.rollouts import Conversation, Rollout
 

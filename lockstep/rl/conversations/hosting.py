@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 from lockstep.observe import log
 from lockstep.rl.conversations.protocol import Chat, ConversationEnvironment, ConversationOver, Message, Reply
 from lockstep.rl.environment import Example, source_file
-from lockstep.rl.rewards.calling import INVALID, TIMEOUT, Outcome, about, event_loop, failure, outcome_of, raised
+from lockstep.rl.rewards.calling import INVALID, TIMEOUT, Outcome, about, event_loop, failure, heard, outcome_of, raised
 
 PATIENCE = 10
 """Times rewards.seconds that a function may block the event loop before the run ends."""
@@ -120,7 +120,7 @@ class _Guest:
     async def converse(self) -> None:
         await self._begin()
         task = asyncio.ensure_future(awaited(self.hosting.environment.converse, self.example, self.chat))
-        task.add_done_callback(_heard)
+        task.add_done_callback(heard)
         try:
             await asyncio.wait({task, self.time_up}, return_when=asyncio.FIRST_COMPLETED)
             self._note_time()
@@ -274,26 +274,3 @@ def _times(seconds: Any) -> dict[str, float]:
 async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:
     value = function(*arguments)
     return await value if inspect.isawaitable(value) else value
-
-
-def _heard(task: asyncio.Future[Any]) -> None:
-    """asyncio complains of an error that nobody has asked for, such as one after the time was up."""
-    if not task.cancelled():
-        task.exception()
-
-
-class TimeUpError(Exception):
-    """A coroutine took longer than it may."""
-
-
-async def within(seconds: float, value: Awaitable[Any]) -> Any:
-    """What `value` comes to. Raises TimeUpError after `seconds`, also where it goes on in spite of being cancelled."""
-    task = asyncio.ensure_future(value)
-    task.add_done_callback(_heard)
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-    finally:
-        task.cancel()
-    if not task.done():
-        raise TimeUpError
-    return task.result()

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
@@ -77,7 +77,7 @@ def call_rewards(
     async def call(index: int, job: Job, places: asyncio.Semaphore) -> None:
         async with places:
             try:
-                outcome = outcome_of(await _within(seconds, _value(environment, *job)), environment, job[0])
+                outcome = outcome_of(await within(seconds, _value(environment, *job)), environment, job[0])
             except BaseException as error:
                 outcome = _failed(error, environment, job[0])
             report(index, outcome)
@@ -89,20 +89,24 @@ def call_rewards(
     asyncio.run_coroutine_threadsafe(call_all(), event_loop()).result()
 
 
-async def _within(seconds: float | None, value: Coroutine[Any, Any, Any]) -> Any:
-    """What `value` returns. Raises TimeoutError after `seconds`, also where it goes on in spite of being cancelled."""
+class TimeUpError(Exception):
+    """A coroutine took longer than it may."""
+
+
+async def within(seconds: float | None, value: Awaitable[Any]) -> Any:
+    """What `value` comes to. Raises TimeUpError after `seconds`, also where it goes on in spite of being cancelled."""
     task = asyncio.ensure_future(value)
-    task.add_done_callback(_heard)
+    task.add_done_callback(heard)
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
         task.cancel()  # does nothing to one that is done
     if not task.done():
-        raise TimeoutError
+        raise TimeUpError
     return task.result()
 
 
-def _heard(task: asyncio.Future[Any]) -> None:
+def heard(task: asyncio.Future[Any]) -> None:
     """asyncio complains of an error that nobody has asked for, such as one after the time was up."""
     if not task.cancelled():
         task.exception()
@@ -140,7 +144,7 @@ async def _value(environment: Environment, example: Example, completion: str) ->
 def _failed(error: BaseException, environment: Environment, example: Example) -> Outcome:
     if isinstance(error, MemoryError):
         return failure(MEMORY, about(environment, example, "ran out of memory"))
-    if isinstance(error, TimeoutError | asyncio.TimeoutError) and is_async(environment):
+    if isinstance(error, TimeUpError):
         return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds"))
     return raised(error, environment, example)
 
