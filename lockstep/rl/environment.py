@@ -38,6 +38,9 @@ class Environment:
     reward_weights: ClassVar[Mapping[str, float]] = {}
     """Weights of named rewards in the total that is trained on; a name that is not here weighs 1."""
 
+    in_workers: ClassVar[bool] = False
+    """Whether the rewards of a built-in task take long, and so run in worker processes where `rewards.isolate` is auto,
+    as those of a FILE.py:Class do."""
     rewards: ClassVar[Mapping[str, RewardFunction]] = {}
     """Functions by the names of their rewards, in place of a method `reward`."""
 

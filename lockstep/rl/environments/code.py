@@ -39,6 +39,7 @@ class Code(ConversationEnvironment):
     `code_harness.py`.
     """
 
+    in_workers = True
     reward_weights: ClassVar[Mapping[str, float]] = {"correct": 1.0, "passed": 0.0}
     turns = 1
     unfinished: ClassVar[Mapping[str, float]] = {"correct": 0.0, "passed": 0.0}

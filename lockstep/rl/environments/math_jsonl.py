@@ -30,6 +30,7 @@ class Math(ConversationEnvironment):
     tried in order: a subclass may name others. The reward is `correct`.
     """
 
+    in_workers = True
     problem_keys: ClassVar[tuple[str, ...]] = ("problem", "question", "prompt")
     answer_keys: ClassVar[tuple[str, ...]] = ("answer", "solution")
     turns = 1

@@ -43,7 +43,8 @@ def open_grader(config: RLConfig, environment: Environment, is_given: bool, fold
             "make again; put its class in a file and set environment = FILE.py:Class"
         )
     without = type(environment).reward is Environment.reward and not environment.rewards
-    if is_given or without or isolate == "never" or (isolate == "auto" and ":" not in config.environment):
+    here = isolate == "never" or (isolate == "auto" and not (":" in config.environment or environment.in_workers))
+    if is_given or without or here:
         yield lambda jobs: grade_here(environment, jobs, config.rewards.seconds, config.rewards.concurrent)
     else:
         with open_workers(config, folder) as grader:

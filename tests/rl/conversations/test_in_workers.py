@@ -1,5 +1,6 @@
 """The ready environments' rewards where they run: in worker processes, and without torch."""
 
+import os
 import subprocess
 import sys
 
@@ -7,7 +8,9 @@ import pytest
 
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl.environment import Example
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.load_environment import load_environment
+from lockstep.rl.processes import descendants
+from lockstep.rl.rewards.workers import open_grader, open_workers
 from lockstep.rl.sandbox import missing_protections
 
 
@@ -30,6 +33,17 @@ def test_code_is_tested_in_workers_and_what_stops_its_tests_is_wrong_within_the_
     stopping = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"
     outcomes = graded(tmp_path, "code", (example, "def twice(x): return 2 * x"), (example, stopping))
     assert [(o.cause, o.rewards["correct"]) for o in outcomes] == [("", 1.0), ("", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "isolate", "workers"), [("math", "auto", 1), ("math", "never", 0), ("gsm8k", "auto", 0)]
+)
+def test_what_takes_long_is_graded_in_workers_unless_told_otherwise(tmp_path, name, isolate, workers):
+    config = RLConfig(environment=name, rewards=RewardConfig(isolate=isolate, workers=1))
+    before = set(descendants(os.getpid()))
+    with open_grader(config, load_environment(name), False, tmp_path):
+        started = set(descendants(os.getpid())) - before
+    assert bool(started) == bool(workers)
 
 
 def test_the_environments_import_no_torch():
