@@ -117,7 +117,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _TrainedAttention.apply(q, k, v, self)
+            return TrainedAttention.apply(q, k, v, self)
         return self.forward(q, k, v)[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,6 +130,12 @@ class PackedAttention:
             return attention.attend(q, keys, values, self._planned)
         return _attend(q, keys, values, self.table, self.starts, self.contexts, self.slots.shape[0])
 
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `q`, `k` and `v`, in their dtype."""
+        return attend_backward(grad_out, q, k, v, out, log_sums, self.starts)
+
     def pages(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in pages, laid out as in `KVCache`."""
         tokens, (kv_heads, head_dim) = self.slots.shape[0], k.shape[1:]
@@ -139,9 +145,11 @@ class PackedAttention:
         return keys, values
 
 
-class _TrainedAttention(torch.autograd.Function):
+class TrainedAttention(torch.autograd.Function):
+    """Attention by an object with `forward` and `backward`."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: PackedAttention) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: Any) -> Tensor:
         out, log_sums = keep("attention", lambda: attention.forward(q, k, v))
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.attention = attention
@@ -150,7 +158,7 @@ class _TrainedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, log_sums = ctx.saved_tensors
-        return (*attend_backward(grads[0], q, k, v, out, log_sums, ctx.attention.starts), None)
+        return (*ctx.attention.backward(grads[0], q, k, v, out, log_sums), None)
 
 
 def attend_backward(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops.kept import keep
+from lockstep.ops.attention import TrainedAttention
 from lockstep.ops.piece_attention import PieceAttention
 
 
@@ -56,7 +55,7 @@ class SharedPrefixAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _SharedPrefixAttention.apply(q, k, v, self)
+            return TrainedAttention.apply(q, k, v, self)
         return self.forward(q, k, v)[0]
 
     def forward(
@@ -82,17 +81,3 @@ class SharedPrefixAttention:
         for rows, copies in self._turns:
             sums[rows] += of_keys[copies]
         return sums.to(like.dtype)
-
-
-class _SharedPrefixAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: SharedPrefixAttention) -> Tensor:
-        out, log_sums = keep("attention", lambda: attention.forward(q, k, v))
-        ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.attention = attention
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, log_sums = ctx.saved_tensors
-        return (*ctx.attention.backward(grads[0], q, k, v, out, log_sums), None)
