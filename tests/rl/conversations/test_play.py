@@ -376,7 +376,15 @@ def test_a_reply_that_is_given_up_is_not_mistaken_for_the_next(engine_of, render
         assert rows[-1].completion == rows[-1].conversation.messages[-1]["content"]
 
 
-def test_an_interrupt_ends_conversations_and_requests(engine_of, renderings):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises: a process that a shell runs in the background begins with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_conversations_and_requests(engine_of, renderings, interruptible):
     class Waiting(Talk):
         async def converse(self, example, chat):
             chat.add(example.prompt)
