@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.config import Algorithm, RewardConfig, RLConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
-from lockstep.generate import Completion, Engine, SamplingParams
+from lockstep.generate import Completion, Engine
 from lockstep.observe import log
 from lockstep.rl.algorithms import (
     best_of_group,
@@ -28,7 +28,7 @@ from lockstep.rl.algorithms import (
     whitened,
 )
 from lockstep.rl.conversations.grading import grade_conversations
-from lockstep.rl.conversations.play import play, unfit
+from lockstep.rl.conversations.play import play, sampling_params, unfit
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
@@ -213,20 +213,8 @@ def _sample(
     config: RLConfig,
 ) -> list[Rollout]:
     prompts = [encode_prompt(rendering, e, engine, config.max_new_tokens) for e in examples]
-    params = [
-        SamplingParams(
-            max_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            n=samples,
-            seed=draw,
-            stop=environment.stop,
-            stop_token_ids=rendering.stop_token_ids,
-        )
-        for draw in np.random.default_rng(seed).integers(2**62, size=len(examples)).tolist()
-    ]
+    draws = np.random.default_rng(seed).integers(2**62, size=len(examples)).tolist()
+    params = [sampling_params(config, environment, rendering, draw, samples) for draw in draws]
     return [
         Rollout(
             example=example,

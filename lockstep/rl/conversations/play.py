@@ -16,7 +16,7 @@ from lockstep.generate.sequence import Sequence as Sample
 from lockstep.rl.conversations.hosting import Asked, Ended, Hosting
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
 from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript
-from lockstep.rl.environment import Example
+from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.calling import INVALID, about, failure
 from lockstep.rl.rollouts import Conversation, Rollout
 
@@ -121,13 +121,21 @@ def _params(
     one: _Playing, seed: Sequence[int], environment: ConversationEnvironment, rendering: Rendering, config: RLConfig
 ) -> SamplingParams:
     draws = np.random.default_rng([*seed, one.group, one.episode, one.transcript.turns])
+    return sampling_params(config, environment, rendering, int(draws.integers(2**62)))
+
+
+def sampling_params(
+    config: RLConfig, environment: Environment, rendering: Rendering, seed: int, samples: int = 1
+) -> SamplingParams:
+    """How a run samples `samples` completions of one prompt."""
     return SamplingParams(
         max_tokens=config.max_new_tokens,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         min_p=config.min_p,
-        seed=int(draws.integers(2**62)),
+        n=samples,
+        seed=seed,
         stop=environment.stop,
         stop_token_ids=rendering.stop_token_ids,
     )
