@@ -316,7 +316,8 @@ class ParityOptions:
     dtype: Annotated[str, "dtype"] = "auto"
     """`bfloat16` or `float32`; auto or empty: the files' own."""
     arithmetic: Arithmetic = "auto"
-    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
+    the fastest."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     seed: int = 0

@@ -47,8 +47,8 @@ class PretrainConfig:
     """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own; for fresh
     weights the one that this processor trains faster in."""
     arithmetic: Arithmetic = "auto"
-    """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` is faster in bfloat16 where there are
-    instructions for it; auto: the run's own when it is resumed, else the fastest here."""
+    """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
+    where there are instructions for them; auto: the run's own when it is resumed, else the fastest here."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Fixes initial weights and the order of the data."""
     device: str = ""
@@ -206,8 +206,8 @@ class RLConfig:
     dtype: ModelDtype = "auto"
     """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own."""
     arithmetic: Arithmetic = "auto"
-    """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` is faster in bfloat16 where there are
-    instructions for it; auto: the run's own when it is resumed, else the fastest here."""
+    """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
+    where there are instructions for them; auto: the run's own when it is resumed, else the fastest here."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Fixes the order of the prompts and every draw."""
     device: str = ""
@@ -246,7 +246,8 @@ class ServeConfig:
     dtype: Annotated[str, "dtype"] = "auto"
     """`bfloat16` or `float32`; auto or empty: the files' own."""
     arithmetic: Arithmetic = "auto"
-    """On a CPU: `portable` or `bf16_pairs`; auto: the one that the model was trained in, if known, else the fastest."""
+    """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
+    the fastest."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     api_key: str = ""

@@ -9,7 +9,7 @@ from lockstep.config.bounds import Above, AtLeast, AtMost, Below
 
 Dtype = Literal["bfloat16", "float32"]
 ModelDtype = Literal["auto", "bfloat16", "float32"]
-Arithmetic = Literal["auto", "portable", "bf16_pairs", "pytorch"]
+Arithmetic = Literal["auto", "portable", "bf16_pairs", "bf16_tiles", "pytorch"]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Which arithmetic the operators compute in: chosen once a process, and written beside everything that depends on it.
 
-`portable` gives the same bits on every CPU; `bf16_pairs` is faster in bfloat16 where the processor has instructions
-for pairs, with bits of its own. GPUs have theirs, which nobody chooses.
+`portable` gives the same bits on every CPU; `bf16_pairs` and `bf16_tiles` are faster in bfloat16 where the processor
+has the instructions, each with bits of its own. GPUs have theirs, which nobody chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
         if wanted != "auto":
             raise UserError(f"arithmetic {wanted} is one of the CPU's, but the device is {device}; leave it out")
         return "auto"
-    chosen = recorded if wanted == "auto" and recorded in ("portable", "bf16_pairs", "pytorch") else wanted
+    chosen = recorded if wanted == "auto" and recorded in ops.ARITHMETICS else wanted
     try:
         return ops.set_arithmetic(chosen)
     except UserError:

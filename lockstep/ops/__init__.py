@@ -13,7 +13,7 @@ from lockstep.ops.first_calls import call_once
 from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import linear
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
-from lockstep.ops.native import arithmetic, instruction_set, set_arithmetic
+from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, set_arithmetic
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.packed_weights import PackedWeights
@@ -25,6 +25,7 @@ from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
 from lockstep.ops.temperature import inverse_temperature
 
 __all__ = [
+    "ARITHMETICS",
     "BLOCK",
     "EXACT_BITS",
     "FORMS",

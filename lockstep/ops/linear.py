@@ -130,15 +130,15 @@ def token_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def _by_library(grad: Tensor) -> bool:
     """Whether the gradients' products are a library's, whose bits are its own.
 
-    On a CPU only where it multiplies pairs of bfloat16, at the machine's ceiling: everywhere else our own is as fast
-    or faster, and its bits are those of every processor. Never in the one order, for a library's bits may depend on
-    the number of threads, and on how much of a weight is here.
+    On a CPU only where it multiplies pairs or tiles of bfloat16, at the machine's ceiling: everywhere else our own is
+    as fast or faster, and its bits are those of every processor. Never in the one order, for a library's bits may
+    depend on the number of threads, and on how much of a weight is here.
     """
     if not native.usable(grad):
         return True
     if one_order.is_asked():
         return False
-    return grad.dtype == torch.bfloat16 and native.arithmetic() == "bf16_pairs"
+    return grad.dtype == torch.bfloat16 and native.arithmetic() in ("bf16_pairs", "bf16_tiles")
 
 
 class _Linear(torch.autograd.Function):

@@ -34,7 +34,7 @@ def settle(config: Config, world: World) -> Config:
     if not is_auto(config.dtype) or not dtype:
         # Measured on one rank: others may find otherwise.
         dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
-    if dtype == "float32" and config.arithmetic == "auto" and arithmetic == "bf16_pairs":
+    if dtype == "float32" and config.arithmetic == "auto" and arithmetic in ("bf16_pairs", "bf16_tiles"):
         # Pairs are of bfloat16 alone: what such a run computes has the same bits everywhere.
         arithmetic = set_arithmetic("portable", world.device)
     if why:

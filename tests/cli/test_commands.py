@@ -124,7 +124,7 @@ def test_a_run_says_at_start_what_runs_where_and_records_what_it_chose_by_itself
     chosen, line = output.err.splitlines()[-2:]
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     dtype, arithmetic = config["dtype"], config["arithmetic"]
-    assert dtype in ("float32", "bfloat16") and arithmetic in ("portable", "bf16_pairs")
+    assert dtype in ("float32", "bfloat16") and arithmetic in ("portable", "bf16_pairs", "bf16_tiles")
     assert chosen.startswith(f"dtype auto: {dtype}, ") and chosen.endswith("on this processor")
     assert line.startswith("pretrain: qwen3:micro, 821k parameters | cpu (") and " thread" in line
     assert line.endswith(f"| {dtype}, {arithmetic} arithmetic | 512 tokens to go, 256 per step")

@@ -22,7 +22,7 @@ def test_the_command_prints_one_json_object_within_ten_seconds():
     assert report["usable"] is (result.returncode == 0) is True, result.stdout
     assert {name.split("/")[0] for name in findings} == set(doctor.AREAS)
     assert findings["operators/float32"]["value"] > 1e8 and findings["memory/speed"]["value"] > 1e8
-    assert findings["processor/arithmetic"]["value"] in ("portable", "bf16_pairs")
+    assert findings["processor/arithmetic"]["value"] in ("portable", "bf16_pairs", "bf16_tiles")
     assert all(finding["remedy"] for finding in findings.values() if finding["state"] in ("note", "bad"))
 
 

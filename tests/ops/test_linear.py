@@ -37,6 +37,31 @@ def assert_rows_agree(product, x, w, counts):
         assert torch.equal(product(x[-count:], w), whole[-count:]), f"the last {count} rows"
 
 
+def tile_product(x, w, chunks=1):
+    """What `bf16_tiles` is: of 32 elements the even and the odd ones a chain each, added to each other and to the sum.
+
+    A product of two bfloat16 is exact in float32, so that each multiply-add rounds once.
+    """
+    sums = []
+    for part, others in zip(x.float().chunk(chunks, 1), w.float().chunk(chunks, 1)):
+        total = torch.zeros(len(x), len(w))
+        for block, other in zip(part.split(32, 1), others.split(32, 1)):
+            halves = [torch.zeros_like(total), torch.zeros_like(total)]
+            for k in range(block.shape[1]):
+                halves[k % 2] += block[:, k, None] * other[None, :, k]
+            total += halves[0] + halves[1]
+        sums.append(total)
+    return module.tree_sum(sums)
+
+
+def defining_product(form, x, w):
+    """The product by its definition, or None where the processor's pairs have bits of their own."""
+    if x.dtype == torch.bfloat16 and form == "avx512_bf16":
+        return None
+    sums = tile_product(x, w) if x.dtype == torch.bfloat16 and form == "amx" else plain.product(x, w.T)
+    return sums.to(x.dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_rows_gives_a_row_the_same_bits(form, dtype):
     counts = [1, 2, 3, 5, 8, 64] if form in ("pytorch", "plain") else range(1, 131)
@@ -55,17 +80,21 @@ def test_another_order_for_a_single_row_would_be_noticed(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_portable_products_are_the_chain_that_defines_them(form, dtype, data):
-    if form == "avx512_bf16" and dtype == torch.bfloat16:
-        pytest.skip("pairs are another arithmetic")
+def test_products_are_the_chain_that_defines_them(form, dtype, data):
     rows, depth, outputs = (data.draw(st.integers(1, most)) for most in (40, 90, 70))
     x, w = cancelling(data.draw(st.integers(0, 99)), rows, depth, outputs, dtype)
-    assert torch.equal(module.product(x, w), plain.product(x, w.T).to(dtype))
+    expected = defining_product(form, x, w)
+    if expected is None:
+        pytest.skip("pairs have bits of their own")
+    assert torch.equal(module.product(x, w), expected)
     # The gradients' products read both factors across.
     grad = module.product(x, w).sign() + 1
     if form != "pytorch":
-        assert torch.equal(module.input_gradient(grad, w), plain.product(grad, w).to(dtype))
-        assert torch.equal(module.weight_gradient(grad, x), plain.product(grad.T, x).to(dtype))
+        of_x, of_w = defining_product(form, grad, w.T), defining_product(form, grad.T, x.T)
+        assert torch.equal(module.product(grad, w.T), of_x) and torch.equal(module.product(grad.T, x.T), of_w)
+        if native.arithmetic() == "portable":
+            assert torch.equal(module.input_gradient(grad, w), of_x)
+            assert torch.equal(module.weight_gradient(grad, x), of_w)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,11 +138,8 @@ def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(form, dtype, row
     if form in ("pytorch", "plain"):
         rows, depth, outputs = min(rows, 20), min(depth, 96), min(outputs, 40)
     x, w = cancelling(2, rows, depth, outputs, dtype)
-    others = set()
     for chunks in (2, 4, 8):
         whole = module.product(x, w, chunks)
-        # A product of one chunk is a chain of its own: the number of chunks is part of the arithmetic.
-        others.add(torch.equal(whole, module.product(x, w)))
         for ranks in (2, 4, 8):
             if ranks <= chunks:
                 assert torch.equal(by_parts(x, w, ranks, chunks), whole), f"{chunks} chunks on {ranks} ranks"
@@ -122,7 +148,7 @@ def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(form, dtype, row
         with weights.in_use():
             few = min(rows, packed_weights.FEW_ROWS)
             assert torch.equal(module.product(x[:few], w, chunks), whole[:few])
-    assert others == {False}
+    assert not torch.equal(whole, module.product(x, w)), "the number of chunks is part of the arithmetic"
 
 
 def test_a_tree_that_adds_from_left_to_right_would_be_noticed():
@@ -178,7 +204,9 @@ def test_an_instruction_set_that_is_not_there_is_refused_by_name(monkeypatch):
         supported()
     monkeypatch.undo()
     supported.cache_clear()
-    with pytest.raises(ValueError, match='arithmetic is "exact"; it can be auto, portable, bf16_pairs, pytorch'):
+    with pytest.raises(
+        ValueError, match='arithmetic is "exact"; it can be auto, portable, bf16_pairs, bf16_tiles, pytorch'
+    ):
         native.set_arithmetic("exact")
 
 
@@ -238,13 +266,29 @@ def test_panels_give_their_memory_back(form):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_of_several_blocks_of_k_is_the_chain_too(form, dtype):
     x, w = cancelling(2, 3, 1601, 20, dtype)  # more than two blocks of either dtype, and an odd end
-    if form == "avx512_bf16" and dtype == torch.bfloat16:
+    expected = defining_product(form, x, w)
+    if expected is None:
         x, w = torch.randn(3, 1601).bfloat16(), torch.randn(20, 1601).bfloat16()
         expected = (x.double() @ w.double().T).float()
-        # Pairs are another arithmetic: within float32's rounding of 1,601 terms of about 1, rounded to bfloat16.
+        # Pairs have bits of their own: within float32's rounding of 1,601 terms of about 1, rounded to bfloat16.
         assert (module.product(x, w).float() - expected).abs().max() < 0.01 * expected.abs().max()
     else:
-        assert torch.equal(module.product(x, w), plain.product(x, w.T).to(dtype))
+        assert torch.equal(module.product(x, w), expected)
+
+
+def test_tiles_are_summed_by_chunks_as_their_definition_says(form):
+    if form != "amx":
+        pytest.skip("only a matrix unit multiplies tiles")
+    for rows, depth, outputs, chunks in [(1, 64, 40, 2), (17, 96, 33, 4), (33, 1040, 70, 8), (100, 3072, 65, 4)]:
+        x, w = cancelling(rows, rows, depth, outputs, torch.bfloat16)
+        assert torch.equal(module.product_sums(x, w, chunks), tile_product(x, w, chunks))
+
+
+def test_a_matrix_unit_takes_what_is_too_small_for_a_normal_float_as_zero(form):
+    if form != "amx":
+        pytest.skip("only a matrix unit multiplies tiles")
+    x, w = torch.full((3, 64), 2.0**-70).bfloat16(), torch.full((5, 64), 2.0**-60).bfloat16()
+    assert not module.product_sums(x, w).any(), "64 products of 2^-130, whose sum is a normal float"
 
 
 def test_a_weight_and_its_transpose_have_their_own_panels(form):

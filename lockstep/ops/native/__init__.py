@@ -26,7 +26,8 @@ from lockstep.ops.native.instruction_sets import InstructionSet, supported
 SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 
 
-ARITHMETICS = ("auto", "portable", "bf16_pairs", "pytorch")
+ARITHMETICS = ("auto", "portable", "bf16_pairs", "bf16_tiles", "pytorch")
+_NEEDS = {"portable": "SSE4.2 or NEON", "bf16_pairs": "AVX512-BF16", "bf16_tiles": "AMX"}
 
 
 @lru_cache(maxsize=1)
@@ -34,13 +35,21 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they are switched off or cannot be compiled (with a warning)."""
     if os.environ.get("LOCKSTEP_NATIVE", "1") == "0":
         return None
-    try:
-        path = library_path(_chosen())
-    except CompilerMissing as reason:
-        warnings.warn(f"the plain PyTorch operators are used, which are slower: {reason}", stacklevel=2)
-        return None
-    _offer_openmp()
-    return ctypes.CDLL(str(path))
+    reason: CompilerMissing | None = None
+    for each in _usable_sets():
+        try:
+            path = library_path(each)
+        except CompilerMissing as error:
+            # An older compiler may not know a processor's newest instructions.
+            reason = reason or error
+            _not_compiled.add(each.name)
+            continue
+        if reason is not None:
+            warnings.warn(f"the kernels for {each.name} are used, which are slower: {reason}", stacklevel=2)
+        _offer_openmp()
+        return ctypes.CDLL(str(path))
+    warnings.warn(f"the plain PyTorch operators are used, which are slower: {reason}", stacklevel=2)
+    return None
 
 
 def _offer_openmp() -> None:
@@ -49,19 +58,24 @@ def _offer_openmp() -> None:
     ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
+def _usable_sets() -> list[InstructionSet]:
+    """Of the wanted arithmetic, best first, without those whose kernels could not be compiled."""
+    compiled = [each for each in supported() if each.name not in _not_compiled]
+    return [each for each in compiled if _wanted_arithmetic in ("auto", each.arithmetic)]
+
+
 def _chosen() -> InstructionSet:
     wanted = _wanted_arithmetic
-    for each in supported():
-        if wanted in ("auto", each.arithmetic):
-            return each
+    if sets := _usable_sets():
+        return sets[0]
     raise ValueError(
-        f"arithmetic {wanted} needs AVX512-BF16, which this processor lacks or LOCKSTEP_ISA rules out "
+        f"arithmetic {wanted} needs {_NEEDS[wanted]}, which this processor lacks or LOCKSTEP_ISA rules out "
         f"(instruction sets here: {', '.join(each.name for each in supported())})"
     )
 
 
 def set_arithmetic(name: str) -> str:
-    """Chooses the arithmetic of this process: `portable`, `bf16_pairs`, or `auto`, the fastest. Returns what it is.
+    """Chooses the arithmetic of this process, or with `auto` the processor's fastest. Returns what it is.
 
     `pytorch` is the arithmetic of the plain PyTorch forms: where they serve, and nothing else can be asked for.
 
@@ -86,9 +100,8 @@ def set_arithmetic(name: str) -> str:
 
 
 def arithmetic() -> str:
-    """Whose bits the CPU's operators compute: `portable`, those of every processor, `bf16_pairs`, or `pytorch`.
-
-    `pytorch` are the plain forms, which serve where there are no compiled kernels.
+    """Whose bits the CPU's operators compute: `portable`, those of every processor, `bf16_pairs`, `bf16_tiles` or
+    `pytorch`, those of the plain forms, which serve where there are no compiled kernels.
     """
     return "pytorch" if library() is None else _chosen().arithmetic
 
@@ -142,6 +155,7 @@ def function(name: str) -> Any:
 
 _pretending = False
 _wanted_arithmetic = "auto"
+_not_compiled: set[str] = set()
 _functions: dict[tuple[str, torch.dtype], Any] = {}
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
@@ -25,19 +26,23 @@ class InstructionSet:
 
     @property
     def arithmetic(self) -> str:
-        """`portable`, the same bits on every processor, or `bf16_pairs`."""
-        return "bf16_pairs" if self.name == "avx512_bf16" else "portable"
+        """`portable`, the same bits on every processor, `bf16_pairs` or `bf16_tiles`."""
+        return {"avx512_bf16": "bf16_pairs", "amx": "bf16_tiles"}.get(self.name, "portable")
 
 
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_NEEDS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+_AVX512_BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16"}
+_AMX_NEEDS = _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16"}
 PLAIN = InstructionSet("plain", ("-DLOCKSTEP_PLAIN",))
 _NEON = (InstructionSet("neon", ()), PLAIN)
 # Best first.
 BY_MACHINE = {
     "x86_64": (
-        InstructionSet("avx512_bf16", (*_AVX512, "-mavx512bf16"), _AVX512_NEEDS | {"avx512_bf16"}),
+        InstructionSet("amx", (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLOCKSTEP_TILES"), _AMX_NEEDS),
+        InstructionSet("avx512_bf16", _AVX512_BF16, _AVX512_BF16_NEEDS),
         InstructionSet("avx512", _AVX512, _AVX512_NEEDS),
         InstructionSet("avx2", _AVX2, frozenset({"avx2", "fma"})),
         InstructionSet("plain", ("-march=x86-64-v2", "-DLOCKSTEP_PLAIN"), frozenset({"sse4_2", "ssse3", "popcnt"})),
@@ -55,6 +60,8 @@ def supported() -> tuple[InstructionSet, ...]:
     Raises UnknownInstructions where LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
     """
     own = tuple(each for each in _sets() if each.needs <= processor_flags())
+    if own and own[0].name == "amx" and not _may_use_tiles():
+        own = own[1:]
     highest = os.environ.get("LOCKSTEP_ISA", "")
     if not highest:
         return own
@@ -63,6 +70,12 @@ def supported() -> tuple[InstructionSet, ...]:
         reason = "this processor lacks it" if highest in NAMES else "there is no such instruction set"
         raise UnknownInstructions(f"LOCKSTEP_ISA is {highest}: {reason}; here it can be {', '.join(names)}")
     return own[names.index(highest) :]
+
+
+def _may_use_tiles() -> bool:
+    """Asks Linux for the matrix unit's registers, as every process must before it uses them."""
+    request_permission, tile_data, system_call = 0x1023, 18, 158  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, arch_prctl
+    return ctypes.CDLL(None).syscall(system_call, request_permission, tile_data) == 0
 
 
 def _sets() -> tuple[InstructionSet, ...]:

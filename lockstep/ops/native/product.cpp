@@ -1,11 +1,11 @@
 // The matrix product. Each element of the result is one chain of fused multiply-adds over ascending k, from zero; the
 // lanes of a vector are different outputs. So neither the number of rows, nor tiles, threads or the width of a vector
 // can change a bit. With several chunks of k each has a chain of its own, and their sums meet in a binary tree, so that
-// ranks that hold a part of the chunks each can meet in the same tree. In bfloat16 the factors are widened exactly; where the processor has instructions for pairs of
-// bfloat16 (LOCKSTEP_PAIRS), a chain takes two products a step, which are other bits (`arithmetic`).
-#include <vector>
-
-#include "panels.h"
+// ranks that hold a part of the chunks each can meet in the same tree. In bfloat16 the factors are widened exactly;
+// where the processor has instructions for pairs of bfloat16 (LOCKSTEP_PAIRS) a chain takes two products a step, and
+// where it has a matrix unit (`product_tiles.h`) 32: each has bits of its own (`arithmetic`).
+#include "product_tiles.h"
+#include "tiling.h"
 
 // As in omp.h, which a compiler may lack.
 extern "C" int omp_get_num_threads();
@@ -118,21 +118,6 @@ static void tile_of(int64_t rows, const word* x, const word* panels, int64_t cou
     if (count == PANELS) return tile<T, ROWS, PANELS>(x, panels, stride, steps, begin, sums, sums_stride);
     for (int64_t p = 0; p < count; p++)
         tile<T, ROWS, 1>(x, panels + p * stride, stride, steps, begin, sums + p * sums_stride, sums_stride);
-}
-
-// Rows in tiles of as equal heights as can be.
-struct Tiling {
-    int64_t rows, count;
-    Tiling(int64_t rows, int64_t highest) : rows(rows), count((rows + highest - 1) / highest) {}
-    int64_t start(int64_t tile) const { return rows * tile / count; }
-};
-
-// Memory that threads keep from call to call.
-template <class T>
-static T* scratch(int64_t count, int which) {
-    static thread_local std::vector<char> kept[4];
-    if ((int64_t)kept[which].size() < count * (int64_t)sizeof(T) + 64) kept[which].resize(count * sizeof(T) + 64);
-    return (T*)(((uintptr_t)kept[which].data() + 63) / 64 * 64);
 }
 
 // Steps along k that are multiplied at once; they lie in one chunk.
@@ -276,9 +261,8 @@ struct Product {
                 store_first(out + (top + r) * w.rows + n, load(sums + r * COLUMNS + n - panel * COLUMNS), w.rows - n);
     }
 
-    void run() const {
+    void run(bool split) const {
         word* left = scratch<word>(x.rows * steps * HALVES, 3);
-        const bool split = x.rows * w.rows * x.depth > SPLIT_WORK;
 #pragma omp parallel if (split)
         {
             const int64_t threads = omp_get_num_threads();
@@ -300,6 +284,17 @@ struct Product {
     }
 };
 
+template <class T, class Out>
+struct Best {
+    typedef ::Product<T, Out> Product;
+};
+#ifdef LOCKSTEP_TILES
+template <class Out>
+struct Best<bf16, Out> {
+    typedef TileProduct<Out> Product;
+};
+#endif
+
 // out [rows][outputs] = x [rows][depth] · w [outputs][depth]ᵀ, x and w with any strides. `packed`: w's panels, or null.
 // `chunks`, a power of two, divides depth into whole steps.
 template <class T, class Out>
@@ -308,7 +303,7 @@ static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int6
     if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // a sum of nothing
     if (rows == 0 || outputs == 0) return;
     const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
-    Product<T, Out>(left, right, packed, out, chunks).run();
+    typename Best<T, Out>::Product(left, right, packed, out, chunks).run(rows * outputs * depth > SPLIT_WORK);
 }
 
 template <class T>
