@@ -63,17 +63,18 @@ struct Pages {
     int64_t width;
 };
 
-template <class T>
+template <class T, class Products>
 static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pages, const Tile& tile, int64_t kv_head,
                         int64_t first_position, const Shape& shape, float scale) {
     const int64_t dim = shape.head_dim, rows = tile.tokens * shape.group();
     static thread_local std::vector<float> scratch;
-    scratch.resize(rows * (dim + BLOCK + 2) + BlockProducts<T>::scratch(rows, dim));
+    const int64_t padded = Products::padded_rows(rows);
+    scratch.resize(padded * (dim + BLOCK) + 2 * rows + Products::scratch(rows, dim));
     float* sums = scratch.data();
-    float* scores = sums + rows * dim;
-    float* highest = scores + rows * BLOCK;
+    float* scores = sums + padded * dim;
+    float* highest = scores + padded * BLOCK;
     float* totals = highest + rows;
-    BlockProducts<T> products(q, tile, kv_head, shape, totals + rows);
+    Products products(q, tile, kv_head, shape, totals + rows);
     std::fill(sums, sums + rows * dim, 0.f);
     std::fill(highest, highest + rows, LOWEST);
     std::fill(totals, totals + rows, 0.f);
@@ -104,6 +105,18 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     }
 }
 
+// The products that attention over heads of this size is made of.
+template <class T>
+static auto attend_tile_of(int64_t) {
+    return attend_tile<T, BlockProducts<T>>;
+}
+#ifdef LOCKSTEP_TILES
+template <>
+auto attend_tile_of<bf16>(int64_t head_dim) {
+    return WholeUnits::divide(head_dim) ? attend_tile<bf16, BlockTiles> : attend_tile<bf16, BlockProducts<bf16>>;
+}
+#endif
+
 template <class T>
 static void attend(const T* q, T* out, float* log_sums, const T* key_pages, const T* value_pages, const int32_t* table,
                    const int32_t* query_starts, const int32_t* context_lengths, int64_t sequences, int64_t width,
@@ -111,12 +124,13 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
     const Shape shape{heads, kv_heads, head_dim};
     const Pages<T> pages{key_pages, value_pages, table, width};
     const std::vector<Tile> tiles = tiles_of(query_starts, sequences, shape.group());
+    const auto one_tile = attend_tile_of<T>(head_dim);
 #pragma omp parallel for schedule(dynamic, 1) collapse(2)
     for (size_t i = 0; i < tiles.size(); i++)
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
             const Tile& tile = tiles[i];
             const int64_t before = context_lengths[tile.sequence] - query_starts[tile.sequence + 1];
-            attend_tile(q, out, log_sums, pages, tile, kv_head, tile.token + before, shape, scale);
+            one_tile(q, out, log_sums, pages, tile, kv_head, tile.token + before, shape, scale);
         }
 }
 

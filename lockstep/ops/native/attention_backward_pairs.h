@@ -1,12 +1,64 @@
-// The gradient of attention in bfloat16 on pairs. The weights and the gradients of the scores are rounded to bfloat16
+// The gradient of attention in bfloat16 on pairs, or in the matrix unit. The weights and the gradients of the scores are rounded to bfloat16
 // before they are multiplied, as flash attention does; every sum is float32.
 #pragma once
 #include "attention_pieces.h"
 #include "pairs.h"
+#include "unit.h"
 
 #ifdef LOCKSTEP_PAIRS
+// A block's products on pairs.
+struct BlockPairs {
+    static constexpr int64_t ROWS = 2, COLUMNS_AT_ONCE = LANES;  // that rows and keys are filled up to, with zeros
+
+    // sums [rows][columns] (+)= left [rows][pairs] · right [pairs][columns], with rows of the sums as wide as the right
+    // factor's.
+    template <bool ADD>
+    void product(const void* left, int64_t left_pairs, const __m512i* right, int64_t width, float* sums, int64_t rows,
+                 int64_t pairs, int64_t columns) const {
+        pair_product<ADD>({(const int32_t*)left, left_pairs, 1}, right, width / LANES, sums, width, rows, pairs, columns);
+    }
+
+    // The same of a left factor that lies across: [pairs][BLOCK].
+    void add_across(const __m512i* left, const __m512i* right, int64_t width, float* sums, int64_t rows,
+                    int64_t pairs) const {
+        pair_product<true>({(const int32_t*)left, 1, BLOCK}, right, width / LANES, sums, width, rows, pairs, width);
+    }
+};
+
+#ifdef LOCKSTEP_TILES
+struct BlockUnits {
+    static constexpr int64_t ROWS = 2 * UNIT_STEPS, COLUMNS_AT_ONCE = 2 * UNIT_ROWS;
+    const WholeUnits unit;
+
+    template <bool ADD>
+    void product(const void* left, int64_t left_pairs, const __m512i* right, int64_t width, float* sums, int64_t rows,
+                 int64_t pairs, int64_t columns) const {
+        unit.product<ADD>(rows_of(left, left_pairs), rows_of(right, width), sums, width, rows, pairs, columns);
+    }
+
+    void add_across(const __m512i* left, const __m512i* right, int64_t width, float* sums, int64_t rows,
+                    int64_t pairs) const {
+        static thread_local std::vector<word> scratch;
+        scratch.resize(BLOCK * pairs);
+        word* turned = scratch.data();  // [key][pair]
+        for (int64_t p = 0; p < pairs; p += WIDTH)
+            for (int64_t j = 0; j < rows; j += WIDTH) {
+                words block[WIDTH];
+                for (int i = 0; i < WIDTH; i++) block[i] = (words)left[((p + i) * BLOCK + j) / LANES];
+                transpose(block);
+                for (int i = 0; i < WIDTH; i++) std::memcpy(turned + (j + i) * pairs + p, &block[i], sizeof(words));
+            }
+        unit.product<true>(rows_of(turned, pairs), rows_of(right, width), sums, width, rows, pairs, width);
+    }
+
+    static Rows rows_of(const void* at, int64_t words) { return {(const word*)at, words * (int64_t)sizeof(word)}; }
+};
+#endif
+
 // One block of keys, and one tile at a time of the query rows that see it.
+template <class Products>
 class BlockGradient {
+    const Products products{};
     const int64_t dim, group, kv_head;
     const Shape& shape;
     const float scale;
@@ -20,7 +72,7 @@ class BlockGradient {
    public:
     BlockGradient(const Shape& shape, int64_t kv_head, float scale)
         : dim(shape.head_dim), group(shape.group()), kv_head(kv_head), shape(shape), scale(scale) {
-        const int64_t rows = (std::max<int64_t>(1, TILE / group) * group + 1) / 2 * 2;
+        const int64_t rows = filled(std::max<int64_t>(1, TILE / group) * group);
         static thread_local std::vector<float> scratch;
         scratch.resize(9 * BLOCK * dim / 2 + 3 * rows * dim + 7 * rows * BLOCK / 2 + LANES);
         float* next = (float*)(((uintptr_t)scratch.data() + 63) / 64 * 64);
@@ -50,13 +102,14 @@ class BlockGradient {
     // What the rows of `tile` add; `seen` of the block's keys are seen by its first token, up to `most` by its last.
     void add(const bf16* grad_out, const bf16* q, const float* log_sums, const float* deltas, float* grad_q,
              const Tile& tile, int64_t seen, int64_t most) {
-        const int64_t rows = tile.tokens * group, columns = (most + LANES - 1) / LANES * LANES;
-        const int64_t row_pairs = (rows + 1) / 2, wide = BLOCK / LANES, line = dim / LANES;
+        constexpr int64_t AT_ONCE = Products::COLUMNS_AT_ONCE;
+        const int64_t rows = tile.tokens * group, columns = (most + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+        const int64_t row_pairs = filled(rows) / 2, wide = BLOCK / LANES;
         load_tile(q, tile, queries, query_pairs);
         load_tile(grad_out, tile, grads, grad_pairs);
-        pair_product<false>(left_rows(queries, dim), keys_across, wide, scores, BLOCK, rows, dim / 2, columns);
-        pair_product<false>(left_rows(grads, dim), values_across, wide, grad_weights, BLOCK, rows, dim / 2, columns);
-        for (int64_t r = 0; r < rows; r += 2) {
+        products.template product<false>(queries, dim / 2, keys_across, BLOCK, scores, rows, dim / 2, columns);
+        products.template product<false>(grads, dim / 2, values_across, BLOCK, grad_weights, rows, dim / 2, columns);
+        for (int64_t r = 0; r < filled(rows); r += 2) {
             f32x16 weight[2] = {}, grad[2] = {};
             for (int64_t j = 0; j < columns; j += LANES) {
                 for (int64_t i = 0; i < 2 && r + i < rows; i++) {
@@ -72,10 +125,9 @@ class BlockGradient {
                 _mm256_storeu_si256((__m256i*)(grad_scores + (r + 1) * BLOCK + j), _mm512_extracti64x4_epi64(both, 1));
             }
         }
-        pair_product<true>({(int32_t*)weight_pairs, 1, BLOCK}, grad_pairs, line, value_sums, dim, most, row_pairs, dim);
-        pair_product<true>({(int32_t*)grad_score_pairs, 1, BLOCK}, query_pairs, line, key_sums, dim, most, row_pairs,
-                           dim);
-        pair_product<false>(left_rows(grad_scores, BLOCK), key_pairs, line, query_sums, dim, rows, columns / 2, dim);
+        products.add_across(weight_pairs, grad_pairs, dim, value_sums, most, row_pairs);
+        products.add_across(grad_score_pairs, query_pairs, dim, key_sums, most, row_pairs);
+        products.template product<false>(grad_scores, BLOCK / 2, key_pairs, dim, query_sums, rows, columns / 2, dim);
         for (int64_t t = 0; t < tile.tokens; t++) {
             float* target = grad_q + ((tile.token + t) * shape.heads + kv_head * group) * dim;
             const float* sums = query_sums + t * group * dim;
@@ -95,6 +147,8 @@ class BlockGradient {
     }
 
    private:
+    static int64_t filled(int64_t rows) { return (rows + Products::ROWS - 1) / Products::ROWS * Products::ROWS; }
+
     void load_block(const bf16* x, int64_t first, int64_t count, bf16* rows, int32_t* across) const {
         for (int64_t j = 0; j < count; j++)
             std::memcpy(rows + j * dim, x + ((first + j) * shape.kv_heads + kv_head) * dim, dim * sizeof(bf16));
@@ -108,8 +162,8 @@ class BlockGradient {
             std::memcpy(rows + t * group * dim, x + ((tile.token + t) * shape.heads + kv_head * group) * dim,
                         group * dim * sizeof(bf16));
         const int64_t count = tile.tokens * group;
-        if (count % 2) std::memset((void*)(rows + count * dim), 0, dim * sizeof(bf16));
-        pair_up(rows, count, pairs);
+        std::memset((void*)(rows + count * dim), 0, (filled(count) - count) * dim * sizeof(bf16));
+        pair_up(rows, filled(count), pairs);
     }
 
     void pair_up(const bf16* rows, int64_t count, __m512i* pairs) const {
@@ -126,12 +180,11 @@ class BlockGradient {
     }
 };
 
-// As the form of any type below it.
-template <class G>
-static void backward_head(const bf16* grad_out, const bf16* q, const bf16* k, const bf16* v, const float* log_sums,
+template <class Products, class G>
+static void backward_blocks(const bf16* grad_out, const bf16* q, const bf16* k, const bf16* v, const float* log_sums,
                           const float* deltas, float* grad_q, G* grad_k, G* grad_v, const Sequence& sequence,
                           const Pieces& pieces, int64_t kv_head, const Shape& shape, float scale) {
-    BlockGradient block(shape, kv_head, scale);
+    BlockGradient<Products> block(shape, kv_head, scale);
     for (int64_t start = 0; start < sequence.length; start += BLOCK) {
         const int64_t count = std::min(BLOCK, sequence.length - start);
         block.begin(k, v, sequence.first + start, count);
@@ -146,5 +199,19 @@ static void backward_head(const bf16* grad_out, const bf16* q, const bf16* k, co
         }
         block.end(grad_k, grad_v, sequence.first + start, count);
     }
+}
+
+// As the form of any type below it.
+template <class G>
+static void backward_head(const bf16* grad_out, const bf16* q, const bf16* k, const bf16* v, const float* log_sums,
+                          const float* deltas, float* grad_q, G* grad_k, G* grad_v, const Sequence& sequence,
+                          const Pieces& pieces, int64_t kv_head, const Shape& shape, float scale) {
+#ifdef LOCKSTEP_TILES
+    if (WholeUnits::divide(shape.head_dim))
+        return backward_blocks<BlockUnits>(grad_out, q, k, v, log_sums, deltas, grad_q, grad_k, grad_v, sequence,
+                                           pieces, kv_head, shape, scale);
+#endif
+    backward_blocks<BlockPairs>(grad_out, q, k, v, log_sums, deltas, grad_q, grad_k, grad_v, sequence, pieces, kv_head,
+                                shape, scale);
 }
 #endif

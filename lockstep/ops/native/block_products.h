@@ -1,8 +1,10 @@
 // The two products of a block of attention: queries with keys, weights with values. In float32; in bfloat16 on pairs
-// where the processor multiplies those (vdpbf16ps), the weights rounded to bfloat16 as flash attention does.
+// where the processor multiplies those (vdpbf16ps), or in its matrix unit, the weights rounded to bfloat16 as flash
+// attention does.
 #pragma once
 #include "attention.h"
 #include "pairs.h"
+#include "unit.h"
 
 // The pages of a block's keys and values, `count` keys in all. Past the sequence's end the first page stands in: its
 // scores are masked.
@@ -21,6 +23,7 @@ struct BlockProducts {
     float *queries, *keys, *values;
 
     static int64_t scratch(int64_t rows, int64_t dim) { return rows * dim + 2 * BLOCK * dim; }
+    static int64_t padded_rows(int64_t rows) { return rows; }
 
     BlockProducts(const T* q, const Tile& tile, int64_t kv_head, const Shape& shape, float* scratch)
         : dim(shape.head_dim), direct(tile.tokens * shape.group() < FEW_ROWS), queries(scratch) {
@@ -80,6 +83,7 @@ struct BlockProducts<bf16> {
     __m512i *keys, *values;  // [dim / 2][4], and [BLOCK / 2][dim / 16]
 
     static int64_t scratch(int64_t rows, int64_t dim) { return rows * (dim + BLOCK) / 2 + BLOCK * dim + 2 * LANES; }
+    static int64_t padded_rows(int64_t rows) { return rows; }
 
     BlockProducts(const bf16* q, const Tile& tile, int64_t kv_head, const Shape& shape, float* scratch)
         : dim(shape.head_dim), direct(tile.tokens * shape.group() < FEW_ROWS) {
@@ -125,5 +129,53 @@ struct BlockProducts<bf16> {
         const PackedPairs pairs{values + p * PAGE / 2 * (dim / LANES) + n / LANES, dim / LANES};
         pair_rows<true, VECTORS>(left, pairs, attended + n, dim, rows, PAGE / 2);
     }
+};
+#endif
+
+#ifdef LOCKSTEP_TILES
+// In the matrix unit, for any number of rows: a whole block at a time, its last keys zeros where it has fewer.
+struct BlockTiles {
+    const int64_t dim;
+    const WholeUnits unit;
+    word *queries, *weights;  // [rows][dim / 2], [rows][BLOCK / 2]
+    __m512i *keys, *values;   // [dim / 2][4], [BLOCK / 2][dim / 16]
+
+    static int64_t scratch(int64_t rows, int64_t dim) {
+        return padded_rows(rows) * (dim + BLOCK) / 2 + BLOCK * dim + 2 * LANES;
+    }
+    // The unit reads and writes 16 rows, from any on.
+    static int64_t padded_rows(int64_t rows) { return rows + UNIT_ROWS - 1; }
+
+    BlockTiles(const bf16* q, const Tile& tile, int64_t kv_head, const Shape& shape, float* scratch)
+        : dim(shape.head_dim) {
+        const int64_t count = shape.group() * dim;
+        keys = (__m512i*)(((uintptr_t)scratch + 63) / 64 * 64);
+        values = keys + dim / 2 * (BLOCK / PAGE);
+        queries = (word*)(values + BLOCK / 2 * (dim / LANES));
+        weights = queries + padded_rows(tile.tokens * shape.group()) * dim / 2;
+        for (int64_t t = 0; t < tile.tokens; t++)
+            std::memcpy((bf16*)queries + t * count, q + ((tile.token + t) * shape.heads + kv_head * shape.group()) * dim,
+                        count * sizeof(bf16));
+    }
+
+    void scores(const BlockPages<bf16>& pages, int64_t from, int64_t rows, float* scores) {
+        const KeyPairs key_pairs{pages.keys};
+        for (int64_t k = 0; k < dim / 2; k++)
+            for (int v = 0; v < BLOCK / PAGE; v++) keys[k * (BLOCK / PAGE) + v] = (__m512i)key_pairs(k, v);
+        for (int64_t p = 0; p < BLOCK / PAGE; p++)
+            for (int64_t k = 0; k < PAGE / 2; k++)
+                for (int64_t v = 0; v < dim / LANES; v++)
+                    values[(p * PAGE / 2 + k) * (dim / LANES) + v] =
+                        (__m512i)ValuePairs{pages.values[p], dim, pages.count - p * PAGE}(k, v);
+        unit.product<false>(rows_of(queries, dim / 2).from(from, 0), rows_of(keys, BLOCK), scores, BLOCK, rows, dim / 2,
+                            BLOCK);
+    }
+
+    void add_values(const BlockPages<bf16>&, int64_t rows, const float* exact, float* attended) {
+        for (int64_t i = 0; i < rows * BLOCK; i += LANES) store((bf16*)weights + i, load(exact + i));
+        unit.product<true>(rows_of(weights, BLOCK / 2), rows_of(values, dim), attended, dim, rows, BLOCK / 2, dim);
+    }
+
+    static Rows rows_of(const void* at, int64_t words) { return {(const word*)at, words * (int64_t)sizeof(word)}; }
 };
 #endif

@@ -1,45 +1,19 @@
-// The product in a matrix unit (Intel's AMX, `tdpbf16ps`). The unit takes 32 elements along k at once: the even ones and
-// the odd ones are a chain of fused multiply-adds each, from zero, and the two sums are added to each other and then to
-// the output's. It takes numbers too small for a normal float as zero. An output depends on its own row and column
-// alone, as the instruction defines it: the number of rows in a tile has no say.
+// The product in a matrix unit. A tile is 32 rows of one panel, or 16 rows of two.
 #pragma once
+#include "unit.h"
+
 #ifdef LOCKSTEP_TILES
 #include "tiling.h"
 
 extern "C" int omp_get_num_threads();
 
-constexpr int64_t UNIT_STEPS = 16, UNIT_ROWS = 16;  // of an instruction: words along k, and rows
 static_assert(COLUMNS == 2 * UNIT_ROWS, "a panel is two registers wide");
-
-// What the unit's registers hold: 0 to 3 sums, 4 and 5 rows of x, 6 and 7 the halves of a panel. A tile is 32 rows of
-// one panel, or 16 rows of two.
-struct UnitShape {
-    int64_t rows = 0, rows_below = 0, steps = 0;
-    bool operator==(const UnitShape& other) const {
-        return rows == other.rows && rows_below == other.rows_below && steps == other.steps;
-    }
-    void load() const {
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {};
-            uint8_t rows[16] = {};
-        } settings;
-        const auto set = [&](int which, int64_t rows, int64_t words) {
-            settings.rows[which] = rows, settings.row_bytes[which] = rows ? words * sizeof(word) : 0;
-        };
-        for (int sum = 0; sum < 4; sum++) set(sum, sum > 1 && rows_below ? rows_below : rows, UNIT_ROWS);
-        set(4, rows, steps), set(5, rows_below, steps);
-        set(6, steps, UNIT_ROWS), set(7, steps, UNIT_ROWS);
-        _tile_loadconfig(&settings);
-    }
-};
 
 // Sums are rounded to Out.
 template <class Out>
 struct TileProduct {
     static constexpr int64_t TILE = 2 * UNIT_ROWS * COLUMNS;  // floats of its sums
     static constexpr int64_t GROUP_WORDS = 1 << 17;           // of panels that stay in the second cache
-    static constexpr int64_t SUMS_ROW = COLUMNS * sizeof(float), PANEL_ROW = COLUMNS * sizeof(word);
     const Matrix<bf16>& x;
     const Matrix<bf16>& w;
     const word* packed;  // all panels of w, or none
@@ -56,68 +30,26 @@ struct TileProduct {
         if (x.inner != 1 || x.depth % 2) copied = scratch<word>(x.rows * steps, 3);
     }
 
-    const word* row(int64_t r) const { return copied ? copied + r * steps : (const word*)(x.at + r * x.row); }
-
-    enum More { NONE, ROWS_BELOW, NEXT_PANEL };
-    // sums of 16 rows and a panel = left · right; beside them `more` of the next rows, or of the next panel.
-    template <More MORE>
-    static void multiply(const word* left, int64_t left_row, const word* right, const word* next, int64_t steps,
-                         bool begin, float* sums, float* more) {
-        asm volatile("" ::: "memory");  // the compiler does not know what the unit's instructions read
-        if (begin) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        } else {
-            _tile_loadd(0, sums, SUMS_ROW);
-            _tile_loadd(1, sums + LANES, SUMS_ROW);
-            if (MORE != NONE) {
-                _tile_loadd(2, more, SUMS_ROW);
-                _tile_loadd(3, more + LANES, SUMS_ROW);
-            }
-        }
-        for (int64_t k = 0; k < steps; k += UNIT_STEPS) {
-            _tile_loadd(4, left + k, left_row);
-            _tile_loadd(6, right + k * COLUMNS, PANEL_ROW);
-            _tile_loadd(7, right + k * COLUMNS + LANES, PANEL_ROW);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            if (MORE == ROWS_BELOW) {
-                _tile_loadd(5, (char*)(left + k) + UNIT_ROWS * left_row, left_row);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            } else if (MORE == NEXT_PANEL) {
-                _tile_loadd(6, next + k * COLUMNS, PANEL_ROW);
-                _tile_loadd(7, next + k * COLUMNS + LANES, PANEL_ROW);
-                _tile_dpbf16ps(2, 4, 6);
-                _tile_dpbf16ps(3, 4, 7);
-            }
-        }
-        _tile_stored(0, sums, SUMS_ROW);
-        _tile_stored(1, sums + LANES, SUMS_ROW);
-        if (MORE != NONE) {
-            _tile_stored(2, more, SUMS_ROW);
-            _tile_stored(3, more + LANES, SUMS_ROW);
-        }
-        asm volatile("" ::: "memory");
+    Rows left() const {
+        if (copied) return {copied, steps * (int64_t)sizeof(word)};
+        return {(const word*)x.at, x.row * (int64_t)sizeof(bf16)};
     }
+    static Rows panel_rows(const word* panel) { return {panel, COLUMNS * sizeof(word)}; }
 
     // Rows of a tile with one panel, or with two where `next` is one.
     void tile(int64_t t, const word* right, const word* next, int64_t panel, UnitShape& shape, float* sums) const {
         const int64_t top = tiling.start(t), rows = tiling.height(t), below = std::max<int64_t>(rows - UNIT_ROWS, 0);
-        const int64_t left_row = copied ? steps * sizeof(word) : x.row * sizeof(bf16);
         const auto add = [&](int64_t from, int64_t count, int64_t at_once, bool begin, float* own) {
             const UnitShape wanted{rows - below, below, at_once};
             if (!(wanted == shape)) (shape = wanted).load();
-            const word *left = row(top) + from, *here = right + from * COLUMNS;
+            const Rows part = left().from(top, from), here = panel_rows(right).from(from, 0);
             float* more = own + UNIT_ROWS * COLUMNS;
             if (below)
-                multiply<ROWS_BELOW>(left, left_row, here, nullptr, count, begin, own, more);
+                unit_product<ROWS_BELOW>(part, here, {}, count, begin, own, COLUMNS, more);
             else if (next)
-                multiply<NEXT_PANEL>(left, left_row, here, next + from * COLUMNS, count, begin, own, more);
+                unit_product<NEXT_COLUMNS>(part, here, panel_rows(next).from(from, 0), count, begin, own, COLUMNS, more);
             else
-                multiply<NONE>(left, left_row, here, nullptr, count, begin, own, nullptr);
+                unit_product<NONE>(part, here, {}, count, begin, own, COLUMNS, nullptr);
         };
         // The chunks before one are held as whole subtrees, one for each bit that is set in its number.
         for (int64_t chunk = 0; chunk < chunks; chunk++) {

@@ -1,0 +1,116 @@
+// Intel's matrix unit (AMX, `tdpbf16ps`). It takes 32 elements along k at once: the even ones and the odd ones are a
+// chain of fused multiply-adds each, from zero, and the two sums are added to each other and then to the output's. It
+// takes numbers too small for a normal float as zero. An output depends on its own row and column alone, as the
+// instruction defines it: the number of rows has no say.
+#pragma once
+#ifdef LOCKSTEP_TILES
+#include "panels.h"
+
+constexpr int64_t UNIT_STEPS = 16, UNIT_ROWS = 16;  // of an instruction: words along k, and rows
+
+// What the unit's registers hold: 0 to 3 sums, 4 and 5 rows of the left factor, 6 and 7 columns of the right one.
+struct UnitShape {
+    int64_t rows = 0, rows_below = 0, steps = 0;
+    bool operator==(const UnitShape& other) const {
+        return rows == other.rows && rows_below == other.rows_below && steps == other.steps;
+    }
+    void load() const {
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } settings;
+        const auto set = [&](int which, int64_t rows, int64_t words) {
+            settings.rows[which] = rows, settings.row_bytes[which] = rows ? words * sizeof(word) : 0;
+        };
+        for (int sum = 0; sum < 4; sum++) set(sum, sum > 1 && rows_below ? rows_below : rows, UNIT_ROWS);
+        set(4, rows, steps), set(5, rows_below, steps);
+        set(6, steps, UNIT_ROWS), set(7, steps, UNIT_ROWS);
+        asm volatile("" ::"r"(&settings) : "memory");  // the instruction reads more than the compiler believes
+        _tile_loadconfig(&settings);
+    }
+};
+
+// A factor's words, and the bytes from one row to the next.
+struct Rows {
+    const word* at;
+    int64_t bytes;
+    Rows from(int64_t row, int64_t column) const { return {(const word*)((char*)at + row * bytes) + column, bytes}; }
+};
+
+enum More { NONE, ROWS_BELOW, NEXT_COLUMNS };
+
+// sums of 16 rows and 32 columns (+)= left · right; beside them `more`, of the next 16 rows of `left`, or of the 32
+// columns of `next`. The right factors are [step][column].
+template <More MORE>
+static void unit_product(const Rows& left, const Rows& right, const Rows& next, int64_t steps, bool begin, float* sums,
+                         int64_t sums_row, float* more) {
+    const int64_t sums_bytes = sums_row * sizeof(float);
+    asm volatile("" ::: "memory");  // the compiler does not know what the unit's instructions read
+    if (begin) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, sums_bytes);
+        _tile_loadd(1, sums + UNIT_ROWS, sums_bytes);
+        if (MORE != NONE) {
+            _tile_loadd(2, more, sums_bytes);
+            _tile_loadd(3, more + UNIT_ROWS, sums_bytes);
+        }
+    }
+    for (int64_t k = 0; k < steps; k += UNIT_STEPS) {
+        const Rows columns = right.from(k, 0);
+        _tile_loadd(4, left.at + k, left.bytes);
+        _tile_loadd(6, columns.at, columns.bytes);
+        _tile_loadd(7, columns.at + UNIT_ROWS, columns.bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (MORE == ROWS_BELOW) {
+            _tile_loadd(5, left.from(UNIT_ROWS, k).at, left.bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        } else if (MORE == NEXT_COLUMNS) {
+            const Rows others = next.from(k, 0);
+            _tile_loadd(6, others.at, others.bytes);
+            _tile_loadd(7, others.at + UNIT_ROWS, others.bytes);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+    }
+    _tile_stored(0, sums, sums_bytes);
+    _tile_stored(1, sums + UNIT_ROWS, sums_bytes);
+    if (MORE != NONE) {
+        _tile_stored(2, more, sums_bytes);
+        _tile_stored(3, more + UNIT_ROWS, sums_bytes);
+    }
+    asm volatile("" ::: "memory");
+}
+
+// Products of factors that whole registers divide: rows of the left one up to a multiple of 16 are read, and sums of as
+// many written.
+class WholeUnits {
+   public:
+    static bool divide(int64_t dim) { return dim % (2 * UNIT_ROWS) == 0; }
+    static int64_t padded(int64_t rows) { return (rows + UNIT_ROWS - 1) / UNIT_ROWS * UNIT_ROWS; }
+
+    WholeUnits() { UnitShape{UNIT_ROWS, UNIT_ROWS, UNIT_STEPS}.load(); }
+    WholeUnits(const WholeUnits&) = delete;
+    ~WholeUnits() { _tile_release(); }
+
+    // sums [rows][columns] (+)= left [rows][steps] · right [steps][columns], with sums `sums_row` floats apart.
+    template <bool ADD>
+    void product(const Rows& left, const Rows& right, float* sums, int64_t sums_row, int64_t rows, int64_t steps,
+                 int64_t columns) const {
+        for (int64_t r = 0; r < rows; r += 2 * UNIT_ROWS)
+            for (int64_t n = 0; n < columns; n += 2 * UNIT_ROWS) {
+                float *own = sums + r * sums_row + n, *below = own + UNIT_ROWS * sums_row;
+                if (r + UNIT_ROWS < rows)
+                    unit_product<ROWS_BELOW>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, below);
+                else
+                    unit_product<NONE>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, nullptr);
+            }
+    }
+};
+#endif
