@@ -365,6 +365,7 @@ def _parity_matrix(options: ParityOptions) -> int:
 def _parity(options: ParityOptions, world: World) -> int:
     from lockstep.checkpoint import open_model
     from lockstep.model import arithmetic_of
+    from lockstep.model.known_operators import refuse_unknown_operators
     from lockstep.observe import announce, start_line
     from lockstep.parallel import apply_compile
     from lockstep.rl.parity_check import check_parity
@@ -375,6 +376,8 @@ def _parity(options: ParityOptions, world: World) -> int:
     work = f"at least {options.tokens} tokens to go"
     shape = model.config
     announce("parity: " + start_line(options.model, shape.num_parameters, model.device, model.dtype, work, world.size))
+    if world.size == 1:  # a rank's operators are those of one process, and collectives beside them
+        refuse_unknown_operators(model)
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
     print(f"Bitwise identical : {result.tokens_different == 0}")

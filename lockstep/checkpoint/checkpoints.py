@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from lockstep.checkpoint.manifest import MANIFEST, Piece, damage, listed_files, sync_folder, write_manifest
 from lockstep.checkpoint.part import LoadPlanner, Part, SavePlanner
-from lockstep.checkpoint.staging import Staging
+from lockstep.checkpoint.staging import Staging, in_place
 from lockstep.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, tensors_to_save
 from lockstep.config import PretrainConfig, RLConfig, to_toml
@@ -73,8 +73,8 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], last: bool = False) -> None:
         """Saves the trainer and `state` (JSON, equal on all ranks) as of `step`, the run's `last` or not.
 
-        Waits for a save that is still running, then writes in the background, where set. A save that fails for its
-        disk warns, and the run goes on.
+        Waits for a save that is still running, then writes in the background, where set; the last one is waited for,
+        without a copy of what is saved. A save that fails for its disk warns, and the run goes on.
         """
         self.wait()
         settings = self.config.checkpoint
@@ -82,13 +82,16 @@ class Checkpoints:
         model_only = last and settings.last_model_only
         trainer = self.trainer
         tensors = tensors_to_save(trainer.model, trainer.optimizer, dtype, self.world.rank, model_only)
-        parts = self._staging.copy(tensors)
+        # Nothing changes the tensors while this waits, or after the last step.
+        in_background = settings.asynchronous and not last
+        if not in_background:
+            self._staging.release()
+        parts = self._staging.copy(tensors) if in_background else in_place(tensors)
         state = {**state, **trainer.counts(), "step": step, "model_only": model_only}
         state["arithmetic"] = arithmetic_of(self.world.device)
         self._running = self._thread.submit(self._write, step, parts, dtype, state)
-        if not settings.asynchronous:
+        if not in_background:
             self.wait()
-            self._staging.release()
 
     def wait(self) -> str:
         """Until no save is running. Returns why the last one failed, empty if it did not."""

@@ -35,3 +35,15 @@ class Staging:
 
     def release(self) -> None:
         self._buffers.clear()
+
+
+def in_place(tensors: Mapping[str, tuple[Tensor, torch.dtype]]) -> dict[str, Part]:
+    """This rank's parts of `tensors`, each in its dtype in the host's memory: its own where it is so already.
+
+    They must not change while they are written.
+    """
+    parts = {}
+    for name, (tensor, dtype) in tensors.items():
+        part = Part.of(tensor)
+        parts[name] = Part(part.local.to("cpu", dtype), part.place, part.shape)
+    return parts

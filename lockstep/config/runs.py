@@ -148,7 +148,7 @@ class RLConfig:
     the log-probability times the advantage, without a ratio."""
     loss_average: Literal["", "token", "sequence", "budget"] = ""
     """Empty: the algorithm's. Average the loss over all tokens, or over each completion first; `budget`: divide each
-    completion's sum by max_new_tokens, whatever its length."""
+    completion's sum, or conversation's, by max_new_tokens, whatever its length or turns."""
     clip_low: Annotated[float | None, AtLeast(0), AtMost(1)] = None
     """The importance ratio is clipped below at 1 - clip_low; 1: not at all; None: the algorithm's."""
     clip_high: Annotated[float | None, AtLeast(0)] = None

@@ -27,9 +27,9 @@ class SharedPrefixAttention:
 
     def __init__(self, lengths: Sequence[int], shared: Sequence[int], device: str | torch.device = "cpu"):
         self.pieces = PieceAttention(lengths, [(i, n, lengths[i]) for i, n in enumerate(shared)], device)
-        keys: list[int] = []
-        own: list[int] = []
-        turns: list[tuple[list[int], list[int]]] = []
+        keys: list[Tensor] = []
+        own: list[Tensor] = []
+        turns: list[tuple[list[Tensor], list[Tensor]]] = []
         lead = lead_length = turn = 0
         row = key = 0  # where the next sequence begins: among the rows, and among all sequences' keys
         for sequence, (length, left_out) in enumerate(zip(lengths, shared)):
@@ -42,16 +42,17 @@ class SharedPrefixAttention:
                 )
             else:
                 turns += [([], [])] if turn == len(turns) else []
-                turns[turn][0].extend(range(lead, lead + left_out))
-                turns[turn][1].extend(range(key, key + left_out))
+                keys.append(torch.arange(lead, lead + left_out))
+                turns[turn][0].append(keys[-1])
+                turns[turn][1].append(torch.arange(key, key + left_out))
                 turn += 1
-            keys += [*range(lead, lead + left_out), *range(row, row + length - left_out)]
-            own += range(key + left_out, key + length)
+            keys.append(torch.arange(row, row + length - left_out))
+            own.append(torch.arange(key + left_out, key + length))
             row, key = row + length - left_out, key + length
         # The row of every key of every sequence, and back: of every row its own sequence's key.
-        self._keys, self._own = torch.tensor(keys, device=device), torch.tensor(own, device=device)
+        self._keys, self._own = torch.cat(keys).to(device), torch.cat(own).to(device)
         # Rows that the first, second … sequence after theirs left out, and where its copies of their keys are.
-        self._turns = [tuple(torch.tensor(indices, device=device) for indices in turn) for turn in turns]
+        self._turns = [tuple(torch.cat(indices).to(device) for indices in turn) for turn in turns]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

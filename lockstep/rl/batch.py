@@ -18,7 +18,7 @@ from lockstep.rl.critic import ValueHead
 from lockstep.rl.microbatches import microbatches
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout, episodes_of
-from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
+from lockstep.train.packing import PackedRow, predicting_states, target_log_probs
 
 
 @dataclass
@@ -52,7 +52,6 @@ def policy_batches(
     batches = []
     for members in microbatches(rollouts, config.train.tokens_per_microbatch):
         chosen = members.rollouts
-        scored = [r.targets() for r in chosen]
         reference, cut, values, returns = (
             torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
             for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
@@ -60,7 +59,7 @@ def policy_batches(
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
-                row=pack_scored([r.prompt_ids + r.token_ids for r in chosen], scored, members.left_out, device),
+                row=members.packed(device),
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
                 weights=torch.cat([weights[number] for number in members.numbers]).to(device),

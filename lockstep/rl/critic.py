@@ -18,8 +18,9 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder, ScoringModel
 from lockstep.observe.run_folder import CONFIG
 from lockstep.rl.algorithms import explained_variance
+from lockstep.rl.microbatches import score_sampled
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import pack_scored, predicting_states, split_by_tokens
+from lockstep.train.packing import PackedRow, predicting_states
 
 NAME = "value_head"
 """Its parameters' prefix, in `train.rules` and in checkpoints."""
@@ -78,16 +79,15 @@ def train_settings(config: RLConfig) -> TrainConfig:
     return dataclasses.replace(config.train, rules=(own, *config.train.rules))
 
 
-@torch.no_grad()
 def assign_values(rollouts: Sequence[Rollout], model: ScoringModel, critic: ValueHead, config: RLConfig) -> None:
     """V of the state that each token was sampled in, by the weights before the step."""
-    lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
-    for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
-        chosen = rollouts[part]
-        tokens, scored = [r.prompt_ids + r.token_ids for r in chosen], [r.targets() for r in chosen]
-        values = critic(predicting_states(model, pack_scored(tokens, scored, device=critic.weight.device)))
-        for rollout, own in zip(chosen, values.split([r.num_sampled for r in chosen])):
-            rollout.values = own.tolist()
+
+    def values(row: PackedRow) -> Tensor:
+        return critic(predicting_states(model, row))
+
+    found = score_sampled(rollouts, config.train.tokens_per_microbatch, critic.weight.device, values)
+    for rollout, own in zip(rollouts, found):
+        rollout.values = own
 
 
 def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+import torch
+from torch import Tensor
+
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import first_fit_decreasing
+from lockstep.train.packing import PackedRow, first_fit_decreasing, pack_scored
 
 
 @dataclass
 class Members:
-    """Rollouts that are trained on together, in the order of the step's rollouts."""
+    """Rollouts that are computed together, in the order of the step's rollouts."""
 
     rollouts: list[Rollout] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     """Of each, among the step's rollouts."""
     left_out: list[int] = field(default_factory=list)
     """Of each, how many first tokens it shares with the last rollout before it that leaves out none."""
+    rows: int = 0
+    """Tokens to compute: a completion's last one predicts nothing."""
 
-    @property
-    def rows(self) -> int:
-        """Tokens to compute: a completion's last one predicts nothing."""
-        return sum(
-            len(rollout.prompt_ids) + len(rollout.token_ids) - 1 - left_out
-            for rollout, left_out in zip(self.rollouts, self.left_out)
-        )
+    def add(self, rollout: Rollout, number: int, left_out: int) -> None:
+        self.rollouts.append(rollout)
+        self.numbers.append(number)
+        self.left_out.append(left_out)
+        self.rows += len(rollout.prompt_ids) + len(rollout.token_ids) - 1 - left_out
+
+    def packed(self, device: str | torch.device) -> PackedRow:
+        """Their tokens in one row, whose targets are the sampled ones."""
+        sequences = [rollout.prompt_ids + rollout.token_ids for rollout in self.rollouts]
+        return pack_scored(sequences, [rollout.targets() for rollout in self.rollouts], self.left_out, device)
 
 
 def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[Members]:
@@ -44,6 +52,7 @@ def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[Members]:
             joined.rollouts += run.rollouts
             joined.numbers += run.numbers
             joined.left_out += run.left_out
+            joined.rows += run.rows
         batches.append(joined)
     return batches
 
@@ -58,7 +67,21 @@ def _runs(rollouts: Sequence[Rollout], budget: int) -> Iterator[Members]:
             if run.rollouts and (not shared or run.rows + len(rollout.token_ids) > budget):
                 yield run
                 run = Members()
-            run.left_out.append(shared if run.rollouts else 0)
-            run.rollouts.append(rollout)
-            run.numbers.append(number)
+            run.add(rollout, number, shared if run.rollouts else 0)
         yield run
+
+
+@torch.no_grad()
+def score_sampled(
+    rollouts: Sequence[Rollout], budget: int, device: str | torch.device, score: Callable[[PackedRow], Tensor]
+) -> list[list[float]]:
+    """One number for each sampled token of each rollout, by a forward pass over micro-batches of at most `budget` rows.
+
+    score: the numbers of a row's targets, `[targets]`. A model's have the bits of each rollout by itself.
+    """
+    scores: list[list[float]] = [[] for _ in rollouts]
+    for members in microbatches(rollouts, budget):
+        of_row = score(members.packed(device)).split([rollout.num_sampled for rollout in members.rollouts])
+        for number, own in zip(members.numbers, of_row):
+            scores[number] = own.tolist()
+    return scores

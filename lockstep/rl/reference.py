@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer, load_tokenizer
 from lockstep.errors import UserError
 from lockstep.hub import is_model
 from lockstep.model import Decoder, load_model
+from lockstep.rl.microbatches import score_sampled
 from lockstep.rl.rollouts import Rollout
 from lockstep.train import Trainer
-from lockstep.train.packing import pack_scored, split_by_tokens, target_log_probs
+from lockstep.train.packing import PackedRow, target_log_probs
 
 START, AVERAGE = "start", "average"
 """Of `RLConfig.kl_reference`; anything else is a folder."""
@@ -64,18 +66,13 @@ def assign_teacher_scores(rollouts: Sequence[Rollout], teacher: Decoder, config:
         rollout.teacher_logprobs = scores
 
 
-@torch.no_grad()
 def score_rollouts(model: Decoder, rollouts: Sequence[Rollout], config: RLConfig) -> list[list[float]]:
     """The model's log-probability of each sampled token of each rollout, at the run's temperature."""
-    scores: list[list[float]] = []
-    lengths = [len(r.prompt_ids) + len(r.token_ids) for r in rollouts]
-    for part in split_by_tokens(lengths, config.train.tokens_per_microbatch):
-        chosen = rollouts[part]
-        tokens, scored = [r.prompt_ids + r.token_ids for r in chosen], [r.targets() for r in chosen]
-        row = pack_scored(tokens, scored, device=model.device)
-        log_probs, _ = target_log_probs(model, row, config.temperature)
-        scores += [own.tolist() for own in log_probs.split([r.num_sampled for r in chosen])]
-    return scores
+
+    def log_probs(row: PackedRow) -> Tensor:
+        return target_log_probs(model, row, config.temperature)[0]
+
+    return score_sampled(rollouts, config.train.tokens_per_microbatch, model.device, log_probs)
 
 
 def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer) -> MovingAverage | None:

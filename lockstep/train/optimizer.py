@@ -140,13 +140,20 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; also writes the model. Raises UserError for a missing tensor."""
+        """The inverse of `state_tensors`; writes the model. Raises UserError for one missing or of another shape."""
         own = self.state_tensors()
         if missing := sorted(own.keys() - tensors.keys()):
             raise UserError(
                 f"the checkpoint lacks {len(missing)} of the optimizer's tensors, such as {missing[0]}; "
                 "algorithm, train.optimizer, train.rules and a kl_reference of averages must be those that it was made "
                 "with"
+            )
+        # A smaller one would fill all of it.
+        if other := [name for name in sorted(own) if tensors[name].shape != own[name].shape]:
+            name = other[0]
+            raise UserError(
+                f"the checkpoint has {len(other)} of the optimizer's tensors in another shape, such as {name}: "
+                f"{list(tensors[name].shape)}, not {list(own[name].shape)}; it is of another model or other settings"
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

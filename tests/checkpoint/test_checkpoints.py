@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from lockstep.checkpoint import checkpoints_in, newest_checkpoint
+from lockstep.checkpoint import Checkpoints, checkpoints_in, newest_checkpoint
 from lockstep.checkpoint.convert import convert
 from lockstep.checkpoint.manifest import damage, write_manifest
 from lockstep.config import CheckpointConfig, DataConfig, ParallelConfig, PretrainConfig, TrainConfig
@@ -74,6 +74,26 @@ def test_what_happens_after_a_save_was_called_is_not_in_it(tmp_path, trainer):
     assert not equal(whole(trainer), held)
     checkpoints.resume()
     assert equal(whole(trainer), held) and torch.equal(torch.random.get_rng_state(), drawn)
+
+
+def test_the_last_save_waits_and_takes_no_copy_of_what_it_saves(tmp_path, trainer):
+    update(trainer)
+    held = whole(trainer)
+    checkpoints = checkpoints_of(tmp_path, trainer)
+    checkpoints.save(1, {})
+    checkpoints.wait()
+    written = []
+    checkpoints._write = lambda step, parts, *rest: (
+        written.append(parts) or Checkpoints._write(checkpoints, step, parts, *rest)
+    )
+    checkpoints.save(2, {}, last=True)
+    assert [int(p.name[-1]) for p in checkpoints_in(tmp_path / "checkpoints")] == [2, 1], "it is on disk"
+    own = {tensor.data_ptr() for tensor in trainer.optimizer.state_tensors().values()}
+    assert {part.local.data_ptr() for name, part in written[0].items() if "random/" not in name} == own
+    assert not checkpoints._staging._buffers, "the copies of the save before are released"
+    update(trainer)
+    checkpoints.resume()
+    assert equal(whole(trainer), held)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

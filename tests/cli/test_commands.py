@@ -15,6 +15,7 @@ from lockstep.cli import main
 from lockstep.commands.generate import Prompt, _stream
 from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
+from lockstep.model.layers import FeedForward
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -28,6 +29,13 @@ def test_parity_prints_its_table_and_exits_0(model_folder):
     assert lines[0] == "Bitwise identical : True" and lines[2] == "Tokens different  : 0"
     assert lines[4].startswith("Arithmetic        : ") and lines[4].endswith(", on both sides")
     assert lines[3] == "Max delta         : 0.000000e+00" and int(lines[1].split(":")[1]) >= 200
+
+
+def test_parity_refuses_a_model_with_an_operator_that_nobody_vouches_for(model_folder, monkeypatch, capsys):
+    monkeypatch.setattr(FeedForward, "forward", lambda self, x: x.mean(-1, keepdim=True).expand_as(x))
+    assert main(["parity", "--model", str(model_folder), "--tokens", "20"]) == 2
+    said = capsys.readouterr()
+    assert "forward uses mean of PyTorch" in said.err and "identical" not in said.out
 
 
 def test_generate_streams_the_prompt_and_its_continuation(model_folder):

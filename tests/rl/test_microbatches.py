@@ -1,6 +1,7 @@
 """Micro-batches: few, in an order that rollouts alone decide, and no completion's bits are touched by its company."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from lockstep.model import ModelConfig
 from lockstep.parallel import apply_compile
 from lockstep.rl import Example
 from lockstep.rl.batch import packing_metrics, policy_batches
+from lockstep.rl.critic import assign_values, make_critic
 from lockstep.rl.microbatches import microbatches
+from lockstep.rl.reference import score_rollouts
 from lockstep.rl.rollouts import Rollout
-from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, target_log_probs
+from lockstep.train.packing import first_fit_decreasing, pack, pack_scored, predicting_states, target_log_probs
 
 SHAPE = ModelConfig(
     family="qwen3", vocab_size=61, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -34,6 +37,15 @@ def _rollouts(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[Rollou
             old = [-draw.random() for _ in tokens]
             made.append(Rollout(Example("p"), group, ids, tokens, old, "stop", "", 0, advantage=draw.random()))
     return made
+
+
+def _sharp(dtype):
+    """A model far from uniform, so that sums cancel."""
+    model = build_model(SHAPE, dtype=dtype, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
 
 
 GROUPS = st.lists(
@@ -78,16 +90,15 @@ def test_every_rollout_is_trained_on_once_and_within_the_budget(groups, budget):
         assert batch.numbers == sorted(batch.numbers)
         assert all(rollouts[number] is rollout for number, rollout in zip(batch.numbers, batch.rollouts))
         assert batch.rows <= budget or len(batch.rollouts) == 1
+        row = batch.packed("cpu")
+        assert batch.rows == sum(row.lengths) - sum(batch.left_out) and 0 <= len(row.tokens) - batch.rows < 8
     assert len(microbatches(rollouts, 10**6)) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["none", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backend):
-    model = build_model(SHAPE, dtype=dtype, seed=3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)  # far from uniform, so that sums cancel
+    model = _sharp(dtype)
     apply_compile(model, CompileConfig(backend))
     rollouts = _rollouts([(40, [30, 5, 64]), (1, [9, 9]), (70, [20]), (130, [33, 64, 90]), (2, [3, 3, 3])])
     for budget in (10**6, 250, 90):
@@ -103,6 +114,36 @@ def test_a_completions_log_probabilities_have_the_bits_of_it_alone(dtype, backen
                 with torch.no_grad():
                     alone = target_log_probs(model, pack([rollout.prompt_ids + rollout.token_ids], [prompt]), 0.8)[0]
                 assert torch.equal(own, alone)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(max_examples=15, deadline=None)
+@given(groups=GROUPS, budget=st.integers(20, 500), seed=st.integers(0, 99), masked=st.booleans())
+def test_scores_and_values_are_those_of_each_rollout_whole_and_by_itself(dtype, groups, budget, seed, masked):
+    model, config = _sharp(dtype), RLConfig(model="m", algorithm="ppo", temperature=0.8)
+    config = replace(config, train=TrainConfig(tokens_per_microbatch=budget))
+    critic = make_critic(config, model)
+    with torch.no_grad():
+        critic.weight.copy_(torch.randn(critic.weight.shape, generator=torch.Generator().manual_seed(seed)))
+    rollouts = _rollouts(groups, seed)
+    draw = random.Random(seed)
+    for rollout in rollouts if masked else ():
+        rollout.sampled = [draw.random() < 0.7 for _ in rollout.token_ids]
+    scores = score_rollouts(model, rollouts, config)
+    assign_values(rollouts, model, critic, config)
+    for rollout, own in zip(rollouts, scores):
+        row = pack_scored([rollout.prompt_ids + rollout.token_ids], [rollout.targets()])
+        with torch.no_grad():
+            alone = target_log_probs(model, row, 0.8)[0], critic(predicting_states(model, row))
+        assert torch.equal(torch.tensor(own), alone[0]) and torch.equal(torch.tensor(rollout.values), alone[1])
+
+
+def test_scores_compute_a_groups_prompt_once():
+    model, rollouts = _sharp("float32"), _rollouts([(40, [10] * 8)])
+    rows = []
+    model.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+    score_rollouts(model, rollouts, RLConfig(model="m"))
+    assert rows == [39 + 8 * 10 + 1]  # filled up to a multiple of 8
 
 
 def test_targets_need_not_be_a_suffix():

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import build_model, load_model
+from lockstep.checkpoint.manifest import write_manifest
 from lockstep.config import CheckpointConfig, CompileConfig, EngineConfig, RecomputeConfig, RLConfig, TrainConfig
 from lockstep.config import validate as validate_config
 from lockstep.data import ByteTokenizer
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.model import ModelConfig, save_model
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.rl import Environment, Example, Rollout
@@ -247,6 +248,49 @@ def test_a_checkpoint_is_a_model_folder_and_keeps_the_head_with_the_trainers_ten
     transformers = pytest.importorskip("transformers")
     theirs, own = transformers.AutoModelForCausalLM.from_pretrained(newest), load_model(newest)
     assert torch.equal(theirs.get_input_embeddings().weight, own.embed_tokens.weight)
+
+
+def _spoilt(folder, harm):
+    """The trainer's tensors of a checkpoint by `harm`, and its list of files made to fit them."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "trainer/optimizer.safetensors"
+    tensors = load_file(path)
+    tensors = {n: t.contiguous() for name, own in tensors.items() for n, t in [harm(name, own)] if t is not None}
+    save_file(tensors, path)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, [])
+
+
+def _other(name, tensor):
+    return name, tensor[:, :1] if name == "master.value_head.weight" else tensor
+
+
+def _lost(name, tensor):
+    return name, None if name == "master.value_head.weight" else tensor
+
+
+@pytest.mark.parametrize("damage", ["a byte", "no file", "other", "lost"])
+def test_a_damaged_or_missing_head_is_named_on_resuming(tmp_path, folder, damage, caplog):
+    run = _run(tmp_path / "run", folder, steps=2)
+    newest = run / "checkpoints" / "step_00000002"
+    path = newest / "trainer/optimizer.safetensors"
+    if damage == "a byte":
+        from safetensors import safe_open
+
+        whole = path.read_bytes()
+        bits = safe_open(path, "pt").get_tensor("master.value_head.weight").numpy().tobytes()
+        place = whole.index(bits)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        said = r"optimizer.safetensors: tensor master.value_head.weight does not match its checksum"
+    elif damage == "no file":
+        path.unlink()
+        said = r"trainer/optimizer.safetensors is missing"
+    else:
+        _spoilt(newest, _other if damage == "other" else _lost)
+        said = r"value_head.weight"
+    with pytest.raises((UserError, RunStopped), match=said):
+        _run(run, folder, steps=3, resume=True)
 
 
 def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, folder):

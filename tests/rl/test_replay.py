@@ -10,7 +10,9 @@ from lockstep.cli import main
 from lockstep.config import CheckpointConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
 from lockstep.rl.controller import reinforce
-from lockstep.rl.replay import replay, replayable
+from lockstep.rl.environment import Example
+from lockstep.rl.replay import OF_ROLLOUTS, _compared_rollouts, replay, replayable
+from lockstep.rl.rollouts import Conversation, Rollout, write_rollouts
 from tests.rl.test_algorithm_runs import EvenBytes, Half, _config, folders  # noqa: F401
 
 EVERY = CheckpointConfig(every=1, keep_last=0, asynchronous=False)
@@ -47,7 +49,8 @@ def test_refilled_groups_and_the_first_step_are_replayed_and_sampled_again(run):
     assert any(m.get("groups/dropped/equal_rewards") for m in metrics)
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     for step in (1, 2):
-        assert replay(run, step, Half()).equal
+        again = replay(run, step, Half())
+        assert again.equal and again.step == step
     sampled = replay(run, environment=Half(), sample=True)
     assert sampled.equal and sampled.step == 2 and "tokens" in {q.name for q in sampled.quantities}
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before, "the run is only read"
@@ -104,6 +107,24 @@ def test_a_record_that_was_changed_is_found_and_named(tmp_path, run, change, dif
         result = replay(_tamper(run, tmp_path / "run", change), 2, Half())
     assert differing <= _differing(result), result.text()
     assert not equal & _differing(result), result.text()
+
+
+def test_every_field_of_a_rollout_that_is_written_is_compared_by_itself(tmp_path):
+    whole = Rollout(
+        Example("p", "a"), 0, [1], [2, 3], [-1.0, -2.0], "stop", "x", 3, {"reward": 1.0}, 1.0, 0.5,
+        *([0.25, 0.5] for _ in range(7)), entropies=[1.0, 2.0], dropped="d", failure="raised", sampled=[True, True],
+        episode=0, conversation=Conversation([{"role": "user"}]),
+    )  # fmt: skip
+    write_rollouts(tmp_path / "line.jsonl", [whole])
+    line = json.loads((tmp_path / "line.jsonl").read_text())
+    not_compared = {"finish_reason", "group", "version", "prompt_ids", "episode", "turns"}  # follow from the others
+    assert {field for fields in OF_ROLLOUTS.values() for field in fields} == {*line} - not_compared
+    for name, fields in OF_ROLLOUTS.items():
+        for field in fields:
+            changed = line | {field: [*line[field], 9] if isinstance(line[field], list) else "other"}
+            assert _compared_rollouts(name, [line], [line]).different == 0
+            found = _compared_rollouts(name, [line], [changed])
+            assert found.different == 1 and found.first.startswith(f"line 1, {field}"), field
 
 
 def _calm():
