@@ -14,15 +14,13 @@ from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.calling import (
     INVALID,
-    TIMEOUT,
     Grader,
     Outcome,
-    TimeUpError,
     about,
     event_loop,
+    failed,
     failure,
     outcome_of,
-    raised,
     within,
 )
 from lockstep.rl.rollouts import Conversation, Rollout
@@ -88,7 +86,7 @@ def _grade_groups(
     async def grade(group: list[int], places: asyncio.Semaphore) -> None:
         example, shown = episodes[group[0]][0].example, [_episode(episodes[number]) for number in group]
         async with places:
-            found = await _graded(environment, example, shown, config.seconds)
+            found = await graded(environment, example, shown, config.seconds)
         for number, outcome in zip(group, found):
             outcomes[number] = outcomes[number] or outcome
 
@@ -108,16 +106,13 @@ def _grade_groups(
     return outcomes
 
 
-async def _graded(
+async def graded(
     environment: ConversationEnvironment, example: Example, episodes: Sequence[Episode], seconds: float
 ) -> Outcomes:
     try:
         rewards = await within(seconds, awaited(environment.grade, example, episodes))
-    except TimeUpError:
-        problem = about(environment, example, "took longer than rewards.seconds", "grade")
-        return [failure(TIMEOUT, problem)] * len(episodes)
     except BaseException as error:  # SystemExit too is the environment's
-        return [raised(error, environment, example, "grade")] * len(episodes)
+        return [failed(error, environment, example, "grade")] * len(episodes)
     if rewards is None:
         return [None] * len(episodes)
     try:

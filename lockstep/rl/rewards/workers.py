@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import CAUSES, KILLED, Grader, Job, Outcome, failure, finite
+from lockstep.rl.rewards.calling import KILLED, Grader, Job, Outcome, failure, outcome_from
 from lockstep.rl.rewards.frames import Closed, receive, send
 from lockstep.rl.rewards.grading import grade_here
 
@@ -128,7 +128,7 @@ class _Keeper:
         answers = receive(self.process.stdout.fileno(), self.buffer, patience)
         if not isinstance(answers, list) or len(answers) != len(messages):
             raise Closed("no answers")
-        return [_outcome(answer) for answer in answers]
+        return [outcome_from(answer) for answer in answers]
 
     def _start(self) -> None:
         self.close()
@@ -203,17 +203,3 @@ def _message(job: Job) -> Any:
 
 def _name(message: Any) -> str:
     return Example(**message[0]).name
-
-
-def _outcome(answer: Any) -> Outcome:
-    """An answer as the trainer believes it: finite numbers by names, or a cause."""
-    try:
-        rewards, cause, message = answer
-        if cause:
-            return failure(cause if cause in CAUSES else KILLED, str(message))
-        numbers = {str(name): finite(value) for name, value in rewards.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        return failure(KILLED, f"a reward worker answered what is no reward ({error})")
-    if not numbers or any(number is None for number in numbers.values()):
-        return failure(KILLED, "a reward worker answered what is no number")
-    return Outcome({name: number for name, number in numbers.items() if number is not None})
