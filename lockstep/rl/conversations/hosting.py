@@ -17,7 +17,14 @@ from typing import Any
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
 from lockstep.rl.conversations.exchange import Asked, Ended, plain, times
-from lockstep.rl.conversations.protocol import Chat, ConversationEnvironment, ConversationOver, Message, Reply
+from lockstep.rl.conversations.protocol import (
+    Chat,
+    ConversationEnvironment,
+    ConversationOver,
+    Episode,
+    Message,
+    Reply,
+)
 from lockstep.rl.environment import Example, source_file
 from lockstep.rl.rewards.calling import (
     INVALID,
@@ -29,10 +36,13 @@ from lockstep.rl.rewards.calling import (
     failure,
     heard,
     outcome_of,
+    within,
 )
 
 PATIENCE = 10
 """Times rewards.seconds that a function may block the trainer's event loop before the run ends."""
+
+Outcomes = list[Outcome | None]
 
 LIMIT = "the conversation is at its limit of turns or of tokens"
 
@@ -203,6 +213,15 @@ class _Guest:
             self.time_up.set_result(None)
 
 
+class BlockedError(UserError):
+    """The environment awaits nothing."""
+
+    def __init__(self, said: str, place: str):
+        super().__init__(said)
+        self.place = place
+        """Its file and line."""
+
+
 class Pulse:
     """Whether the event loop still turns, seen from another thread; what blocks it is named by its file and line."""
 
@@ -215,7 +234,7 @@ class Pulse:
         self._warned = False
 
     def check(self, method: str) -> None:
-        """Warns after `seconds` without a turn of the loop. Raises UserError after `patience` times as many."""
+        """Warns after `seconds` without a turn of the loop. Raises BlockedError after `patience` times as many."""
         if self._beat.is_set():
             self._beat.clear()
             self._asked, self._warned = time.monotonic(), False
@@ -224,12 +243,13 @@ class Pulse:
         waited = time.monotonic() - self._asked
         if waited < self._seconds or (self._warned and waited < self._most):
             return
+        place = self._place()
         said = (
-            f"{self._place()}: {type(self._environment).__name__}.{method} has awaited nothing for {waited:.0f} s, "
-            "and nothing else of this process goes on; await what takes long, or give it to asyncio.to_thread"
+            f"{place}: {type(self._environment).__name__}.{method} has awaited nothing for {waited:.0f} s, "
+            "and all other conversations wait for it; await what takes long, or give it to asyncio.to_thread"
         )
         if waited >= self._most:
-            raise UserError(said)
+            raise BlockedError(said, place)
         self._warned = True
         from lockstep.observe import log  # which imports torch: a conversation's own process need not
 
@@ -247,3 +267,23 @@ class Pulse:
 async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:
     value = function(*arguments)
     return await value if inspect.isawaitable(value) else value
+
+
+async def graded(
+    environment: ConversationEnvironment, example: Example, episodes: Sequence[Episode], seconds: float
+) -> Outcomes:
+    """What `grade` comes to for each episode of a group; None where it leaves the rewards to others."""
+    try:
+        rewards = await within(seconds, awaited(environment.grade, example, episodes))
+    except BaseException as error:  # SystemExit too is the environment's
+        return [failed(error, environment, example, "grade")] * len(episodes)
+    if rewards is None:
+        return [None] * len(episodes)
+    try:
+        each = list(rewards)
+    except TypeError:
+        each = []
+    if len(each) != len(episodes):
+        problem = f"returned {rewards!r:.80}, not a list with one reward for each episode (here {len(episodes)}),"
+        return [failure(INVALID, about(environment, example, problem, "grade"))] * len(episodes)
+    return [outcome_of(own, environment, example, "grade") for own in each]
