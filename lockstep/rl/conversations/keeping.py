@@ -11,6 +11,7 @@ import select
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from lockstep.rl.conversations.exchange import Asked, data_of, said_of
@@ -95,11 +96,10 @@ class _Conversations:
         self.counted = time.monotonic()
 
     def keep(self) -> None:
-        done, ready = False, {self.trainer.reads}  # some of it has come before
-        while not done:
-            if self.trainer.reads in ready:
-                for order in self.trainer.messages():
-                    done = done or self._obey(order)
+        ready = {self.trainer.reads}  # some of it has come before
+        while True:
+            if self.trainer.reads in ready and any([self._obey(order) for order in self.trainer.messages()]):
+                break
             for process in list(self.alive.values()):
                 if cause := self._attend(process, ready):
                     self._end(process, ["ended", process.number, [], False, self._failure(process, cause), {}])
@@ -136,7 +136,8 @@ class _Conversations:
             if process := self.alive.get(number):
                 places -= process.until is None
                 process.until = self._time_limit()
-                process.stream.put(answer)
+                with suppress(Closed):  # its end is noticed where it is attended to
+                    process.stream.put(answer)
         while places > 0 and self.beginning and len(self.alive) < ALIVE * self.limits["concurrent"]:
             number, task = self.beginning.popleft()
             places -= 1

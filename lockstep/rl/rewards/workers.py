@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
+from lockstep.rl.environments import ADAPTERS
 from lockstep.rl.rewards.calling import KILLED, Grader, Job, Outcome, failure, outcome_from
 from lockstep.rl.rewards.frames import Closed, Stream, receive, send
 from lockstep.rl.rewards.grading import grade_here
@@ -46,8 +47,9 @@ def open_grader(config: RLConfig, environment: Environment, is_given: bool, fold
             'rewards.isolate is "always", but the environment is given as an object, which other processes cannot '
             "make again; put its class in a file and set environment = FILE.py:Class"
         )
-    here = isolate == "never" or (isolate == "auto" and not (":" in config.environment or environment.in_workers))
-    if is_given or here:
+    package, colon, _ = config.environment.partition(":")
+    of_a_file = bool(colon) and package not in ADAPTERS
+    if is_given or isolate == "never" or (isolate == "auto" and not (of_a_file or environment.in_workers)):
         yield lambda jobs: grade_here(environment, jobs, config.rewards.seconds, config.rewards.concurrent)
     else:
         with open_workers(config, folder) as grader:
