@@ -66,7 +66,7 @@ class _Process:
             raise
         if self.process == 0:
             try:
-                ends = [ours.detach(), self.output, *keeper.trainer]
+                ends = [ours.detach(), self.output, *keeper.trainer, *(keeper.worker.ends() if keeper.worker else ())]
                 for end in ends + [end for other in others for end in (other.stream.reads, other.output)]:
                     os.close(end)
                 confine(keeper.limits, output)

@@ -59,9 +59,13 @@ class Worker:
         self.buffer = bytearray()
         self.unused = True
 
+    def ends(self) -> tuple[int, int, int]:
+        """The keeper's, of its pipes."""
+        return self.requests, self.replies, self.output
+
     def end(self, spared: frozenset[int]) -> None:
         end_tree(self.process, spared)
-        for end in (self.requests, self.replies, self.output):
+        for end in self.ends():
             os.close(end)
 
 

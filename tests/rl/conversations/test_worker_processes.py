@@ -41,6 +41,9 @@ class Talk(rl.ConversationEnvironment):
                 value = await value
         return [float(len(e.messages)) for e in episodes]
 
+    def reward(self, example, completion):
+        return {"graded": 1.0}
+
     def fine(self):
         pass
 
@@ -259,6 +262,13 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
         hosting.answer(0, 2, rl.Reply("1"))
         assert isinstance(hosting.next(wait=True), Ended)
         assert len(set(descendants(os.getpid())) - before) == 3
+
+
+def test_a_conversation_reaches_no_worker_that_grades(workers):
+    held = workers()
+    for _ in range(2):
+        assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
+        assert ended(held, ["writes_into_pipes"])[0].outcome.cause == "killed"
 
 
 def test_a_conversation_that_forks_and_returns_twice_ends_once(workers):
