@@ -266,9 +266,11 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
 
 def test_a_conversation_reaches_no_worker_that_grades(workers):
     held = workers()
-    for _ in range(2):
-        assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
-        assert ended(held, ["writes_into_pipes"])[0].outcome.cause == "killed"
+    assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
+    keeper_and_worker = set(descendants(os.getpid()))
+    assert ended(held, ["writes_into_pipes"])[0].outcome.cause == "killed"
+    assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
+    assert set(descendants(os.getpid())) == keeper_and_worker, "no worker had to be replaced"
 
 
 def test_a_conversation_that_forks_and_returns_twice_ends_once(workers):
