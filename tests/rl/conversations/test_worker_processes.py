@@ -1,7 +1,10 @@
 """Conversations in worker processes, without a model: whatever one of them does, it costs itself only."""
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -262,6 +265,44 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
         hosting.answer(0, 2, rl.Reply("1"))
         assert isinstance(hosting.next(wait=True), Ended)
         assert len(set(descendants(os.getpid())) - before) == 3
+
+
+def test_conversations_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
+    script = f"""
+import os
+from pathlib import Path
+import lockstep.rl as rl
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
+from lockstep.rl.processes import descendants
+from lockstep.rl.rewards.workers import open_workers
+config = RLConfig(environment=r"{task}:Talk", rewards=RewardConfig(workers=1, seconds=900))
+with open_workers(config, Path(r"{tmp_path}")) as workers:
+    tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
+    with HostingInWorkers(tasks, workers) as held:
+        for _ in range(3):
+            said = held.next(wait=True)
+            held.answer(said.number, said.ask, rl.Reply("0")) if said.ask == 1 else None
+        print(*descendants(os.getpid()), flush=True)
+        held.next(wait=True)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout
+    below = [int(process) for process in trainer.stdout.readline().split()]
+    assert len(below) == 4, "a keeper, two conversations, and what one of them has left behind"
+    trainer.kill()
+    trainer.wait()
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{process}").exists() and not _is_zombie(process) for process in below):
+        assert time.monotonic() < until, "they outlive the trainer"
+        time.sleep(0.02)
+
+
+def _is_zombie(process):
+    try:
+        return ") Z" in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
 
 
 def test_a_conversation_reaches_no_worker_that_grades(workers):
