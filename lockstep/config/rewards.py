@@ -13,12 +13,13 @@ class RewardConfig:
     """Limits of rewards."""
 
     isolate: Literal["auto", "always", "never"] = "auto"
-    """Whether rewards run in worker processes, where the limits hold. auto: for a FILE.py:Class, and of the built-in
-    tasks for `math` and `code`. An environment that is given as an object always runs in the trainer's own process."""
+    """Whether rewards and conversations run in worker processes, where the limits hold. auto: for a FILE.py:Class, for
+    `gymnasium:ID`, and of the built-in tasks for `math` and `code`. An environment that is given as an object always
+    runs in the trainer's own process."""
     workers: Annotated[int, AtLeast(0)] = 0
     """Worker processes; 0: half as many as there are processors, 8 at most."""
     seconds: Annotated[float, Above(0)] = 10.0
-    """Time of one reward."""
+    """Time of one reward, and of a conversation's environment from one reply to the next."""
     memory_gib: Annotated[float, Above(0)] = 4.0
     """Memory of a worker process and of each process that it starts, the environment's own data included."""
     processes: Annotated[int, AtLeast(0)] = 32
@@ -26,7 +27,8 @@ class RewardConfig:
     output_kib: Annotated[int, Above(0)] = 256
     """What one reward may print; a worker's log in the run's folder keeps as much, and drops the rest."""
     concurrent: Annotated[int, Above(0)] = 32
-    """Rewards that a worker awaits at the same time, where they are coroutines."""
+    """Rewards that a worker awaits at the same time, where they are coroutines; conversations that are not waiting for
+    the model at the same time, per worker. Four times as many may have begun there."""
     on_failure: Literal["drop", "zero"] = "drop"
     """`drop` leaves a rollout whose reward failed out of advantages and loss; `zero` gives it the reward 0."""
     failure_limit: Annotated[float, AtLeast(0), AtMost(1)] = 0.25

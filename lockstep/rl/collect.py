@@ -45,17 +45,20 @@ def collect(
     step: int,
     extra_round: int = 0,
     rendering: Rendering | None = None,
+    grader: Grader | None = None,
 ) -> list[Rollout]:
     """`samples_per_prompt` completions of each example, or conversations about it, one group after the other.
 
     The draws are a function of (config.seed, step) and of the round of dynamic sampling, and in a conversation of its
     place in its group and of the turn, whatever the engine's batches look like. Prompts become tokens by `rendering`;
-    without one they are encoded as they are.
+    without one they are encoded as they are. Conversations are held in the worker processes of `grader`, where it has
+    any.
     """
     rendering = rendering or Rendering(tokenizer)
     samples = config.samples_per_prompt
     if isinstance(environment, ConversationEnvironment):
-        return play(examples, samples, [config.seed, step, extra_round], environment, engine, rendering, config)
+        seed = [config.seed, step, extra_round]
+        return play(examples, samples, seed, environment, engine, rendering, config, grader)
     seed = [config.seed, step, extra_round] if extra_round else [config.seed, step]
     return _sample(examples, samples, seed, environment, engine, rendering, config)
 
@@ -196,7 +199,7 @@ def evaluate(
     """
     rendering = rendering or Rendering(tokenizer)
     if isinstance(environment, ConversationEnvironment):
-        rollouts = play(examples, 1, [config.seed, 0, 0], environment, engine, rendering, config)
+        rollouts = play(examples, 1, [config.seed, 0, 0], environment, engine, rendering, config, grader)
     else:
         rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, rendering, config)
     assign_rewards(rollouts, environment, config.rewards, grader)

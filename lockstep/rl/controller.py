@@ -180,7 +180,9 @@ def _reinforce(
                     if recorded:
                         drawn = recorded(asked)
                     else:
-                        drawn = collect(asked, environment, engine, tokenizer, config, step, extra_round, rendering)
+                        drawn = collect(
+                            asked, environment, engine, tokenizer, config, step, extra_round, rendering, grader
+                        )
                     stopwatch.lap("time/generate")
                     outcomes += assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")

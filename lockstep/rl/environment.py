@@ -39,8 +39,8 @@ class Environment:
     """Weights of named rewards in the total that is trained on; a name that is not here weighs 1."""
 
     in_workers: ClassVar[bool] = False
-    """Whether the rewards of a built-in task take long, and so run in worker processes where `rewards.isolate` is auto,
-    as those of a FILE.py:Class do."""
+    """Whether a built-in task's rewards and conversations may take long or fail, and so run in worker processes where
+    `rewards.isolate` is auto, as those of a FILE.py:Class do."""
     rewards: ClassVar[Mapping[str, RewardFunction]] = {}
     """Functions by the names of their rewards, in place of a method `reward`."""
 

@@ -26,18 +26,21 @@ def die_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def descendants(process: int) -> list[int]:
-    """All processes below one, nearest first; none where the kernel does not tell."""
+def descendants(process: int, spared: frozenset[int] = frozenset()) -> list[int]:
+    """All processes below one, nearest first, without those of `spared` and what is below them.
+
+    None where the kernel does not tell.
+    """
     found: list[int] = []
     level = [process]
     while level:
-        level = [child for parent in level for child in _children(parent)]
+        level = [child for parent in level for child in _children(parent) if child not in spared]
         found += level
     return found
 
 
 def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float = 10.0) -> None:
-    """Kills a child that leads its group, and then everything below this process but `spared`, and reaps it.
+    """Kills a child that leads its group, and then everything below this process but what `spared` has, and reaps it.
 
     A group is killed in one stroke, so that what forks without leaving it cannot outrun this.
     """
@@ -45,7 +48,7 @@ def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float 
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
     while time.monotonic() < until:
-        left = [found for found in descendants(os.getpid()) if found not in spared]
+        left = descendants(os.getpid(), spared)
         for found in {process, *left}:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 if os.waitpid(found, os.WNOHANG) == (0, 0):

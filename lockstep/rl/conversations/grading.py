@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from lockstep.config import RewardConfig
-from lockstep.rl.conversations.hosting import Pulse, awaited
+from lockstep.rl.conversations.exchange import Graded
+from lockstep.rl.conversations.hosting import Outcomes, Pulse, graded
+from lockstep.rl.conversations.in_workers import hosted, task_of
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import (
-    INVALID,
-    TIMEOUT,
-    Grader,
-    Outcome,
-    TimeUpError,
-    about,
-    event_loop,
-    failure,
-    outcome_of,
-    raised,
-    within,
-)
+from lockstep.rl.rewards.calling import INVALID, Grader, Outcome, about, event_loop, failure
+from lockstep.rl.rewards.workers import Workers
 from lockstep.rl.rollouts import Conversation, Rollout
 
-Outcomes = list[Outcome | None]
+Group = tuple[Example, list[Episode]]
+"""What `grade` is called with."""
 
 
 def grade_conversations(
@@ -40,7 +33,7 @@ def grade_conversations(
     held = [_conversation(rows[0]) for rows in episodes]
     outcomes: Outcomes = [conversation.outcome for conversation in held]
     if type(environment).grade is not ConversationEnvironment.grade:
-        outcomes = _grade_groups(environment, episodes, config)
+        outcomes = _grade_groups(environment, episodes, config, grader)
     alone = [number for number, outcome in enumerate(outcomes) if outcome is None]
     if alone and not _has_reward(environment):
         graded_too = type(environment).grade is not ConversationEnvironment.grade
@@ -75,7 +68,7 @@ def _episode(rows: Sequence[Rollout]) -> Episode:
 
 
 def _grade_groups(
-    environment: ConversationEnvironment, episodes: Sequence[Sequence[Rollout]], config: RewardConfig
+    environment: ConversationEnvironment, episodes: Sequence[Sequence[Rollout]], config: RewardConfig, grader: Grader
 ) -> Outcomes:
     """`grade` of each group that has an episode without rewards; those that failed are not shown to it."""
     outcomes: Outcomes = [_conversation(rows[0]).outcome for rows in episodes]
@@ -85,16 +78,35 @@ def _grade_groups(
     sound = [[n for n in group if (known := outcomes[n]) is None or not known.cause] for group in groups]
     open_groups = [group for group in sound if any(outcomes[number] is None for number in group)]
 
-    async def grade(group: list[int], places: asyncio.Semaphore) -> None:
-        example, shown = episodes[group[0]][0].example, [_episode(episodes[number]) for number in group]
-        async with places:
-            found = await _graded(environment, example, shown, config.seconds)
+    shown = [(episodes[group[0]][0].example, [_episode(episodes[number]) for number in group]) for group in open_groups]
+    if isinstance(grader, Workers):
+        found_of_groups = _grade_in_workers(grader, shown)
+    else:
+        found_of_groups = _grade_here(environment, shown, config)
+    for group, found in zip(open_groups, found_of_groups):
         for number, outcome in zip(group, found):
             outcomes[number] = outcomes[number] or outcome
+    return outcomes
 
-    async def grade_all() -> None:
+
+def _grade_in_workers(workers: Workers, groups: Sequence[Group]) -> list[Outcomes]:
+    """A group whose `grade` breaks a limit fails as a whole."""
+    seeds = [zlib.crc32("".join(episode.answer for episode in shown).encode()) for _, shown in groups]
+    tasks = [task_of(example, seed, shown) for seed, (example, shown) in zip(seeds, groups)]
+    return [
+        said.outcomes if isinstance(said, Graded) else [said.outcome] * len(shown)
+        for said, (_, shown) in zip(hosted(tasks, workers), groups)
+    ]
+
+
+def _grade_here(environment: ConversationEnvironment, groups: Sequence[Group], config: RewardConfig) -> list[Outcomes]:
+    async def grade(example: Example, shown: Sequence[Episode], places: asyncio.Semaphore) -> Outcomes:
+        async with places:
+            return await graded(environment, example, shown, config.seconds)
+
+    async def grade_all() -> list[Outcomes]:
         places = asyncio.Semaphore(config.concurrent)
-        await asyncio.gather(*(grade(group, places) for group in open_groups))
+        return await asyncio.gather(*(grade(example, shown, places) for example, shown in groups))
 
     running = asyncio.run_coroutine_threadsafe(grade_all(), event_loop())
     pulse = Pulse(environment, config.seconds)
@@ -104,30 +116,7 @@ def _grade_groups(
             pulse.check("grade")
     finally:
         running.cancel()
-    running.result()
-    return outcomes
-
-
-async def _graded(
-    environment: ConversationEnvironment, example: Example, episodes: Sequence[Episode], seconds: float
-) -> Outcomes:
-    try:
-        rewards = await within(seconds, awaited(environment.grade, example, episodes))
-    except TimeUpError:
-        problem = about(environment, example, "took longer than rewards.seconds", "grade")
-        return [failure(TIMEOUT, problem)] * len(episodes)
-    except BaseException as error:  # SystemExit too is the environment's
-        return [raised(error, environment, example, "grade")] * len(episodes)
-    if rewards is None:
-        return [None] * len(episodes)
-    try:
-        each = list(rewards)
-    except TypeError:
-        each = []
-    if len(each) != len(episodes):
-        problem = f"returned {rewards!r:.80}, not a list with one reward for each episode (here {len(episodes)}),"
-        return [failure(INVALID, about(environment, example, problem, "grade"))] * len(episodes)
-    return [outcome_of(own, environment, example, "grade") for own in each]
+    return running.result()
 
 
 def _with_names_of_others(outcomes: list[Outcome], held: Sequence[Conversation]) -> list[Outcome]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import math
 import queue
 import sys
 import threading
@@ -13,44 +11,40 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import RewardConfig
 from lockstep.errors import UserError
-from lockstep.observe import log
-from lockstep.rl.conversations.protocol import Chat, ConversationEnvironment, ConversationOver, Message, Reply
+from lockstep.rl.conversations.exchange import Asked, Ended, plain, times
+from lockstep.rl.conversations.protocol import (
+    Chat,
+    ConversationEnvironment,
+    ConversationOver,
+    Episode,
+    Message,
+    Reply,
+)
 from lockstep.rl.environment import Example, source_file
-from lockstep.rl.rewards.calling import INVALID, TIMEOUT, Outcome, about, event_loop, failure, heard, outcome_of, raised
+from lockstep.rl.rewards.calling import (
+    INVALID,
+    Outcome,
+    TimeUpError,
+    about,
+    event_loop,
+    failed,
+    failure,
+    heard,
+    outcome_of,
+    within,
+)
 
 PATIENCE = 10
-"""Times rewards.seconds that a function may block the event loop before the run ends."""
+"""Times rewards.seconds that a function may block the trainer's event loop before the run ends."""
+
+Outcomes = list[Outcome | None]
 
 LIMIT = "the conversation is at its limit of turns or of tokens"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A conversation waits for the model."""
-
-    number: int
-    ask: int
-    """Of the conversation's, which this is."""
-    messages: list[Message]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A conversation is over."""
-
-    number: int
-    messages: list[Message]
-    over: bool
-    outcome: Outcome | None
-    """None: `converse` returned no rewards."""
-    seconds: dict[str, float]
-    """What each tool took, by its name."""
 
 
 class Hosting:
@@ -60,12 +54,18 @@ class Hosting:
     reply to the next; the others wait for the model.
     """
 
-    def __init__(self, environment: ConversationEnvironment, examples: Sequence[Example], config: RewardConfig):
+    def __init__(
+        self,
+        environment: ConversationEnvironment,
+        examples: Sequence[Example],
+        config: RewardConfig,
+        patience: float = PATIENCE,
+    ):
         self.environment, self.examples, self.config = environment, examples, config
         self._loop = event_loop()
         self._said: queue.SimpleQueue[Asked | Ended] = queue.SimpleQueue()
         self._guests: dict[int, _Guest] = {}
-        self._pulse = Pulse(environment, config.seconds)
+        self._pulse = Pulse(environment, config.seconds, patience)
         self._running = asyncio.run_coroutine_threadsafe(self._converse_all(), self._loop)
 
     def __enter__(self) -> Hosting:
@@ -138,7 +138,7 @@ class _Guest:
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
             problem = f"left messages that are no plain data ({error})"
         try:
-            seconds = _times(self.chat.seconds)
+            seconds = times(self.chat.seconds)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             problem = problem or f"left chat.seconds that are no times by name ({error})"
         if problem and (outcome is None or not outcome.cause):
@@ -148,13 +148,13 @@ class _Guest:
     def _outcome(self, task: asyncio.Future[Any]) -> Outcome | None:
         environment, example = self.hosting.environment, self.example
         if self.time_up.done():
-            return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds", "converse"))
+            return failed(TimeUpError(), environment, example, "converse")
         try:
             value = task.result()
         except ConversationOver:
             self.over, value = True, environment.unfinished
         except BaseException as error:  # SystemExit too is the environment's
-            return raised(error, environment, example, "converse")
+            return failed(error, environment, example, "converse")
         return None if value is None else outcome_of(value, environment, example, "converse")
 
     async def ask(self, messages: Sequence[Message]) -> Reply:
@@ -213,11 +213,20 @@ class _Guest:
             self.time_up.set_result(None)
 
 
+class BlockedError(UserError):
+    """The environment awaits nothing."""
+
+    def __init__(self, said: str, place: str):
+        super().__init__(said)
+        self.place = place
+        """Its file and line."""
+
+
 class Pulse:
     """Whether the event loop still turns, seen from another thread; what blocks it is named by its file and line."""
 
-    def __init__(self, environment: ConversationEnvironment, seconds: float):
-        self._environment, self._seconds = environment, seconds
+    def __init__(self, environment: ConversationEnvironment, seconds: float, patience: float = PATIENCE):
+        self._environment, self._seconds, self._most = environment, seconds, patience * seconds
         self._loop = event_loop()
         self._beat = threading.Event()
         self._beat.set()
@@ -225,22 +234,25 @@ class Pulse:
         self._warned = False
 
     def check(self, method: str) -> None:
-        """Warns after `seconds` without a turn of the loop. Raises UserError after PATIENCE times as many."""
+        """Warns after `seconds` without a turn of the loop. Raises BlockedError after `patience` times as many."""
         if self._beat.is_set():
             self._beat.clear()
             self._asked, self._warned = time.monotonic(), False
             self._loop.call_soon_threadsafe(self._beat.set)
             return
         waited = time.monotonic() - self._asked
-        if waited < self._seconds or (self._warned and waited < PATIENCE * self._seconds):
+        if waited < self._seconds or (self._warned and waited < self._most):
             return
+        place = self._place()
         said = (
-            f"{self._place()}: {type(self._environment).__name__}.{method} has awaited nothing for {waited:.0f} s, "
+            f"{place}: {type(self._environment).__name__}.{method} has awaited nothing for {waited:.0f} s, "
             "and all other conversations wait for it; await what takes long, or give it to asyncio.to_thread"
         )
-        if waited >= PATIENCE * self._seconds:
-            raise UserError(said)
+        if waited >= self._most:
+            raise BlockedError(said, place)
         self._warned = True
+        from lockstep.observe import log  # which imports torch: a conversation's own process need not
+
         log.warning("%s", said)
 
     def _place(self) -> str:
@@ -252,25 +264,26 @@ class Pulse:
         return f"{found[-1].filename}:{found[-1].lineno}" if found else "its code"
 
 
-def plain(messages: Sequence[Any]) -> list[Message]:
-    """Messages as JSON takes them, half surrogate pairs replaced. Raises TypeError or ValueError where it cannot."""
-    sent: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
-    if strange := next((m for m in sent if not isinstance(m, dict) or not isinstance(m.get("role"), str)), None):
-        raise TypeError(f"a message must be a dict with a role: {strange!r:.80}")
-    return sent
-
-
-def _times(seconds: Any) -> dict[str, float]:
-    """Times by their names. Raises TypeError, ValueError or OverflowError where they are none."""
-    times = dict(seconds)
-    for name, value in times.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name!r:.80}: {value!r:.80}")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name!r:.80}: {value!r:.80}")
-    return {name: float(value) for name, value in times.items()}
-
-
 async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:
     value = function(*arguments)
     return await value if inspect.isawaitable(value) else value
+
+
+async def graded(
+    environment: ConversationEnvironment, example: Example, episodes: Sequence[Episode], seconds: float
+) -> Outcomes:
+    """What `grade` comes to for each episode of a group; None where it leaves the rewards to others."""
+    try:
+        rewards = await within(seconds, awaited(environment.grade, example, episodes))
+    except BaseException as error:  # SystemExit too is the environment's
+        return [failed(error, environment, example, "grade")] * len(episodes)
+    if rewards is None:
+        return [None] * len(episodes)
+    try:
+        each = list(rewards)
+    except TypeError:
+        each = []
+    if len(each) != len(episodes):
+        problem = f"returned {rewards!r:.80}, not a list with one reward for each episode (here {len(episodes)}),"
+        return [failure(INVALID, about(environment, example, problem, "grade"))] * len(episodes)
+    return [outcome_of(own, environment, example, "grade") for own in each]

@@ -13,11 +13,14 @@ from lockstep.data.chat import ChatTemplateError
 from lockstep.errors import UserError
 from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.sequence import Sequence as Sample
-from lockstep.rl.conversations.hosting import Asked, Ended, Hosting
+from lockstep.rl.conversations.exchange import Again, Asked, Ended
+from lockstep.rl.conversations.hosting import Hosting
+from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
 from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Transcript
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import INVALID, about, failure
+from lockstep.rl.rewards.calling import INVALID, Grader, about, failure
+from lockstep.rl.rewards.workers import Workers
 from lockstep.rl.rollouts import Conversation, Rollout
 
 
@@ -41,12 +44,14 @@ def play(
     engine: Engine,
     rendering: Rendering,
     config: RLConfig,
+    grader: Grader | None = None,
 ) -> list[Rollout]:
     """`samples` conversations about each example, one group after the other; of each, its rows one after the other.
 
-    A draw depends on `seed`, the group, the conversation's place in it and the turn, not on who answers when. One whose
-    `converse` fails before the model has said anything is a rollout without tokens. Raises UserError for messages that
-    the chat template refuses, for a first prompt that does not fit, and where the environment blocks for too long.
+    They are held in worker processes where `grader` has them, else in this one. A draw depends on `seed`, the group,
+    the conversation's place in it and the turn, not on who answers when. One whose `converse` fails before the model
+    has said anything is a rollout without tokens. Raises UserError for messages that the chat template refuses, for a
+    first prompt that does not fit, and where the environment blocks this process for too long.
     """
     playing = [
         _Playing(example, group, episode, Transcript(rendering))
@@ -56,7 +61,7 @@ def play(
     sampling: dict[int, tuple[Asked, Sample]] = {}
     left = len(playing)
     try:
-        with Hosting(environment, [one.example for one in playing], config.rewards) as hosting:
+        with _hosting(playing, seed, environment, config, grader) as hosting:
             while left:
                 while left and (said := hosting.next(wait=not sampling)) is not None:
                     one = playing[said.number]
@@ -67,9 +72,13 @@ def play(
                     if isinstance(said, Ended):
                         one.ended = said
                         left -= 1
-                    elif (prompt := _prompt(one, said, environment, engine, config)) is None:
-                        hosting.answer(said.number, said.ask, None)
-                    else:
+                    elif isinstance(said, Again):
+                        one.transcript, one.tool_calls = Transcript(rendering), 0
+                    elif isinstance(said, Asked):
+                        prompt = _prompt(one, said, environment, engine, config)
+                        if prompt is None:
+                            hosting.answer(said.number, said.ask, None)
+                            continue
                         request = engine.add(prompt, _params(one, seed, environment, rendering, config))
                         sampling[request] = said, engine.samples(request)[0]
                 if sampling:
@@ -83,6 +92,19 @@ def play(
         for request in sampling:
             engine.abort(request)
     return [rollout for one in playing for rollout in _rollouts(one, environment, engine.weights_version)]
+
+
+def _hosting(
+    playing: Sequence[_Playing],
+    seed: Sequence[int],
+    environment: ConversationEnvironment,
+    config: RLConfig,
+    grader: Grader | None,
+) -> Hosting | HostingInWorkers:
+    if not isinstance(grader, Workers):
+        return Hosting(environment, [one.example for one in playing], config.rewards)
+    seeds = [int(np.random.default_rng([*seed, one.group, one.episode]).integers(2**62)) for one in playing]
+    return HostingInWorkers([task_of(one.example, own) for one, own in zip(playing, seeds)], grader)
 
 
 def _prompt(

@@ -30,6 +30,10 @@ RENDERED = (
     "is read as it is, and so are others like it; chat = never reads all prompts as they are, chat = always renders all"
 )
 UNSHOWN = "the chat template of %s does not show tools, so the model is not told of those of %s; tell it in the prompt"
+UNREAD = (
+    "the chat template of %s shows the tools of %s, but writes calls neither as Qwen3's does nor as Llama 3.1's, so "
+    "no call is read and no tool runs; read them in `converse`, or train a model of one of these"
+)
 NO_TEMPLATE = "%s has no chat template, so the model is not told of the tools of %s; tell it in the prompt"
 
 
@@ -118,6 +122,11 @@ class Rendering:
         said = token_ids[:-1] if ended else token_ids
         return self.tokenizer.decode([token for token in said if token != self.tokenizer.eos_id])
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether there are tools, and the template says how calls of them are written."""
+        return self._format is not None
+
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         """The calls of tools in a reply, where there are tools and the template says how they are written."""
         if self._format is None:
@@ -160,7 +169,10 @@ def open_rendering(config: RLConfig, environment: Environment, tokenizer: Tokeni
     tools = environment.tools if isinstance(environment, ConversationEnvironment) else ()
     if tools and (template is None or "tools" not in template.variables):
         log.warning(UNSHOWN if template else NO_TEMPLATE, config.model, type(environment).__name__)
-    return Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto")
+    rendering = Rendering(tokenizer, template, model.config.eos_token_ids, tools, config.chat == "auto")
+    if tools and template and "tools" in template.variables and not rendering.reads_calls:
+        log.warning(UNREAD, config.model, type(environment).__name__)
+    return rendering
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:

@@ -22,6 +22,7 @@ class GymnasiumGame(ConversationEnvironment):
     """
 
     game: ClassVar[str] = ""
+    in_workers = True  # games are other people's code
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def call_rewards(
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit too is the reward's
-                outcome = _failed(error, environment, example)
+                outcome = failed(error, environment, example)
             report(index, outcome)
         return
 
@@ -79,7 +79,7 @@ def call_rewards(
             try:
                 outcome = outcome_of(await within(seconds, _value(environment, *job)), environment, job[0])
             except BaseException as error:
-                outcome = _failed(error, environment, job[0])
+                outcome = failed(error, environment, job[0])
             report(index, outcome)
 
     async def call_all() -> None:
@@ -141,12 +141,13 @@ async def _value(environment: Environment, example: Example, completion: str) ->
     return value
 
 
-def _failed(error: BaseException, environment: Environment, example: Example) -> Outcome:
+def failed(error: BaseException, environment: Environment, example: Example, method: str = "reward") -> Outcome:
+    """What came of a call that ended with an error, or was ended."""
     if isinstance(error, MemoryError):
-        return failure(MEMORY, about(environment, example, "ran out of memory"))
+        return failure(MEMORY, about(environment, example, "ran out of memory", method))
     if isinstance(error, TimeUpError):
-        return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds"))
-    return raised(error, environment, example)
+        return failure(TIMEOUT, about(environment, example, "took longer than rewards.seconds", method))
+    return raised(error, environment, example, method)
 
 
 def raised(error: BaseException, environment: Environment, example: Example, method: str = "reward") -> Outcome:
@@ -192,3 +193,17 @@ def _shown(value: Any) -> str:
     # Python refuses to print integers of thousands of digits.
     text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else repr(value)
     return text if len(text) <= 80 else text[:80] + "…"
+
+
+def outcome_from(answer: Any) -> Outcome:
+    """[rewards, cause, message] of another process as the trainer believes it: finite numbers by names, or a cause."""
+    try:
+        rewards, cause, message = answer
+        if cause:
+            return failure(cause if cause in CAUSES else KILLED, str(message))
+        numbers = {str(name): finite(value) for name, value in rewards.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        return failure(KILLED, f"a worker answered what is no reward ({error})")
+    if not numbers or any(number is None for number in numbers.values()):
+        return failure(KILLED, "a worker answered what is no number")
+    return Outcome({name: number for name, number in numbers.items() if number is not None})

@@ -8,6 +8,7 @@ import os
 import select
 import struct
 import time
+from collections.abc import Iterator
 from typing import Any
 
 LENGTH = struct.Struct("<I")
@@ -92,3 +93,46 @@ def _ready(pipe: int, event: int, seconds: float | None) -> bool:
     poll = select.poll()
     poll.register(pipe, event)
     return bool(poll.poll(None if seconds is None else math.ceil(1000 * seconds)))
+
+
+class Stream:
+    """One end of a pipe or socket that is never waited for: bytes that have come, and those that are still to go."""
+
+    def __init__(self, reads: int, writes: int):
+        self.reads, self.writes = reads, writes
+        for end in {reads, writes}:
+            os.set_blocking(end, False)
+        self.inbox, self.outbox = bytearray(), bytearray()
+
+    def put(self, message: Any) -> None:
+        """Sends a message, as far as it is taken now; `flush` sends the rest."""
+        self.outbox += encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what it can. Raises Closed where nobody reads any more."""
+        try:
+            while self.outbox:
+                del self.outbox[: os.write(self.writes, self.outbox[: 2**20])]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def messages(self, most_bytes: int = MOST_BYTES) -> Iterator[Any]:
+        """What is there, of what has come whole. Raises Closed at the end."""
+        try:
+            read = os.read(self.reads, 2**20)
+        except BlockingIOError:
+            read = None
+        except OSError as error:
+            raise Closed(str(error)) from error
+        self.inbox += read or b""
+        while (message := take(self.inbox, most_bytes)) is not None:
+            yield message
+        if read == b"":
+            raise Closed("the end of the pipe")
+
+    def events(self) -> list[tuple[int, int]]:
+        """What to poll for."""
+        return [(self.reads, select.POLLIN)] + ([(self.writes, select.POLLOUT)] if self.outbox else [])

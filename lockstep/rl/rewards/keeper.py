@@ -16,10 +16,10 @@ import time
 from collections import deque
 from typing import Any
 
-from lockstep.rl.environment import Environment
+from lockstep.rl.environment import Environment, Example
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.processes import adopt_orphans, descendants, end_tree
-from lockstep.rl.rewards.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, described, is_async
+from lockstep.rl.rewards.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, about, described, is_async
 from lockstep.rl.rewards.frames import Closed, decode, receive, receive_body, send, take
 from lockstep.rl.rewards.worker import BEGUN, work
 
@@ -27,6 +27,10 @@ POLL_SECONDS = 0.1
 """How often a worker's processes are counted while a reward runs."""
 ANSWER_BYTES = 2**20
 """Of one answer: a reward with names for a megabyte is no reward."""
+
+CONVERSE = "converse"
+"""From here on conversations, until both sides have said DONE."""
+DONE = "done"
 
 Answer = list[Any]
 """[rewards, cause, message] of one job."""
@@ -55,9 +59,13 @@ class Worker:
         self.buffer = bytearray()
         self.unused = True
 
+    def ends(self) -> tuple[int, int, int]:
+        """The keeper's, of its pipes."""
+        return self.requests, self.replies, self.output
+
     def end(self, spared: frozenset[int]) -> None:
         end_tree(self.process, spared)
-        for end in (self.requests, self.replies, self.output):
+        for end in self.ends():
             os.close(end)
 
 
@@ -96,7 +104,7 @@ class Keeper:
             waiting += [i for i in asked if i not in answers and i not in begun_jobs]
             first = fresh and begun_jobs == asked[:1]
             if begun_jobs and (first or (cause == TIMEOUT and not self.all_at_once)):
-                answers[begun_jobs[0]] = [{}, cause, self._message(cause, jobs[begun_jobs[0]])]
+                answers[begun_jobs[0]] = [{}, cause, self.message(cause, jobs[begun_jobs[0]][0])]
             else:
                 suspects.extend(begun_jobs)
         if self.worker and _data_bytes(self.worker.process) > self.limits["memory_gib"] * 2**29:
@@ -136,7 +144,7 @@ class Keeper:
                 if len(descendants(os.getpid())) - len(self.own) - 1 > self.limits["processes"]:
                     return PROCESSES, begun
             # What was printed comes before the answer that follows it.
-            printed += self._read_output(worker)
+            printed += self.read_output(worker.output)
             if printed > self.limits["output_kib"] * 1024:
                 return OUTPUT, begun
             if worker.replies in ready:
@@ -159,11 +167,11 @@ class Keeper:
                 return TIMEOUT, begun
         return "", 0
 
-    def _read_output(self, worker: Worker) -> int:
+    def read_output(self, output: int) -> int:
         """Takes what was printed, keeps the beginning of it, and returns how many bytes it was."""
         count = 0
         with contextlib.suppress(BlockingIOError):
-            while count <= self.limits["output_kib"] * 1024 and (read := os.read(worker.output, 2**16)):
+            while count <= self.limits["output_kib"] * 1024 and (read := os.read(output, 2**16)):
                 count += len(read)
                 if kept := read[: self.log_left]:
                     self.log_left -= len(kept)
@@ -171,7 +179,8 @@ class Keeper:
                         os.write(2, kept)
         return count
 
-    def _message(self, cause: str, job: Any) -> str:
+    def message(self, cause: str, example: dict[str, Any], method: str = "reward") -> str:
+        """What the user is told of a call that was ended for a cause."""
         limits = self.limits
         problem = {
             TIMEOUT: f"took longer than rewards.seconds {limits['seconds']:g}",
@@ -180,8 +189,7 @@ class Keeper:
             PROCESSES: f"started more than rewards.processes {limits['processes']}",
             OUTPUT: f"printed more than rewards.output_kib {limits['output_kib']}",
         }[cause]
-        example = job[0].get("id") or repr(job[0]["prompt"][:60])
-        return f"{type(self.environment).__name__}.reward {problem} for example {example}"
+        return about(self.environment, Example(**example), problem, method)
 
 
 def _data_bytes(process: int) -> int:
@@ -194,7 +202,10 @@ def _data_bytes(process: int) -> int:
 
 
 def main() -> None:
-    """Reads orders from its standard input until that ends, and writes answers to its standard output."""
+    """Reads orders from its standard input until that ends, and writes answers to its standard output.
+
+    An order is a number of jobs, which follow, or CONVERSE.
+    """
     orders, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -213,7 +224,12 @@ def main() -> None:
         keeper = Keeper(environment, start["limits"], orders, answers)
         try:
             while True:
-                count = receive(orders, buffer)
-                send(answers, keeper.grade(count, receive_body(orders, buffer)))
+                order = receive(orders, buffer)
+                if order == CONVERSE:
+                    from lockstep.rl.conversations.keeping import keep_conversations
+
+                    keep_conversations(keeper, buffer)
+                else:
+                    send(answers, keeper.grade(order, receive_body(orders, buffer)))
         finally:
             keeper.end_worker()

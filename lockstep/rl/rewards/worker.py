@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.processes import die_with_parent
+from lockstep.rl.processes import adopt_orphans, die_with_parent
 from lockstep.rl.rewards.calling import Outcome, call_rewards, is_async
 from lockstep.rl.rewards.frames import encode, receive
 
@@ -27,11 +27,7 @@ def work(
 
     `begun` is shared with the keeper and holds the index of the job that a plain function has begun.
     """
-    os.setsid()  # a group of its own, to be killed as one
-    die_with_parent()
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    _limit_memory(int(limits["memory_gib"] * 2**30))
+    confine(limits, output)
     own = os.getpid()
 
     answers: list[list[Any]] = []
@@ -57,6 +53,16 @@ def work(
 
         begun[:] = BEGUN.pack(0)
         call_rewards(environment, jobs, report, limits["seconds"], limits["concurrent"])
+
+
+def confine(limits: dict[str, Any], output: int) -> None:
+    """What a process that was forked from its keeper does first; what it prints goes to `output`."""
+    os.setsid()  # a group of its own, to be killed as one
+    die_with_parent()
+    adopt_orphans()  # so that they are known to be its own
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _limit_memory(int(limits["memory_gib"] * 2**30))
 
 
 def _limit_memory(most_bytes: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,14 +11,16 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.calling import CAUSES, KILLED, Grader, Job, Outcome, failure, finite
-from lockstep.rl.rewards.frames import Closed, receive, send
+from lockstep.rl.environments import ADAPTERS
+from lockstep.rl.rewards.calling import KILLED, Grader, Job, Outcome, failure, outcome_from
+from lockstep.rl.rewards.frames import Closed, Stream, receive, send
 from lockstep.rl.rewards.grading import grade_here
 
 CHUNK = 64
@@ -28,6 +29,10 @@ KEEPER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lockstep
 """What a keeper runs: it finds modules where the trainer does."""
 START_SECONDS = 600.0
 """For an environment to be imported, with all that it imports itself."""
+
+
+END_SECONDS = 15.0
+"""For a keeper to end by itself, with all that is below it, before it is killed."""
 
 
 @contextmanager
@@ -42,9 +47,9 @@ def open_grader(config: RLConfig, environment: Environment, is_given: bool, fold
             'rewards.isolate is "always", but the environment is given as an object, which other processes cannot '
             "make again; put its class in a file and set environment = FILE.py:Class"
         )
-    without = type(environment).reward is Environment.reward and not environment.rewards
-    here = isolate == "never" or (isolate == "auto" and not (":" in config.environment or environment.in_workers))
-    if is_given or without or here:
+    package, colon, _ = config.environment.partition(":")
+    of_a_file = bool(colon) and package not in ADAPTERS
+    if is_given or isolate == "never" or (isolate == "auto" and not (of_a_file or environment.in_workers)):
         yield lambda jobs: grade_here(environment, jobs, config.rewards.seconds, config.rewards.concurrent)
     else:
         with open_workers(config, folder) as grader:
@@ -52,7 +57,7 @@ def open_grader(config: RLConfig, environment: Environment, is_given: bool, fold
 
 
 @contextmanager
-def open_workers(config: RLConfig, folder: Path) -> Iterator[Grader]:
+def open_workers(config: RLConfig, folder: Path) -> Iterator[Workers]:
     """Workers for the environment that `config` names, ended with all their processes on leaving.
 
     They log to `folder/rewards_N.log`. Raises UserError where the environment cannot be loaded there.
@@ -62,13 +67,25 @@ def open_workers(config: RLConfig, folder: Path) -> Iterator[Grader]:
     environment = {"name": config.environment, "data": config.data, "skip_bad_lines": config.skip_bad_lines}
     with ExitStack() as opened:
         keepers = [
-            opened.enter_context(contextlib.closing(_Keeper(environment, rewards, folder / f"rewards_{number}.log")))
+            opened.enter_context(
+                contextlib.closing(KeeperProcess(environment, rewards, folder / f"rewards_{number}.log"))
+            )
             for number in range(count)
         ]
-        yield lambda jobs: _grade(keepers, jobs)
+        yield Workers(keepers)
 
 
-def _grade(keepers: Sequence[_Keeper], jobs: Sequence[Job]) -> list[Outcome]:
+@dataclass(frozen=True)
+class Workers:
+    """Keepers, each with its worker. It is a Grader; conversations are held in processes of the same keepers."""
+
+    keepers: Sequence[KeeperProcess]
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
+        return _grade(self.keepers, jobs)
+
+
+def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job]) -> list[Outcome]:
     """Every job's outcome, in order. A thread for each keeper takes chunks until none are left."""
     messages = [_message(job) for job in jobs]
     outcomes: dict[int, Outcome] = {}
@@ -81,7 +98,7 @@ def _grade(keepers: Sequence[_Keeper], jobs: Sequence[Job]) -> list[Outcome]:
             size = min(CHUNK, -(-len(waiting) // len(keepers)))
             return [waiting.popleft() for _ in range(size)]
 
-    def drive(keeper: _Keeper) -> None:
+    def drive(keeper: KeeperProcess) -> None:
         try:
             while taken := chunk():
                 outcomes.update(zip(taken, keeper.grade([messages[index] for index in taken])))
@@ -99,38 +116,36 @@ def _grade(keepers: Sequence[_Keeper], jobs: Sequence[Job]) -> list[Outcome]:
     return [outcomes[index] for index in range(len(jobs))]
 
 
-class _Keeper:
+class KeeperProcess:
     """A keeper process, started again where a reward has ended it."""
 
     def __init__(self, environment: dict[str, Any], config: RewardConfig, log: Path):
         self.environment, self.config, self.log = environment, config, log
         self.process: subprocess.Popen[bytes] | None = None
-        self._start()
+        self.start()
 
     def grade(self, messages: list[Any]) -> list[Outcome]:
         """Outcomes of jobs. What takes the keeper with it is graded again one by one, to find the job at fault."""
         try:
             return self._ask(messages)
         except Closed:
-            self._start()
+            self.start()
         if len(messages) > 1:
             return [outcome for message in messages for outcome in self.grade([message])]
         return [failure(KILLED, f"the reward of example {_name(messages[0])} ended the workers' keeper")]
 
     def _ask(self, messages: list[Any]) -> list[Outcome]:
-        if not self.ready:
-            self._await_ready()
-        assert self.process and self.process.stdin and self.process.stdout
-        send(self.process.stdin.fileno(), len(messages))
-        send(self.process.stdin.fileno(), messages)
+        self.await_ready()
+        self.send(len(messages))
+        self.send(messages)
         # Each job takes its time at most twice, in a worker with others and alone.
         patience = 60.0 + 2 * len(messages) * (self.config.seconds + 2.0)
-        answers = receive(self.process.stdout.fileno(), self.buffer, patience)
+        answers = self.receive(patience)
         if not isinstance(answers, list) or len(answers) != len(messages):
             raise Closed("no answers")
-        return [_outcome(answer) for answer in answers]
+        return [outcome_from(answer) for answer in answers]
 
-    def _start(self) -> None:
+    def start(self) -> None:
         self.close()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -144,17 +159,27 @@ class _Keeper:
                 # A worker is one of several, and OpenMP's threads do not survive the fork that it comes from.
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        assert self.process.stdin
-        os.set_blocking(self.process.stdin.fileno(), False)
-        self.buffer = bytearray()
+        assert self.process.stdin and self.process.stdout
+        self.stream = Stream(self.process.stdout.fileno(), self.process.stdin.fileno())
         self.ready = False
-        limits = dataclasses.asdict(self.config)
-        send(self.process.stdin.fileno(), {"environment": self.environment, "limits": limits})
+        self.send({"environment": self.environment, "limits": asdict(self.config)})
 
-    def _await_ready(self) -> None:
-        assert self.process and self.process.stdout
+    def send(self, message: Any) -> None:
+        """Raises Closed where it is not read."""
+        send(self.stream.writes, message)
+
+    def receive(self, seconds: float) -> Any:
+        """The next message. Raises Closed where there is none for so long."""
+        return receive(self.stream.reads, self.stream.inbox, seconds)
+
+    def await_ready(self) -> None:
+        """Starts it where it has ended. Raises UserError where it cannot load the environment."""
+        if self.process is None:
+            self.start()
+        if self.ready:
+            return
         try:
-            error = receive(self.process.stdout.fileno(), self.buffer, START_SECONDS)["error"]
+            error = self.receive(START_SECONDS)["error"]
         except Closed as closed:
             error = f"its process ended ({closed})"
         if error:
@@ -171,7 +196,7 @@ class _Keeper:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
         try:
-            self.process.wait(15)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -183,11 +208,16 @@ class _Keeper:
 
 
 def _message(job: Job) -> Any:
-    """A job as plain data. Raises UserError where the example's metadata is none."""
+    """A job as plain data. Raises UserError as `fields_of` does."""
     example, completion = job
+    return [fields_of(example), completion]
+
+
+def fields_of(example: Example) -> dict[str, Any]:
+    """An example as plain data. Raises UserError where its metadata is none."""
     fields = {"prompt": example.prompt, "answer": example.answer, "id": example.id}
     if not example.metadata:
-        return [fields, completion]
+        return fields
     metadata = dict(example.metadata)
     try:
         plain = json.loads(json.dumps(metadata)) == metadata
@@ -198,22 +228,8 @@ def _message(job: Job) -> Any:
             f"the metadata of example {example.name} does not come back from JSON as it is, so it cannot be sent to a "
             'reward worker; use text, numbers, lists and dicts with text as keys, or set rewards.isolate = "never"'
         )
-    return [{**fields, "metadata": metadata}, completion]
+    return {**fields, "metadata": metadata}
 
 
 def _name(message: Any) -> str:
     return Example(**message[0]).name
-
-
-def _outcome(answer: Any) -> Outcome:
-    """An answer as the trainer believes it: finite numbers by names, or a cause."""
-    try:
-        rewards, cause, message = answer
-        if cause:
-            return failure(cause if cause in CAUSES else KILLED, str(message))
-        numbers = {str(name): finite(value) for name, value in rewards.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        return failure(KILLED, f"a reward worker answered what is no reward ({error})")
-    if not numbers or any(number is None for number in numbers.values()):
-        return failure(KILLED, "a reward worker answered what is no number")
-    return Outcome({name: number for name, number in numbers.items() if number is not None})

@@ -4,9 +4,14 @@ import sys
 
 import pytest
 
+from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
+from lockstep.rl.conversations.exchange import Ended
+from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
+from lockstep.rl.conversations.protocol import Reply
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import examples_of
+from lockstep.rl.rewards.workers import Workers, open_grader
 from tests.rl.conversations.scripted import converse
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -41,6 +46,21 @@ def test_games_are_played_to_their_end_and_again_alike():
         assert chat.messages[0]["content"] == example.prompt
         assert rewards == pytest.approx(1.1 - 0.1 * (guesses - 1))
         assert (rewards, chat.messages) == (play(environment, example)[0], play(environment, example)[1].messages)
+
+
+def test_games_are_played_in_workers_as_in_this_process(tmp_path):
+    environment, config = load_environment(GUESS), RLConfig(environment=GUESS, rewards=RewardConfig(workers=1))
+    examples = examples_of(environment, "train")[:4]
+    ends = {}
+    with open_grader(config, environment, False, tmp_path) as workers:
+        assert isinstance(workers, Workers)
+        with HostingInWorkers([task_of(example, 0) for example in examples], workers) as hosting:
+            while len(ends) < len(examples):
+                if isinstance(said := hosting.next(wait=True), Ended):
+                    ends[said.number] = said.outcome.rewards["reward"]
+                else:
+                    hosting.answer(said.number, said.ask, Reply("5"))
+    assert [ends[n] for n in range(4)] == [converse(environment, example, *["5"] * 9)[0] for example in examples]
 
 
 def test_a_game_that_is_not_finished_has_what_it_has_earned():

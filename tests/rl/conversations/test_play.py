@@ -1,10 +1,12 @@
 """Conversations over one engine: what is trained on is what it computed, and what fails costs its own conversation."""
 
 import asyncio
+import inspect
 import random
 import signal
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from lockstep.config import EngineConfig, RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.collect import assign_rewards, collect, evaluate
 from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.load_environment import load_environment
 from lockstep.rl.rewards import refuse_too_many
+from lockstep.rl.rewards.workers import open_workers
 from lockstep.rl.rollouts import episodes_of
 
 EXAMPLES = [rl.Example("stone"), rl.Example("river", answer="r")]
@@ -43,12 +47,12 @@ def config(**changes):
     return RLConfig(**(dict(samples_per_prompt=3, max_new_tokens=10) | changes))
 
 
-def talk(environment, engine, rendering, **changes):
-    return collect(EXAMPLES, environment, engine, engine.tokenizer, config(**changes), 1, 0, rendering)
+def talk(environment, engine, rendering, grader=None, **changes):
+    return collect(EXAMPLES, environment, engine, engine.tokenizer, config(**changes), 1, 0, rendering, grader)
 
 
 def graded(environment, engine, rendering, limit=1.0, grader=None, **changes):
-    rollouts = talk(environment, engine, rendering, **changes)
+    rollouts = talk(environment, engine, rendering, grader, **changes)
     refuse_too_many(assign_rewards(rollouts, environment, config(**changes).rewards, grader), limit)
     return rollouts
 
@@ -95,6 +99,66 @@ def test_draws_do_not_depend_on_who_answers_when(name, engine_of, renderings):
     engine = engine_of(name)
     other = collect(EXAMPLES, Talk(), engine, engine.tokenizer, config(), 1, 1, renderings[name])
     assert [r.token_ids for r in other] != [r.token_ids for r in first], "another round, other draws"
+
+
+@pytest.fixture
+def in_workers(tmp_path):
+    """`in_workers(kind, source, **rewards)`: the environment, and the workers that hold its conversations."""
+    with ExitStack() as opened:
+
+        def make(kind, source, **rewards):
+            examples = "    def examples(self, split):\n        return [rl.Example('p')]\n"
+            file = tmp_path / "task.py"
+            file.write_text(f"import asyncio, os, random\nimport lockstep.rl as rl\n\n{source}\n{examples}")
+            named = config(environment=f"{file}:{kind}", rewards=RewardConfig(**rewards))
+            return load_environment(named.environment), opened.enter_context(open_workers(named, tmp_path))
+
+        yield make
+
+
+def test_in_workers_the_tokens_and_rewards_are_those_of_this_process_whoever_answers_when(
+    in_workers, engine_of, renderings
+):
+    given = engine_of("llama3"), renderings["llama3"]
+    first = graded(Talk(), *given)
+    slow = inspect.getsource(Talk).replace("longest_delay = 0.0", "longest_delay = 0.02")
+    environment, workers = in_workers("Talk", slow, workers=2, concurrent=2)
+    for sequences in (8, 2):
+        again = graded(environment, engine_of("llama3", sequences), given[1], grader=workers)
+        for field in ("token_ids", "logprobs", "sampled", "rewards", "reward", "group", "episode", "completion"):
+            assert [getattr(r, field) for r in again] == [getattr(r, field) for r in first]
+        assert [r.conversation.messages for r in again] == [r.conversation.messages for r in first]
+
+
+KILLER = """
+class Killer(rl.ConversationEnvironment):
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        await chat.reply()
+        if example.answer:
+            FAULT
+        chat.add("And?")
+        return {"length": float(len((await chat.reply()).text))}
+"""
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "zero"])
+def test_what_kills_its_keeper_costs_its_own_conversations_and_the_others_are_held_again_alike(
+    on_failure, in_workers, engine_of, renderings
+):
+    engine, rendering = engine_of("llama3"), renderings["llama3"]
+    rollouts = {}
+    for fault in ("pass", "os.kill(os.getppid(), 9)"):
+        environment, workers = in_workers("Killer", KILLER.replace("FAULT", fault), workers=1, on_failure=on_failure)
+        limits = RewardConfig(on_failure=on_failure)
+        rollouts[fault] = graded(environment, engine, rendering, grader=workers, rewards=limits)
+        assert not engine.has_work
+    whole, killed = rollouts.values()
+    assert [r.failure for r in killed] == [""] * 3 + ["killed"] * 3
+    assert [r.counts for r in killed] == [True] * 3 + [on_failure == "zero"] * 3
+    assert [(r.token_ids, r.logprobs, r.rewards) for r in killed[:3]] == [
+        (r.token_ids, r.logprobs, r.rewards) for r in whole[:3]
+    ]
 
 
 def test_rewards_are_those_of_the_conversation_for_each_of_its_rows(engine_of, renderings):

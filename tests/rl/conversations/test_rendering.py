@@ -5,8 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep.rl as rl
+from lockstep import load_model
+from lockstep.config import RLConfig
+from lockstep.data import load_tokenizer
 from lockstep.data.chat import ChatTemplateError
-from lockstep.rl.conversations.rendering import Rendering, Transcript
+from lockstep.rl.conversations.rendering import Rendering, Transcript, open_rendering
 from tests.rl.conversations.families import FAMILIES, shown
 
 PIECES = [
@@ -250,3 +253,22 @@ def test_a_prompt_that_is_rendered_already_is_read_as_it_is(renderings, caplog):
     assert rendered.strip() in shown(rendering.tokenizer, tokens) and len(tokens) > len(
         rendering.tokenizer.encode(rendered)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "warned"),
+    [("qwen3_5_think", True, True), ("qwen3_5_think", False, False), ("qwen3", True, False), ("llama3_1", True, False)],
+)
+def test_a_template_whose_calls_are_not_read_is_warned_of(name, tools, warned, chat_model, caplog):
+    def words(text: str) -> int:
+        """Counts words."""
+        return len(text.split())
+
+    class Task(rl.ConversationEnvironment):
+        pass
+
+    if tools:
+        Task.tools = (words,)
+    model = chat_model(name)
+    open_rendering(RLConfig(model=str(model)), Task(), load_tokenizer(model), load_model(model))
+    assert ("so no call is read" in caplog.text) == warned and "does not show tools" not in caplog.text

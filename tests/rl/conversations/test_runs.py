@@ -1,14 +1,17 @@
 """Whole runs on conversations and on rendered prompts: a small model, real templates, every bit compared."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from lockstep.config import CheckpointConfig, EngineConfig, RLConfig, TrainConfig
+from lockstep.config import CheckpointConfig, EngineConfig, RewardConfig, RLConfig, TrainConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.load_environment import load_environment
+from lockstep.rl.processes import descendants
 from lockstep.rl.replay import replay
 
 TASK = '''
@@ -41,6 +44,17 @@ class Talk(rl.ConversationEnvironment):
         await chat.reply()
     async def grade(self, example, episodes):
         return [e.answer.count("e") / max(1, len(e.answer)) for e in episodes]
+
+class Faulty(Talk):
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        reply = await chat.reply()
+        if example.prompt == "stone" or len(reply.text) % 4 == 0:
+            os._exit(1)
+        return {"elsewhere": float(os.getpid() != self.loaded_by), "e": reply.text.count("e")}
+    def __init__(self):
+        super().__init__()
+        self.loaded_by = os.getpid()
 
 class Last(rl.ConversationEnvironment):
     def __init__(self, data="", skip_bad_lines=False):
@@ -119,6 +133,28 @@ def test_a_run_of_conversations_trains_with_every_bit_compared(
     (torn / "checkpoints" / "step_00000002").rename(torn / "checkpoints" / "step_00000002.partial")
     reinforce(config(tmp_path / "torn", model, task("Talk"), resume=True, **changes))
     assert lines(torn, 2) == lines(whole, 2), "a resumed run draws the same"
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "zero"])
+def test_a_run_goes_on_where_conversations_end_their_processes_and_its_ledger_adds_up(
+    tmp_path, chat_model, task, on_failure
+):
+    rewards = RewardConfig(on_failure=on_failure, failure_limit=0.9, workers=1)
+    changes = dict(steps=1, prompts_per_step=4, samples_per_prompt=4, rewards=rewards)
+    folder = reinforce(config(tmp_path / "run", chat_model("llama3"), task("Faulty"), **changes))
+    below = [Path(f"/proc/{process}/cmdline") for process in descendants(os.getpid())]
+    assert not any(b"rewards.keeper" in line.read_bytes() for line in below), "no process is left behind"
+    step, rollouts = metrics(folder)[1], lines(folder, 1)
+    failed = sum(r.get("failure") == "killed" for r in rollouts)
+    assert step["reward/failed/killed"] == failed >= 4 and step["parity/tokens_different"] == 0
+    groups = [[r for r in rollouts if r["group"] == g] for g in range(4)]
+    left = [g for g in groups if on_failure == "zero" or sum("failure" not in r for r in g) >= 2]
+    dropped = step.get("groups/dropped/failed_rewards", 0)
+    assert (step["groups/drawn"], step["groups/trained"], dropped) == (4, len(left), 4 - len(left))
+    assert all(r["rewards"]["elsewhere"] == 1.0 for r in rollouts if "failure" not in r)
+    with pytest.raises(UserError, match=r"more rewards failed than rewards.failure_limit 0.1 allows: .* killed"):
+        rewards = RewardConfig(failure_limit=0.1, workers=1)
+        reinforce(config(tmp_path / "ended", chat_model("llama3"), task("Faulty"), **changes | {"rewards": rewards}))
 
 
 def test_a_reward_of_the_last_reply_runs_in_a_worker(tmp_path, chat_model, task):

@@ -1,0 +1,75 @@
+"""What worker processes add to a conversation: two turns of a trivial environment, with a model that answers at once.
+
+    python benchmarks/conversations.py [--conversations 64]
+
+Prints milliseconds per conversation in the trainer's own process and in workers, the best of 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rewards import best
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl import Example, Reply
+from lockstep.rl.conversations.exchange import Asked, Ended
+from lockstep.rl.conversations.hosting import Hosting
+from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
+from lockstep.rl.load_environment import load_environment
+from lockstep.rl.rewards.workers import open_workers
+
+TASK = """
+import lockstep.rl as rl
+
+class Talk(rl.ConversationEnvironment):
+    def examples(self, split):
+        return [rl.Example("p")]
+
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        await chat.reply()
+        chat.add("And?")
+        return float(len((await chat.reply()).text))
+"""
+
+
+def held(hosting: AbstractContextManager[Any], count: int) -> list[float]:
+    """The rewards of all conversations."""
+    rewards: dict[int, float] = {}
+    with hosting as talks:
+        while len(rewards) < count:
+            said = talks.next(wait=True)
+            if isinstance(said, Asked):
+                talks.answer(said.number, said.ask, Reply("word " * 100))
+            elif isinstance(said, Ended) and said.outcome:
+                rewards[said.number] = said.outcome.rewards["reward"]
+    return [rewards[number] for number in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=64)
+    count = parser.parse_args().conversations
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "task.py").write_text(TASK)
+        environment_name = f"{folder / 'task.py'}:Talk"
+        environment, examples = load_environment(environment_name), [Example(f"p{n}") for n in range(count)]
+        here: Callable[[], list[float]] = lambda: held(Hosting(environment, examples, RewardConfig()), count)  # noqa: E731
+        expected, tasks = here(), [task_of(example, 0) for example in examples]
+        print(f"{count} conversations, trainer's own process: {1000 * best(here, 10) / count:.2f} ms each")
+        for workers in (1, 2):
+            config = RLConfig(environment=environment_name, rewards=RewardConfig(workers=workers))
+            with open_workers(config, folder) as opened:
+                assert held(HostingInWorkers(tasks, opened), count) == expected
+                seconds = best(lambda: held(HostingInWorkers(tasks, opened), count), 10)
+            print(f"{count} conversations, {workers} keeper{'s' * (workers > 1)}: {1000 * seconds / count:.2f} ms each")
+
+
+if __name__ == "__main__":
+    main()

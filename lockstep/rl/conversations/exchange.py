@@ -1,0 +1,133 @@
+"""What a conversation and the trainer say to each other, wherever each of them runs: plain data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.rl.conversations.protocol import Episode, Message, Reply, ToolCall
+from lockstep.rl.rewards.calling import Outcome, outcome_from
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A conversation waits for the model."""
+
+    number: int
+    ask: int
+    """Of the conversation's, which this is."""
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A conversation is over."""
+
+    number: int
+    messages: list[Message]
+    over: bool
+    outcome: Outcome | None
+    """None: `converse` returned no rewards."""
+    seconds: dict[str, float]
+    """What each tool took, by its name."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A group is graded."""
+
+    number: int
+    outcomes: list[Outcome | None]
+    """Of each episode; None: `grade` returned no rewards."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """A conversation begins once more: what it was in is gone, for a fault that need not be its own."""
+
+    number: int
+
+
+Said = Asked | Ended | Graded
+
+
+def data_of(said: Said) -> list[Any]:
+    """As JSON takes it."""
+    match said:
+        case Asked():
+            return ["asked", said.number, said.ask, said.messages]
+        case Ended():
+            outcome = _outcome_data(said.outcome)
+            return ["ended", said.number, said.messages, said.over, outcome, said.seconds]
+        case Graded():
+            return ["graded", said.number, [_outcome_data(outcome) for outcome in said.outcomes]]
+
+
+def said_of(data: Any, number: int | None = None) -> Said:
+    """What `data_of` made data of. Raises TypeError or ValueError for anything else, or about another than `number`."""
+    match data:
+        case [_, int(about), *_] if number is not None and about != number:
+            raise ValueError(f"an answer about {about}")
+        case ["asked", int(number), int(ask), list(messages)]:
+            return Asked(number, ask, _checked(messages))
+        case ["ended", int(number), list(messages), bool(over), outcome, dict(seconds)]:
+            return Ended(number, _checked(messages), over, _outcome(outcome), times(seconds))
+        case ["graded", int(number), list(outcomes)]:
+            return Graded(number, [_outcome(outcome) for outcome in outcomes])
+    raise TypeError(f"{data!r:.80} is nothing that a conversation says")
+
+
+def reply_data(reply: Reply | None) -> list[Any] | None:
+    """As JSON takes it; None: the conversation is at a limit."""
+    if reply is None:
+        return None
+    calls = [[call.name, dict(call.arguments), call.problem] for call in reply.tool_calls]
+    return [reply.text, reply.finish_reason, calls]
+
+
+def reply_of(data: Any) -> Reply | None:
+    """What `reply_data` made data of."""
+    if data is None:
+        return None
+    text, finish_reason, calls = data
+    return Reply(text, finish_reason, tuple(ToolCall(*call) for call in calls))
+
+
+def episode_data(episode: Episode) -> list[Any]:
+    """As JSON takes it."""
+    return [list(episode.messages), episode.rewards, episode.over]
+
+
+def plain(messages: Sequence[Any]) -> list[Message]:
+    """Messages as JSON takes them, half surrogate pairs replaced. Raises TypeError or ValueError where it cannot."""
+    sent: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
+    return _checked(sent)
+
+
+def _checked(messages: list[Any]) -> list[Message]:
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(f"a message must be a dict with a role: {message!r:.80}")
+    return messages
+
+
+def times(seconds: Any) -> dict[str, float]:
+    """Times by their names. Raises TypeError, ValueError or OverflowError where they are none."""
+    by_name = dict(seconds)
+    for name, value in by_name.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name!r:.80}: {value!r:.80}")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name!r:.80}: {value!r:.80}")
+    return {name: float(value) for name, value in by_name.items()}
+
+
+def _outcome_data(outcome: Outcome | None) -> list[Any] | None:
+    return None if outcome is None else [outcome.rewards, outcome.cause, outcome.message]
+
+
+def _outcome(data: Any) -> Outcome | None:
+    return None if data is None else outcome_from(data)

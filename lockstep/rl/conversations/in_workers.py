@@ -1,0 +1,181 @@
+"""The trainer's side of conversations that are held in worker processes."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lockstep.rl.conversations.exchange import (
+    Again,
+    Asked,
+    Ended,
+    Graded,
+    Said,
+    episode_data,
+    reply_data,
+    said_of,
+)
+from lockstep.rl.conversations.protocol import Episode, Message, Reply
+from lockstep.rl.environment import Example
+from lockstep.rl.rewards.calling import KILLED, failure
+from lockstep.rl.rewards.frames import Closed
+from lockstep.rl.rewards.keeper import CONVERSE, DONE
+from lockstep.rl.rewards.workers import KeeperProcess, Workers, fields_of
+
+SILENCE = 60.0
+"""Seconds beyond the environment's time in which a keeper must say something, before it is taken for dead."""
+
+Task = dict[str, Any]
+"""What a process is to do: its `method`, `example`, `seed` and, of `grade`, `episodes`."""
+
+
+def task_of(example: Example, seed: int, episodes: Sequence[Episode] | None = None) -> Task:
+    """A conversation about an example, or the grading of a group's `episodes`. Raises UserError as `fields_of` does."""
+    task: Task = {"method": "converse", "example": fields_of(example), "seed": seed}
+    return task if episodes is None else task | {"method": "grade", "episodes": list(map(episode_data, episodes))}
+
+
+@dataclass
+class _Table:
+    """A keeper, and the tasks that are its own."""
+
+    keeper: KeeperProcess
+    numbers: list[int] = field(default_factory=list)
+    """Of the tasks that have not ended."""
+    begun: list[int] = field(default_factory=list)
+    """All of them, or one at a time."""
+    one_by_one: bool = False
+    open: bool = False
+    """Whether the keeper holds conversations."""
+    heard: float = 0.0
+    """When it has said something."""
+
+
+class HostingInWorkers:
+    """Conversations, or gradings of groups, by their numbers, as `Hosting` has them. A context manager.
+
+    What takes its keeper with it cannot be told from the keeper's others. All of them begin once more, one by one, and
+    one that does it again is at fault.
+    """
+
+    def __init__(self, tasks: Sequence[Task], workers: Workers):
+        self._tasks = tasks
+        self._patience = workers.keepers[0].config.seconds + SILENCE
+        self._tables = [_Table(keeper) for keeper in workers.keepers]
+        self._said: deque[Said | Again] = deque()
+        self._messages: dict[int, list[Message]] = {}
+        """What each has asked last, for those that are ended before they say more."""
+
+    def __enter__(self) -> HostingInWorkers:
+        for number in range(len(self._tasks)):
+            self._table(number).numbers.append(number)
+        for table in self._tables:
+            if table.numbers:
+                table.keeper.await_ready()
+                self._begin(table, table.numbers)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for table in self._tables:
+            if table.open:
+                _leave(table.keeper)
+
+    def next(self, wait: bool) -> Said | Again | None:
+        """What a conversation says; None where none has said anything and there is no need to wait."""
+        began = time.monotonic()
+        while not self._said:
+            self._listen(1.0 if wait else 0.0)
+            if not wait:
+                break
+            for table in self._tables:
+                # All of them are the environment's, or the trainer would not wait.
+                if table.numbers and time.monotonic() > max(began, table.heard) + self._patience:
+                    self._lose(table)
+        return self._said.popleft() if self._said else None
+
+    def answer(self, number: int, ask: int, reply: Reply | None) -> None:
+        """What the model says to a conversation that has asked; None: nothing any more."""
+        with suppress(Closed):  # its end is noticed where it is listened to
+            self._table(number).keeper.send(["answer", number, ask, reply_data(reply)])
+
+    def _table(self, number: int) -> _Table:
+        return self._tables[number % len(self._tables)]
+
+    def _listen(self, seconds: float) -> None:
+        poll = select.poll()
+        tables = {table.keeper.stream.reads: table for table in self._tables if table.open}
+        for end in tables:
+            poll.register(end, select.POLLIN)
+        for end, _ in poll.poll(1000 * seconds):
+            table = tables[end]
+            table.heard = time.monotonic()
+            try:
+                for data in table.keeper.stream.messages():
+                    self._hear(table, said_of(data))
+            except (Closed, TypeError, ValueError, OverflowError):
+                self._lose(table)
+
+    def _hear(self, table: _Table, said: Said) -> None:
+        if said.number not in table.numbers:
+            return
+        if isinstance(said, Asked):
+            self._messages[said.number] = said.messages
+        else:
+            table.numbers.remove(said.number)
+            if isinstance(said, Ended) and not said.messages:
+                said = replace(said, messages=self._messages.get(said.number, []))
+        self._said.append(said)
+        if table.one_by_one and not isinstance(said, Asked):
+            self._begin(table, table.numbers[:1])
+
+    def _lose(self, table: _Table) -> None:
+        """A keeper has ended, or is silent."""
+        table.keeper.close()
+        table.open = False
+        if not table.numbers:
+            return
+        table.keeper.await_ready()
+        suspects = [number for number in table.begun if number in table.numbers]
+        if len(suspects) > 1:
+            self._said.extend(Again(number) for number in suspects)
+            table.one_by_one = True
+            self._begin(table, table.numbers[:1])
+            return
+        task = self._tasks[suspects[0]]
+        problem = f"the {task['method']} of example {Example(**task['example']).name} ended the workers' keeper"
+        self._hear(table, Ended(suspects[0], [], False, failure(KILLED, problem), {}))
+
+    def _begin(self, table: _Table, numbers: Sequence[int]) -> None:
+        table.begun, table.heard = list(numbers), time.monotonic()
+        if not numbers:
+            return
+        opening = [] if table.open else [CONVERSE]
+        table.open = True
+        with suppress(Closed):  # its end is noticed where it is listened to
+            for message in [*opening, *(["begin", number, self._tasks[number]] for number in numbers)]:
+                table.keeper.send(message)
+
+
+def _leave(keeper: KeeperProcess) -> None:
+    """What has not ended is ended."""
+    try:
+        keeper.send(DONE)
+        while keeper.receive(SILENCE) != DONE:
+            pass
+    except Closed:
+        keeper.close()
+
+
+def hosted(tasks: Sequence[Task], workers: Workers) -> list[Ended | Graded]:
+    """What comes of tasks that ask for no reply, in order."""
+    found: dict[int, Ended | Graded] = {}
+    with HostingInWorkers(tasks, workers) as hosting:
+        while len(found) < len(tasks):
+            if isinstance(said := hosting.next(wait=True), Ended | Graded):
+                found[said.number] = said
+    return [found[number] for number in range(len(tasks))]

@@ -1,0 +1,210 @@
+"""Conversations in processes of their own: their keeper begins them, passes on what is said, and enforces the limits.
+
+A process for each, forked from the keeper, which has loaded the environment: whatever one of them does, no other is at
+fault, and none has to be asked again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from lockstep.rl.conversations.exchange import Asked, data_of, said_of
+from lockstep.rl.conversations.process import converse
+from lockstep.rl.processes import descendants, end_tree
+from lockstep.rl.rewards.calling import KILLED, OUTPUT, PROCESSES, TIMEOUT
+from lockstep.rl.rewards.frames import Closed, Stream
+from lockstep.rl.rewards.keeper import DONE, POLL_SECONDS, Keeper
+from lockstep.rl.rewards.worker import confine
+
+MOST_BYTES = 2**25
+"""Of what a conversation says at once."""
+ALIVE = 4
+"""Times rewards.concurrent conversations that have begun and not ended: most of them wait for the model."""
+
+
+def grace(seconds: float) -> float:
+    """How long after its time a process may take to say itself that the time was up, and where."""
+    return 1.0 + min(2.0, seconds / 2)
+
+
+def keep_conversations(keeper: Keeper, inbox: bytearray) -> None:
+    """Until the trainer is done with them. `inbox` is what has come of its orders. Raises Closed where it is gone."""
+    orders, answers = keeper.trainer
+    stream = Stream(orders, answers)
+    stream.inbox += inbox
+    inbox.clear()
+    conversations = _Conversations(keeper, stream)
+    try:
+        conversations.keep()
+    finally:
+        conversations.end_all()
+        os.set_blocking(orders, True)
+    inbox += stream.inbox
+
+
+class _Process:
+    """A conversation's process, and its keeper's ends of its pipes."""
+
+    def __init__(self, keeper: Keeper, number: int, task: dict[str, Any], others: list[_Process]):
+        self.number, self.task = number, task
+        self.until: float | None = None
+        """The end of the environment's time; None while the model has its turn."""
+        self.printed = 0
+        ours, theirs = socket.socketpair()
+        self.output, output = os.pipe()
+        try:
+            self.process = os.fork()
+        except OSError:
+            for end in (ours.detach(), theirs.detach(), self.output, output):
+                os.close(end)
+            raise
+        if self.process == 0:
+            try:
+                ends = [ours.detach(), self.output, *keeper.trainer, *(keeper.worker.ends() if keeper.worker else ())]
+                for end in ends + [end for other in others for end in (other.stream.reads, other.output)]:
+                    os.close(end)
+                confine(keeper.limits, output)
+                converse(keeper.environment, keeper.limits, number, task, theirs.detach(), MOST_BYTES)
+            finally:
+                os._exit(1)
+        theirs.close()
+        os.close(output)
+        os.set_blocking(self.output, False)
+        end = ours.detach()
+        self.stream: Stream = Stream(end, end)
+
+    def end(self, spared: frozenset[int]) -> None:
+        end_tree(self.process, spared)
+        os.close(self.stream.reads)
+        os.close(self.output)
+
+
+class _Conversations:
+    """All that the trainer has begun and that have not ended."""
+
+    def __init__(self, keeper: Keeper, trainer: Stream):
+        self.keeper, self.trainer, self.limits = keeper, trainer, keeper.limits
+        self.alive: dict[int, _Process] = {}
+        self.beginning: deque[tuple[int, dict[str, Any]]] = deque()
+        self.answers: deque[tuple[int, Any]] = deque()
+        self.counted = time.monotonic()
+
+    def keep(self) -> None:
+        ready = {self.trainer.reads}  # some of it has come before
+        while True:
+            if self.trainer.reads in ready and any([self._obey(order) for order in self.trainer.messages()]):
+                break
+            for process in list(self.alive.values()):
+                if cause := self._attend(process, ready):
+                    self._end(process, ["ended", process.number, [], False, self._failure(process, cause), {}])
+            self._count()
+            self._give_turns()
+            self.trainer.flush()
+            ready = self._wait()
+        self.end_all()
+        self.trainer.put(DONE)
+        while self.trainer.outbox:
+            self._wait()
+            self.trainer.flush()
+
+    def end_all(self) -> None:
+        for process in list(self.alive.values()):
+            self._end(process)
+
+    def _obey(self, order: Any) -> bool:
+        """Whether the trainer is done."""
+        if order == DONE:
+            return True
+        word, number, *rest = order
+        if word == "begin":
+            self.beginning.append((number, rest[0]))
+        elif number in self.alive:  # it may have ended in the meantime
+            self.answers.append((number, rest))
+        return False
+
+    def _give_turns(self) -> None:
+        """`rewards.concurrent` of them are the environment's at a time; those that have begun come first."""
+        places = self.limits["concurrent"] - sum(one.until is not None for one in self.alive.values())
+        while places > 0 and self.answers:
+            number, answer = self.answers.popleft()
+            if process := self.alive.get(number):
+                places -= process.until is None
+                process.until = self._time_limit()
+                with suppress(Closed):  # its end is noticed where it is attended to
+                    process.stream.put(answer)
+        while places > 0 and self.beginning and len(self.alive) < ALIVE * self.limits["concurrent"]:
+            number, task = self.beginning.popleft()
+            places -= 1
+            try:
+                process = _Process(self.keeper, number, task, list(self.alive.values()))
+            except OSError as error:
+                message = f"no process could be started for a conversation ({error})"
+                self.trainer.put(["ended", number, [], False, [{}, KILLED, message], {}])
+                continue
+            process.until = self._time_limit()
+            self.alive[number] = process
+
+    def _time_limit(self) -> float:
+        return time.monotonic() + self.limits["seconds"] + grace(self.limits["seconds"])
+
+    def _wait(self) -> set[int]:
+        """What can be read or written, after POLL_SECONDS at most."""
+        poll = select.poll()
+        streams = [one.stream for one in self.alive.values()]
+        # What nobody takes is not to be heaped up here.
+        listening = len(self.trainer.outbox) < MOST_BYTES
+        for stream in [self.trainer, *(streams if listening else [])]:
+            events: dict[int, int] = {}
+            for end, event in stream.events():
+                events[end] = events.get(end, 0) | event
+            for end, event in events.items():
+                poll.register(end, event)
+        for process in self.alive.values():
+            poll.register(process.output, select.POLLIN)
+        return {end for end, _ in poll.poll(1000 * POLL_SECONDS)}
+
+    def _attend(self, process: _Process, ready: set[int]) -> str:
+        """Passes on what it says; why it is to be ended, if it is."""
+        if process.output in ready:
+            process.printed += self.keeper.read_output(process.output)
+        if process.printed > self.limits["output_kib"] * 1024:
+            return OUTPUT
+        if process.stream.reads in ready:
+            try:
+                for data in process.stream.messages(MOST_BYTES):
+                    said = said_of(data, process.number)
+                    if not isinstance(said, Asked):
+                        self._end(process, data_of(said))
+                        return ""
+                    process.until = None
+                    self.trainer.put(data_of(said))
+                process.stream.flush()
+            except (Closed, TypeError, ValueError, OverflowError):
+                return KILLED  # or by itself, by writing into its pipe
+        if process.until is not None and time.monotonic() > process.until:
+            return TIMEOUT
+        return ""
+
+    def _count(self) -> None:
+        if time.monotonic() - self.counted < POLL_SECONDS:
+            return
+        for process in list(self.alive.values()):
+            if len(descendants(process.process)) > self.limits["processes"]:
+                self._end(process, ["ended", process.number, [], False, self._failure(process, PROCESSES), {}])
+        self.counted = time.monotonic()
+
+    def _failure(self, process: _Process, cause: str) -> list[Any]:
+        return [{}, cause, self.keeper.message(cause, process.task["example"], process.task["method"])]
+
+    def _end(self, process: _Process, said: list[Any] | None = None) -> None:
+        del self.alive[process.number]
+        worker = [self.keeper.worker.process] if self.keeper.worker else []
+        process.end(self.keeper.own | {*worker, *(one.process for one in self.alive.values())})
+        if said is not None:
+            self.trainer.put(said)

@@ -1,0 +1,108 @@
+"""A process of one conversation, or of one group's `grade`: forked by its keeper, which ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import random
+import sys
+import threading
+from typing import Any
+
+from lockstep.config import RewardConfig
+from lockstep.rl.conversations.exchange import Asked, Ended, Graded, Said, data_of, reply_of
+from lockstep.rl.conversations.hosting import BlockedError, Hosting, Pulse, graded
+from lockstep.rl.conversations.protocol import ConversationEnvironment, Episode
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.rewards.calling import INVALID, TIMEOUT, about, event_loop, failed, failure
+from lockstep.rl.rewards.frames import Closed, encode, receive
+
+
+def converse(
+    environment: Environment, limits: dict[str, Any], number: int, task: dict[str, Any], pipe: int, most_bytes: int
+) -> None:
+    """Says what comes of `task` through `pipe` and hears the replies there; never returns.
+
+    `task` holds the `method`, `converse` or `grade`, the `example`, the `episodes` of a group, and a `seed`.
+    """
+    assert isinstance(environment, ConversationEnvironment)
+    own = os.getpid()
+    example, method = Example(**task["example"]), task["method"]
+    _seed(task["seed"])
+
+    def say(said: Said) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # the environment forked and came back twice: this is not the process that was asked
+        for printed in (sys.stdout, sys.stderr):
+            printed.flush()
+        data = encode(data_of(said))
+        if len(data) > most_bytes:
+            problem = about(
+                environment, example, f"says {len(data):,} bytes at once, of {most_bytes:,} at most,", method
+            )
+            data = encode(data_of(Ended(number, [], False, failure(INVALID, problem), {})))
+            said = Ended(number, [], False, None, {})
+        os.set_blocking(pipe, True)
+        left = memoryview(data)
+        while left:
+            left = left[os.write(pipe, left) :]
+        if not isinstance(said, Asked):
+            os._exit(0)
+
+    try:
+        config = RewardConfig(**limits)
+        if method == "grade":
+            episodes = [Episode(*episode) for episode in task["episodes"]]
+            say(_grade(environment, example, episodes, config, number))
+        else:
+            _converse(environment, example, config, number, pipe, say)
+    except BlockedError as error:
+        problem = about(environment, example, "has awaited nothing for rewards.seconds", method)
+        say(Ended(number, [], False, failure(TIMEOUT, f"{error.place}: {problem}"), {}))
+    except MemoryError as error:
+        say(Ended(number, [], False, failed(error, environment, example, method), {}))
+
+
+def _converse(
+    environment: ConversationEnvironment, example: Example, config: RewardConfig, number: int, pipe: int, say: Any
+) -> None:
+    with Hosting(environment, [example], config, patience=1) as hosting:
+
+        def hear() -> None:
+            buffer = bytearray()
+            try:
+                while True:
+                    ask, reply = receive(pipe, buffer)
+                    hosting.answer(0, ask, reply_of(reply))
+            except Closed:
+                os._exit(0)  # its keeper is gone
+
+        threading.Thread(target=hear, name="replies", daemon=True).start()
+        while True:
+            match hosting.next(wait=True):
+                case Asked(_, ask, messages):
+                    say(Asked(number, ask, messages))
+                case Ended(_, messages, over, outcome, seconds):
+                    say(Ended(number, messages, over, outcome, seconds))
+
+
+def _grade(
+    environment: ConversationEnvironment, example: Example, episodes: list[Episode], config: RewardConfig, number: int
+) -> Graded:
+    running = asyncio.run_coroutine_threadsafe(graded(environment, example, episodes, config.seconds), event_loop())
+    pulse = Pulse(environment, config.seconds, patience=1)
+    while not running.done():
+        concurrent.futures.wait([running], timeout=min(1.0, config.seconds / 4))
+        if not running.done():
+            pulse.check("grade")
+    return Graded(number, running.result())
+
+
+def _seed(seed: int) -> None:
+    """Processes that are forked from one would all draw the same; those of a conversation that is held again do."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)

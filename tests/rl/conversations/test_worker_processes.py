@@ -1,0 +1,333 @@
+"""Conversations in worker processes, without a model: whatever one of them does, it costs itself only."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import lockstep.rl as rl
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl.conversations.exchange import Again, Asked, Ended
+from lockstep.rl.conversations.in_workers import HostingInWorkers, hosted, task_of
+from lockstep.rl.processes import descendants
+from lockstep.rl.rewards.workers import open_workers
+
+TASK = """
+import asyncio, os, random, signal, sys, time
+import lockstep.rl as rl
+
+kept = []
+
+class Talk(rl.ConversationEnvironment):
+    def examples(self, split):
+        return [rl.Example("p")]
+
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        first = await chat.reply()
+        value = getattr(self, example.prompt.split()[0])()
+        if asyncio.iscoroutine(value):
+            value = await value
+        chat.add("again")
+        second = await chat.reply()
+        chat.seconds["x"] = 0.5
+        return {"one": 1.0, "heard": float(first.text == "0" and second.text == "1")} if value is None else value
+
+    async def grade(self, example, episodes):
+        fault = episodes[0].answer
+        if fault != "fine":
+            value = getattr(self, fault)()
+            if asyncio.iscoroutine(value):
+                value = await value
+        return [float(len(e.messages)) for e in episodes]
+
+    def reward(self, example, completion):
+        return {"graded": 1.0}
+
+    def fine(self):
+        pass
+
+    def raises(self):
+        raise ValueError("no")
+
+    def exits(self):
+        sys.exit(0)
+
+    def is_nan(self):
+        return float("nan")
+
+    async def sleeps(self):
+        await asyncio.sleep(1000)
+
+    async def stays(self):
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+
+    def blocks(self):
+        time.sleep(1000)
+
+    def spins(self):
+        while True:
+            pass
+
+    def freezes(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def takes_memory(self):
+        kept.append(bytearray(2**33))
+
+    def leaks(self):
+        for _ in range(20):
+            kept.append(bytearray(b"x" * 50_000_000))
+
+    def prints(self):
+        for _ in range(1000):
+            print("x" * 10**6)
+
+    def exits_at_once(self):
+        os._exit(0)
+
+    def kills_itself(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def kills_its_keeper(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    def stops_its_keeper(self):
+        os.kill(os.getppid(), signal.SIGSTOP)
+
+    def forks(self):
+        # Out of the group and orphaned, never more than 24: what is tested is that these are found and ended.
+        for _ in range(24):
+            if (child := os.fork()) == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    time.sleep(1000)
+                os._exit(0)
+            os.waitpid(child, 0)
+        time.sleep(1000)
+
+    def leaves_a_process(self):
+        if (child := os.fork()) == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(1000)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    def returns_twice(self):
+        os.fork()
+
+    def writes_into_pipes(self):
+        for pipe in range(3, 30):
+            try:
+                os.write(pipe, b"\\xff\\xff\\xff\\xff nonsense")
+            except OSError:
+                pass
+
+    def says_too_much(self):
+        return {"x" * (4 * 10**7): 1.0}
+
+    def draws(self):
+        return {"drawn": random.random()}
+"""
+
+LIMITS = dict(workers=1, seconds=2.0, memory_gib=0.25, processes=8, output_kib=64)
+GOOD = {"one": 1.0, "heard": 1.0}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    file = tmp_path_factory.mktemp("task") / "task.py"
+    file.write_text(TASK)
+    return file
+
+
+@pytest.fixture
+def workers(task, tmp_path):
+    """`workers(…)`: a context manager of workers, which leaves no process behind."""
+    opened, before = [], set(descendants(os.getpid()))
+
+    def make(**changes):
+        config = RLConfig(environment=f"{task}:Talk", rewards=RewardConfig(**(LIMITS | changes)))
+        opened.append(open_workers(config, tmp_path))
+        return opened[-1].__enter__()
+
+    yield make
+    for one in opened:
+        one.__exit__(None, None, None)
+    assert set(descendants(os.getpid())) <= before, "no process is left behind"
+
+
+def ended(workers, prompts, seeds=None):
+    """How each conversation ends, where the model counts its replies."""
+    tasks = [task_of(rl.Example(p, id=str(n)), seeds[n] if seeds else n) for n, p in enumerate(prompts)]
+    ends, replies = {}, dict.fromkeys(range(len(prompts)), 0)
+    until = time.monotonic() + 60
+    with HostingInWorkers(tasks, workers) as hosting:
+        while len(ends) < len(prompts):
+            assert time.monotonic() < until, f"only {sorted(ends)} have ended"
+            match said := hosting.next(wait=True):
+                case Asked():
+                    hosting.answer(said.number, said.ask, rl.Reply(str(replies[said.number])))
+                    replies[said.number] += 1
+                case Again():
+                    replies[said.number] = 0
+                case Ended():
+                    assert said.number not in ends
+                    ends[said.number] = said
+    return [ends[number] for number in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        ("raises", "raised"),
+        ("exits", "raised"),
+        ("is_nan", "invalid"),
+        ("says_too_much", "invalid"),
+        ("sleeps", "timeout"),
+        ("stays", "timeout"),
+        ("blocks", "timeout"),
+        ("spins", "timeout"),
+        ("freezes", "timeout"),
+        ("takes_memory", "memory"),
+        ("leaks", "memory"),
+        ("prints", "output"),
+        ("exits_at_once", "killed"),
+        ("kills_itself", "killed"),
+        ("kills_its_keeper", "killed"),
+        ("forks", "processes"),
+        ("writes_into_pipes", "killed"),
+    ],
+)
+def test_a_bad_conversation_fails_alone_and_says_why(workers, bad, cause):
+    ends = ended(workers(), ["fine", "fine", bad, "fine", "fine"])
+    assert [end.outcome.cause for end in ends] == ["", "", cause, "", ""]
+    assert all(end.outcome.rewards == GOOD and end.seconds == {"x": 0.5} for end in ends if not end.outcome.cause)
+    assert "example 2" in ends[2].outcome.message
+    assert bad not in ("blocks", "spins") or "task.py:" in ends[2].outcome.message, "by its line"
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [("raises", "raised"), ("sleeps", "timeout"), ("blocks", "timeout"), ("leaks", "memory"), ("prints", "output"),
+     ("exits_at_once", "killed"), ("kills_its_keeper", "killed"), ("forks", "processes")],
+)  # fmt: skip
+def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
+    groups = [[rl.Episode([{"role": "assistant", "content": text}])] * 2 for text in ("fine", bad, "fine")]
+    tasks = [task_of(rl.Example("p", id=str(n)), 0, group) for n, group in enumerate(groups)]
+    first, second, third = hosted(tasks, workers())
+    assert [[o.rewards for o in one.outcomes] for one in (first, third)] == [[{"reward": 1.0}] * 2] * 2
+    failed = [second.outcome] * 2 if isinstance(second, Ended) else second.outcomes
+    assert [outcome.cause for outcome in failed] == [cause] * 2 and "grade" in failed[0].message
+
+
+def test_a_keeper_that_says_nothing_is_started_again(workers, monkeypatch):
+    monkeypatch.setattr("lockstep.rl.conversations.in_workers.SILENCE", 1.0)
+    monkeypatch.setattr("lockstep.rl.rewards.workers.END_SECONDS", 0.5)
+    ends = ended(workers(seconds=0.5), ["fine", "stops_its_keeper", "fine"])
+    assert [end.outcome.cause for end in ends] == ["", "killed", ""]
+
+
+def test_many_conversations_wait_for_the_model_at_once_and_no_more_than_may(workers):
+    held = workers(concurrent=3)
+    before = set(descendants(os.getpid()))
+    tasks = [task_of(rl.Example("fine"), n) for n in range(40)]
+    with HostingInWorkers(tasks, held) as hosting:
+        asked = [hosting.next(wait=True) for _ in range(12)]
+        assert len({said.number for said in asked}) == 12
+        time.sleep(0.2)
+        assert hosting.next(wait=False) is None, "the others wait for one of these to end"
+        assert len(set(descendants(os.getpid())) - before) == 12
+    assert set(descendants(os.getpid())) <= before, "what has not ended is ended on leaving"
+    assert [end.outcome.rewards for end in ended(held, ["fine"] * 40)] == [GOOD] * 40
+
+
+def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(workers):
+    held = workers()
+    before = set(descendants(os.getpid()))
+    tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "leaves_a_process", "fine")]
+    with HostingInWorkers(tasks, held) as hosting:
+        waiting = [hosting.next(wait=True) for _ in tasks]
+        assert {said.number for said in waiting} == {0, 1, 2}
+        for number in (0, 1):
+            hosting.answer(number, 1, rl.Reply("0"))
+        assert {hosting.next(wait=True).number for _ in range(2)} == {0, 1}
+        assert len(set(descendants(os.getpid())) - before) == 5, "each of two has a process of its own"
+        hosting.answer(0, 2, rl.Reply("1"))
+        assert isinstance(hosting.next(wait=True), Ended)
+        assert len(set(descendants(os.getpid())) - before) == 3
+
+
+def test_conversations_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
+    script = f"""
+import os
+from pathlib import Path
+import lockstep.rl as rl
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
+from lockstep.rl.processes import descendants
+from lockstep.rl.rewards.workers import open_workers
+config = RLConfig(environment=r"{task}:Talk", rewards=RewardConfig(workers=1, seconds=900))
+with open_workers(config, Path(r"{tmp_path}")) as workers:
+    tasks = [task_of(rl.Example(prompt), 0) for prompt in ("leaves_a_process", "spins")]
+    with HostingInWorkers(tasks, workers) as held:
+        for _ in range(3):
+            said = held.next(wait=True)
+            held.answer(said.number, said.ask, rl.Reply("0")) if said.ask == 1 else None
+        print(*descendants(os.getpid()), flush=True)
+        held.next(wait=True)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout
+    below = [int(process) for process in trainer.stdout.readline().split()]
+    assert len(below) == 4, "a keeper, two conversations, and what one of them has left behind"
+    trainer.kill()
+    trainer.wait()
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{process}").exists() and not _is_zombie(process) for process in below):
+        assert time.monotonic() < until, "they outlive the trainer"
+        time.sleep(0.02)
+
+
+def _is_zombie(process):
+    try:
+        return ") Z" in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+
+
+def test_a_conversation_reaches_no_worker_that_grades(workers):
+    held = workers()
+    assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
+    keeper_and_worker = set(descendants(os.getpid()))
+    assert ended(held, ["writes_into_pipes"])[0].outcome.cause == "killed"
+    assert held([(rl.Example("p"), "fine")])[0].rewards == {"graded": 1.0}
+    assert set(descendants(os.getpid())) == keeper_and_worker, "no worker had to be replaced"
+
+
+def test_a_conversation_that_forks_and_returns_twice_ends_once(workers):
+    held = workers()
+    for _ in range(3):
+        assert [end.outcome.rewards for end in ended(held, ["returns_twice", "fine"])] == [GOOD] * 2
+
+
+def test_random_numbers_are_those_of_the_seed(workers):
+    held = workers(workers=2)
+    drawn = [
+        [end.outcome.rewards["drawn"] for end in ended(held, ["draws"] * 3, seeds)] for seeds in ([1, 2, 1], [1, 2, 3])
+    ]
+    assert drawn[0][:2] == drawn[1][:2] and drawn[0][0] == drawn[0][2] != drawn[0][1]
+
+
+def test_a_conversation_that_is_ended_keeps_the_messages_that_were_known(workers):
+    (end,) = ended(workers(), ["kills_itself"])
+    assert end.messages == [{"role": "user", "content": "kills_itself"}]
