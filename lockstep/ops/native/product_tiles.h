@@ -30,27 +30,45 @@ struct TileProduct {
         if (x.inner != 1 || x.depth % 2) copied = scratch<word>(x.rows * steps, 3);
     }
 
+    int64_t subtrees() const { return 64 - __builtin_clzll(chunks); }
     Rows left() const {
         if (copied) return {copied, steps * (int64_t)sizeof(word)};
         return {(const word*)x.at, x.row * (int64_t)sizeof(bf16)};
     }
     static Rows panel_rows(const word* panel) { return {panel, COLUMNS * sizeof(word)}; }
 
+    // A thread's state. A tile's sums are rounded and put out while the unit is busy with the next tile.
+    struct Worker {
+        float* sums;  // [2][subtrees][TILE]
+        UnitShape shape;
+        const float* done = nullptr;  // the sums of a tile's `panels`, none of which has been put out
+        int64_t tile = 0, panel = 0, panels = 0, turn = 0;
+    };
+
+    void finish(Worker& worker) const {
+        for (int64_t p = 0; p < worker.panels; p++)
+            put(worker.done + p * UNIT_ROWS * COLUMNS, worker.tile, worker.panel + p);
+        worker.panels = 0;
+    }
+
     // Rows of a tile with one panel, or with two where `next` is one.
-    void tile(int64_t t, const word* right, const word* next, int64_t panel, UnitShape& shape, float* sums) const {
+    void tile(int64_t t, const word* right, const word* next, int64_t panel, Worker& worker) const {
         const int64_t top = tiling.start(t), rows = tiling.height(t), below = std::max<int64_t>(rows - UNIT_ROWS, 0);
         const auto add = [&](int64_t from, int64_t count, int64_t at_once, bool begin, float* own) {
             const UnitShape wanted{rows - below, below, at_once};
-            if (!(wanted == shape)) (shape = wanted).load();
+            if (!(wanted == worker.shape)) (worker.shape = wanted).load();
+            const auto meanwhile = [&] { finish(worker); };
             const Rows part = left().from(top, from), here = panel_rows(right).from(from, 0);
             float* more = own + UNIT_ROWS * COLUMNS;
             if (below)
-                unit_product<ROWS_BELOW>(part, here, {}, count, begin, own, COLUMNS, more);
+                unit_product<ROWS_BELOW>(part, here, {}, count, begin, own, COLUMNS, more, meanwhile);
             else if (next)
-                unit_product<NEXT_COLUMNS>(part, here, panel_rows(next).from(from, 0), count, begin, own, COLUMNS, more);
+                unit_product<NEXT_COLUMNS>(part, here, panel_rows(next).from(from, 0), count, begin, own, COLUMNS, more, meanwhile);
             else
-                unit_product<NONE>(part, here, {}, count, begin, own, COLUMNS, nullptr);
+                unit_product<NONE>(part, here, {}, count, begin, own, COLUMNS, nullptr, meanwhile);
         };
+        worker.turn ^= 1;
+        float* sums = worker.sums + worker.turn * subtrees() * TILE;
         // The chunks before one are held as whole subtrees, one for each bit that is set in its number.
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
             float* own = sums + __builtin_popcountll(chunk) * TILE;
@@ -60,14 +78,13 @@ struct TileProduct {
             for (int64_t subtree = chunk; subtree & 1; subtree >>= 1, own -= TILE)
                 for (int64_t i = 0; i < TILE; i += LANES) store(own - TILE + i, load(own - TILE + i) + load(own + i));
         }
-        put(sums, top, rows, panel);
-        if (next) put(sums + UNIT_ROWS * COLUMNS, top, rows, panel + 1);
+        worker.done = sums, worker.tile = t, worker.panel = panel, worker.panels = next ? 2 : 1;
     }
 
-    void put(const float* sums, int64_t top, int64_t rows, int64_t panel) const {
+    void put(const float* sums, int64_t t, int64_t panel) const {
         const int64_t first = panel * COLUMNS, count = w.rows - first;
-        for (int64_t r = 0; r < rows; r++, sums += COLUMNS) {
-            Out* target = out + (top + r) * w.rows + first;
+        for (int64_t r = tiling.start(t); r < tiling.start(t + 1); r++, sums += COLUMNS) {
+            Out* target = out + r * w.rows + first;
             if (count >= COLUMNS && sizeof(Out) == 2 && chunks == 1) {
                 // The unit leaves no number that this rounding would take as zero.
                 const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + LANES), _mm512_loadu_ps(sums));
@@ -80,11 +97,10 @@ struct TileProduct {
     }
 
     // Tiles [first, last) with the panels of one group.
-    void group(int64_t first, int64_t last, int64_t panel, int64_t count, UnitShape& shape) const {
+    void group(int64_t first, int64_t last, int64_t panel, int64_t count, Worker& worker) const {
         const int64_t size = steps * COLUMNS;
         word* made = packed ? nullptr : scratch<word>(count * size, 0);
         const word* right = packed ? packed + panel * size : made;
-        float* sums = scratch<float>((64 - __builtin_clzll(chunks)) * TILE, 1);
         for (int64_t t = first; t < last; t++) {
             const int64_t at_once = tiling.height(t) > UNIT_ROWS ? 1 : 2;
             for (int64_t p = 0; p < count; p += at_once) {
@@ -92,7 +108,7 @@ struct TileProduct {
                 if (made && t == first)
                     for (int64_t i = p; i < p + 1 + two; i++)
                         pack_panel(w, (panel + i) * COLUMNS, 0, steps, made + i * size);
-                tile(t, right + p * size, two ? right + (p + 1) * size : nullptr, panel + p, shape, sums);
+                tile(t, right + p * size, two ? right + (p + 1) * size : nullptr, panel + p, worker);
             }
         }
     }
@@ -109,14 +125,15 @@ struct TileProduct {
             const int64_t in_cache = (panels * steps * COLUMNS + GROUP_WORDS - 1) / GROUP_WORDS;
             const int64_t groups = std::min(panels, std::max(threads * 4, in_cache));
             const int64_t parts = std::min(tiling.count, std::max<int64_t>(1, threads / groups));
-            UnitShape shape;
+            Worker worker{scratch<float>(2 * subtrees() * TILE, 1)};
 #pragma omp for collapse(2) schedule(dynamic, 1)
             for (int64_t part = 0; part < parts; part++)
                 for (int64_t g = 0; g < groups; g++) {
                     const int64_t first = panels * g / groups;
                     group(tiling.count * part / parts, tiling.count * (part + 1) / parts, first,
-                          panels * (g + 1) / groups - first, shape);
+                          panels * (g + 1) / groups - first, worker);
                 }
+            finish(worker);
             _tile_release();
         }
     }

@@ -41,10 +41,10 @@ struct Rows {
 enum More { NONE, ROWS_BELOW, NEXT_COLUMNS };
 
 // sums of 16 rows and 32 columns (+)= left · right; beside them `more`, of the next 16 rows of `left`, or of the 32
-// columns of `next`. The right factors are [step][column].
-template <More MORE>
+// columns of `next`. The right factors are [step][column]. `meanwhile` is done while the unit is at work.
+template <More MORE, class Meanwhile>
 static void unit_product(const Rows& left, const Rows& right, const Rows& next, int64_t steps, bool begin, float* sums,
-                         int64_t sums_row, float* more) {
+                         int64_t sums_row, float* more, const Meanwhile& meanwhile) {
     const int64_t sums_bytes = sums_row * sizeof(float);
     asm volatile("" ::: "memory");  // the compiler does not know what the unit's instructions read
     if (begin) {
@@ -79,6 +79,8 @@ static void unit_product(const Rows& left, const Rows& right, const Rows& next, 
             _tile_dpbf16ps(3, 4, 7);
         }
     }
+    meanwhile();
+    asm volatile("" ::: "memory");
     _tile_stored(0, sums, sums_bytes);
     _tile_stored(1, sums + UNIT_ROWS, sums_bytes);
     if (MORE != NONE) {
@@ -107,9 +109,9 @@ class WholeUnits {
             for (int64_t n = 0; n < columns; n += 2 * UNIT_ROWS) {
                 float *own = sums + r * sums_row + n, *below = own + UNIT_ROWS * sums_row;
                 if (r + UNIT_ROWS < rows)
-                    unit_product<ROWS_BELOW>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, below);
+                    unit_product<ROWS_BELOW>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, below, [] {});
                 else
-                    unit_product<NONE>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, nullptr);
+                    unit_product<NONE>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, nullptr, [] {});
             }
     }
 };
