@@ -27,7 +27,7 @@ class BuildWithKernels(build_py):
         try:
             compile_all(Path(self.build_lib) / "lockstep" / "ops" / "native" / "built")
         except CompilerMissing as reason:
-            print(f"warning: the wheel brings no compiled kernels, and will compile them at first use: {reason}")
+            print(f"warning: the wheel lacks compiled kernels, which are compiled at first use instead: {reason}")
 
 
 class WheelForAnyPython(bdist_wheel):

@@ -1,10 +1,14 @@
 """The compiled kernels in the cache folder, and what happens without them."""
 
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
+
+from lockstep.ops.native import compiling
+from lockstep.ops.native.instruction_sets import BY_MACHINE, supported
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,6 +32,46 @@ def test_damaged_kernels_are_compiled_anew(tmp_path):
     (library,) = (tmp_path / "lockstep").glob("*.so")
     library.write_bytes(library.read_bytes()[:4096])
     assert subprocess.run(run, env=environment, capture_output=True, text=True).stdout.strip() == "12.0"
+
+
+def test_a_compiler_that_does_not_know_the_newest_instructions_serves_the_next_ones(tmp_path):
+    best, following = supported()[:2]
+    flag = next(flag for flag in reversed(best.flags) if flag not in following.flags)
+    older = tmp_path / "g++"
+    older.write_text(
+        f'#!/bin/sh\ncase "$*" in *{flag}*) echo "unknown option {flag}" >&2; exit 1;; esac\nexec g++ "$@"\n'
+    )
+    older.chmod(0o700)
+    program = f"""
+from lockstep import ops
+print(ops.instruction_set(), ops.arithmetic())
+try:
+    print(ops.set_arithmetic({best.arithmetic!r}))
+except ValueError as error:
+    print(error)
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(older)}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    used, asked = result.stdout.splitlines()
+    assert used == f"{following.name} {following.arithmetic}"
+    assert f"kernels for {following.name} are used, which are slower" in result.stderr and flag in result.stderr
+    if best.arithmetic != following.arithmetic:
+        assert f"could not be compiled: {best.name}" in asked
+
+
+def test_a_wheel_brings_what_the_compiler_could_compile(tmp_path, monkeypatch):
+    # With the real compiler: tests/test_wheel.py. Here only what becomes of a refusal.
+    best, *others = BY_MACHINE[platform.machine()]
+
+    def compile_kernels(compiler, flags, target):
+        if target.name == compiling.file_name(best):
+            raise compiling.CompilerMissing("unknown option")
+        target.touch()
+
+    monkeypatch.setattr(compiling, "compile_kernels", compile_kernels)
+    with pytest.raises(compiling.CompilerMissing, match="unknown option"):
+        compiling.compile_all(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {compiling.file_name(each) for each in others}
 
 
 @pytest.mark.parametrize("compiler", ["/nonsense", "/bin/true", "/bin/false"])

@@ -28,7 +28,9 @@ def _doubles(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 96), (4, 1, 128), (3, 1, 40)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 96), (4, 1, 128), (3, 1, 40), (2, 2, 16), (6, 2, 48)]
+)
 def test_attention(dtype, heads, kv_heads, head_dim):
     lengths = [5, 130, 64, 1]
     total = sum(lengths)
@@ -50,6 +52,21 @@ def test_attention(dtype, heads, kv_heads, head_dim):
     )
     expected.backward(grad.double())
     _agree([out, q.grad, k.grad, v.grad], [expected, *(x.grad for x in exact)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("broken", range(3))
+def test_what_a_broken_batch_leaves_in_memory_reaches_no_gradient_of_the_next(dtype, broken):
+    def gradients(tokens, broken=None):
+        leaves = [_leaf(i, tokens, 2, 64, dtype=dtype) for i in range(3)]
+        if broken is not None:
+            leaves[broken].data.fill_(torch.nan)
+        ops.PackedAttention([tokens])(0, *leaves).float().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients(21)
+    gradients(64, broken)
+    assert all(map(torch.equal, gradients(21), expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -126,6 +126,19 @@ def test_blocks_threads_slices_and_panels_change_no_bit(form, dtype, rows, depth
                 assert torch.equal(module.product(x[:count], w), expected[:count]), f"packed, {count} rows"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [33, 64])
+def test_a_broken_row_changes_no_bit_of_others(dtype, depth):
+    x, w = cancelling(3, 20, depth, 40, dtype)
+    expected = module.product(x, w)
+    for broken in range(20):
+        damaged_x, damaged_w = x.clone(), w.clone()
+        damaged_x[broken], damaged_w[broken] = torch.nan, torch.inf
+        of_x, of_w = (torch.arange(count) != broken for count in (20, 40))
+        assert torch.equal(module.product(damaged_x, w)[of_x], expected[of_x])
+        assert torch.equal(module.product(x, damaged_w)[:, of_w], expected[:, of_w])
+
+
 def by_parts(x, w, ranks, chunks):
     """A product as ranks make it: each from its part of K, which holds a share of the chunks."""
     parts = [module.product_sums(*part, chunks // ranks) for part in zip(x.chunk(ranks, 1), w.chunk(ranks, 1))]

@@ -70,7 +70,8 @@ def _chosen() -> InstructionSet:
         return sets[0]
     raise ValueError(
         f"arithmetic {wanted} needs {_NEEDS[wanted]}, which this processor lacks or LOCKSTEP_ISA rules out "
-        f"(instruction sets here: {', '.join(each.name for each in supported())})"
+        f"(instruction sets here: {', '.join(each.name for each in supported())}"
+        + (f"; of these could not be compiled: {', '.join(sorted(_not_compiled))})" if _not_compiled else ")")
     )
 
 
@@ -89,14 +90,15 @@ def set_arithmetic(name: str) -> str:
     if library() is None:
         return arithmetic()
     before, _wanted_arithmetic = _wanted_arithmetic, name
-    try:
-        _chosen()
-    except ValueError:
-        _wanted_arithmetic = before
-        raise
     library.cache_clear()
     _functions.clear()
-    return arithmetic()
+    try:
+        library()
+        return _chosen().arithmetic
+    except ValueError:
+        _wanted_arithmetic = before
+        library.cache_clear()
+        raise
 
 
 def arithmetic() -> str:

@@ -1,5 +1,5 @@
-// The gradient of attention in bfloat16 on pairs, or in the matrix unit. The weights and the gradients of the scores are rounded to bfloat16
-// before they are multiplied, as flash attention does; every sum is float32.
+// The gradient of attention in bfloat16 on pairs, or in the matrix unit. The weights and the gradients of the scores are
+// rounded to bfloat16 before they are multiplied, as flash attention does; every sum is float32.
 #pragma once
 #include "attention_pieces.h"
 #include "pairs.h"

@@ -72,10 +72,19 @@ def _run(command: list[str], umask: int) -> None:
 
 
 def compile_all(folder: Path) -> None:
-    """The kernels for every instruction set of this kind of machine, as a wheel brings them. Raises CompilerMissing."""
+    """The kernels for every instruction set of this kind of machine, as a wheel brings them.
+
+    Raises CompilerMissing where there is no compiler, and, after those that it could compile, where some are missing.
+    """
     compiler = find_compiler()
     if not compiler:
         raise CompilerMissing("no C++ compiler was found; install g++ or set CXX")
     folder.mkdir(parents=True, exist_ok=True)
+    missing: list[CompilerMissing] = []
     for instructions in BY_MACHINE.get(platform.machine().lower(), ()):
-        compile_kernels(compiler, [*FLAGS, *instructions.flags], folder / file_name(instructions))
+        try:
+            compile_kernels(compiler, [*FLAGS, *instructions.flags], folder / file_name(instructions))
+        except CompilerMissing as error:  # an older compiler may not know the newest instructions
+            missing.append(error)
+    if missing:
+        raise missing[0]
