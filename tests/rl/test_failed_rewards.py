@@ -80,6 +80,12 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_entered_in_the_ledge
         _entered(rollouts[:4])
 
 
+def test_a_group_of_one_whose_reward_did_not_fail_is_trained_on():
+    rollouts = _rollouts(["1"], ["bad"], ["0"])
+    assign_rewards(rollouts, Says(), RewardConfig(failure_limit=0.6))
+    assert [rollout.completion for rollout in _entered(rollouts).trained] == ["1", "0"]
+
+
 def test_a_ledger_that_does_not_add_up_stops_the_run():
     ledger = _entered(_rollouts(["1", "0"], ["0", "1"]))
     with pytest.raises(LedgerError, match=r"2 groups were drawn, 2 trained and 0 dropped \(none\)"):

@@ -72,9 +72,9 @@ def said_of(data: Any, number: int | None = None) -> Said:
         case [_, int(about), *_] if number is not None and about != number:
             raise ValueError(f"an answer about {about}")
         case ["asked", int(number), int(ask), list(messages)]:
-            return Asked(number, ask, _checked(messages))
+            return Asked(number, ask, plain(messages))
         case ["ended", int(number), list(messages), bool(over), outcome, dict(seconds)]:
-            return Ended(number, _checked(messages), over, _outcome(outcome), times(seconds))
+            return Ended(number, plain(messages), over, _outcome(outcome), times(seconds))
         case ["graded", int(number), list(outcomes)]:
             return Graded(number, [_outcome(outcome) for outcome in outcomes])
     raise TypeError(f"{data!r:.80} is nothing that a conversation says")
@@ -104,14 +104,10 @@ def episode_data(episode: Episode) -> list[Any]:
 def plain(messages: Sequence[Any]) -> list[Message]:
     """Messages as JSON takes them, half surrogate pairs replaced. Raises TypeError or ValueError where it cannot."""
     sent: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
-    return _checked(sent)
-
-
-def _checked(messages: list[Any]) -> list[Message]:
-    for message in messages:
+    for message in sent:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(f"a message must be a dict with a role: {message!r:.80}")
-    return messages
+    return sent
 
 
 def times(seconds: Any) -> dict[str, float]:

@@ -31,6 +31,7 @@ from lockstep.rl.rewards.calling import (
     Outcome,
     TimeUpError,
     about,
+    described,
     event_loop,
     failed,
     failure,
@@ -135,12 +136,12 @@ class _Guest:
         problem = ""
         try:
             messages = plain(self.chat.messages)
-        except (AttributeError, TypeError, ValueError, RecursionError) as error:
-            problem = f"left messages that are no plain data ({error})"
+        except Exception as error:  # what stands there is the environment's, and so is what it raises when it is read
+            problem = f"left messages that are no plain data ({described(error)})"
         try:
             seconds = times(self.chat.seconds)
-        except (AttributeError, TypeError, ValueError, OverflowError) as error:
-            problem = problem or f"left chat.seconds that are no times by name ({error})"
+        except Exception as error:
+            problem = problem or f"left chat.seconds that are no times by name ({described(error)})"
         if problem and (outcome is None or not outcome.cause):
             outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
         self.hosting.say(Ended(self.number, messages, self.over, outcome, seconds))
@@ -155,7 +156,7 @@ class _Guest:
             self.over, value = True, environment.unfinished
         except BaseException as error:  # SystemExit too is the environment's
             return failed(error, environment, example, "converse")
-        return None if value is None else outcome_of(value, environment, example, "converse")
+        return None if value is None else _outcome_of(value, environment, example, "converse")
 
     async def ask(self, messages: Sequence[Message]) -> Reply:
         self._note_time()
@@ -185,8 +186,10 @@ class _Guest:
         return reply
 
     def hear(self, ask: int, reply: Reply | None) -> None:
-        """The answer to its ask of that number, which it may have given up."""
-        if ask == self.asks and self.reply is not None and not self.reply.done():
+        """The answer to its ask of that number, which it may have given up; None: to all that it asks from now on."""
+        if reply is None:
+            self.over = True
+        if (ask == self.asks or reply is None) and self.reply is not None and not self.reply.done():
             self.reply.set_result(reply)
 
     async def _begin(self) -> None:
@@ -280,10 +283,20 @@ async def graded(
     if rewards is None:
         return [None] * len(episodes)
     try:
-        each = list(rewards)
+        each, shown = list(rewards), f"{rewards!r:.80}"
     except TypeError:
-        each = []
+        each, shown = [], f"a {type(rewards).__name__}"
+    except BaseException as error:
+        return [failed(error, environment, example, "grade")] * len(episodes)
     if len(each) != len(episodes):
-        problem = f"returned {rewards!r:.80}, not a list with one reward for each episode (here {len(episodes)}),"
+        problem = f"returned {shown}, not a list with one reward for each episode (here {len(episodes)}),"
         return [failure(INVALID, about(environment, example, problem, "grade"))] * len(episodes)
-    return [outcome_of(own, environment, example, "grade") for own in each]
+    return [_outcome_of(own, environment, example, "grade") for own in each]
+
+
+def _outcome_of(value: Any, environment: ConversationEnvironment, example: Example, method: str) -> Outcome:
+    """As `outcome_of`; what the value raises when it is read is the environment's too."""
+    try:
+        return outcome_of(value, environment, example, method)
+    except BaseException as error:
+        return failed(error, environment, example, method)

@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from lockstep.rl.conversations.exchange import Asked, data_of, said_of
+from lockstep.rl.conversations.exchange import Asked, Graded, data_of, said_of
 from lockstep.rl.conversations.process import converse
 from lockstep.rl.processes import descendants, end_tree
 from lockstep.rl.rewards.calling import KILLED, OUTPUT, PROCESSES, TIMEOUT
@@ -56,6 +56,8 @@ class _Process:
         self.until: float | None = None
         """The end of the environment's time; None while the model has its turn."""
         self.printed = 0
+        self.over = False
+        """Whether it was told that the model says nothing any more."""
         ours, theirs = socket.socketpair()
         self.output, output = os.pipe()
         try:
@@ -136,6 +138,7 @@ class _Conversations:
             if process := self.alive.get(number):
                 places -= process.until is None
                 process.until = self._time_limit()
+                process.over = process.over or answer[1] is None
                 with suppress(Closed):  # its end is noticed where it is attended to
                     process.stream.put(answer)
         while places > 0 and self.beginning and len(self.alive) < ALIVE * self.limits["concurrent"]:
@@ -179,9 +182,13 @@ class _Conversations:
             try:
                 for data in process.stream.messages(MOST_BYTES):
                     said = said_of(data, process.number)
+                    if isinstance(said, Graded if process.task["method"] == "converse" else Asked):
+                        return KILLED  # nobody waits for that: written into the pipe by itself
                     if not isinstance(said, Asked):
                         self._end(process, data_of(said))
                         return ""
+                    if process.over:
+                        continue  # its time runs on, whatever it asks
                     process.until = None
                     self.trainer.put(data_of(said))
                 process.stream.flush()

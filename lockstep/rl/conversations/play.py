@@ -23,6 +23,9 @@ from lockstep.rl.rewards.calling import INVALID, Grader, about, failure
 from lockstep.rl.rewards.workers import Workers
 from lockstep.rl.rollouts import Conversation, Rollout
 
+ASKS = 4
+"""Times `turns` that a conversation may ask, replies included that it did not wait for."""
+
 
 @dataclass
 class _Playing:
@@ -33,6 +36,8 @@ class _Playing:
     episode: int
     transcript: Transcript
     tool_calls: int = 0
+    asks: int = 0
+    """Those that it has given up included."""
     ended: Ended | None = None
 
 
@@ -73,8 +78,9 @@ def play(
                         one.ended = said
                         left -= 1
                     elif isinstance(said, Again):
-                        one.transcript, one.tool_calls = Transcript(rendering), 0
+                        one.transcript, one.tool_calls, one.asks = Transcript(rendering), 0, 0
                     elif isinstance(said, Asked):
+                        one.asks += 1
                         prompt = _prompt(one, said, environment, engine, config)
                         if prompt is None:
                             hosting.answer(said.number, said.ask, None)
@@ -111,7 +117,8 @@ def _prompt(
     one: _Playing, asked: Asked, environment: ConversationEnvironment, engine: Engine, config: RLConfig
 ) -> list[int] | None:
     """What the engine is to continue; None at the limit of turns or of tokens."""
-    if one.transcript.turns >= environment.turns:
+    # One that gives up its replies and asks again would otherwise go on for ever.
+    if one.transcript.turns >= environment.turns or one.asks > ASKS * environment.turns:
         return None
     try:
         prompt = one.transcript.prompt(asked.messages, engine.model.config.max_positions)

@@ -271,6 +271,13 @@ def test_one_number_of_an_unfinished_conversation_stands_for_all_names(engine_of
     assert {str(r.rewards) for r in rollouts if r.group == 1} == {"{'length': 0.0, 'e': 0.0}"}
 
 
+class Broken(list):
+    def __repr__(self):
+        raise KeyError("oh")
+
+    __iter__ = __repr__
+
+
 def failing(kind):
     class Failing(Talk):
         async def converse(self, example, chat):
@@ -298,6 +305,17 @@ def failing(kind):
                 await chat.reply()
             if kind == "cancelled":
                 raise asyncio.CancelledError
+            while kind == "gives up":
+                try:
+                    await asyncio.wait_for(chat.reply(), 0.002)
+                except TimeoutError:
+                    pass
+                except rl.ConversationOver:
+                    await asyncio.sleep(0.01)
+            if kind == "breaks when shown":
+                return Broken()
+            if kind == "breaks when read":
+                chat.messages = Broken()
             if kind == "no number":
                 return float("nan")
             return 1.0
@@ -308,7 +326,8 @@ def failing(kind):
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [("raises", "raised"), ("exits", "raised"), ("at once", "raised"), ("sleeps", "timeout"), ("stays", "timeout"),
-     ("strange", "invalid"), ("strange ask", "raised"), ("no number", "invalid"), ("cancelled", "raised")],
+     ("strange", "invalid"), ("strange ask", "raised"), ("no number", "invalid"), ("cancelled", "raised"),
+     ("gives up", "timeout"), ("breaks when shown", "raised"), ("breaks when read", "invalid")],
 )  # fmt: skip
 def test_what_fails_costs_its_own_conversation(kind, cause, engine_of, renderings, caplog):
     given = engine_of("llama3"), renderings["llama3"]

@@ -16,7 +16,7 @@ from lockstep.rl.processes import descendants
 from lockstep.rl.rewards.workers import open_workers
 
 TASK = """
-import asyncio, os, random, signal, sys, time
+import asyncio, json, os, random, signal, struct, sys, time
 import lockstep.rl as rl
 
 kept = []
@@ -132,6 +132,15 @@ class Talk(rl.ConversationEnvironment):
             except OSError:
                 pass
 
+    def forges_a_grade(self):
+        message = json.dumps(["graded", 2, []]).encode()
+        for pipe in range(3, 30):
+            try:
+                os.write(pipe, struct.pack("<I", len(message)) + message)
+            except OSError:
+                pass
+        time.sleep(1000)
+
     def says_too_much(self):
         return {"x" * (4 * 10**7): 1.0}
 
@@ -206,6 +215,7 @@ def ended(workers, prompts, seeds=None):
         ("kills_its_keeper", "killed"),
         ("forks", "processes"),
         ("writes_into_pipes", "killed"),
+        ("forges_a_grade", "killed"),
     ],
 )
 def test_a_bad_conversation_fails_alone_and_says_why(workers, bad, cause):
