@@ -64,7 +64,7 @@ def head_gradients(
     `head` is a part of a vocabulary of `vocab` tokens. `bounds` are where the vocabulary's pieces lie in the part,
     `join` adds up the sums of all parts' pieces. Without one order the gradient of `hidden` is that of this part alone.
     """
-    grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+    grad_hidden = torch.empty_like(hidden)
     shared = one_order.shared_targets()
     sums: Tensor | None = None
     for rows in row_slices(len(hidden), vocab, head.element_size()):
@@ -73,13 +73,14 @@ def head_gradients(
         if shared is None:
             sums = _added(sums, weight_gradient(of_logits, hidden[rows]))
     if shared is None:
-        return grad_hidden, grad_head if sums is None else sums.to(head.dtype)
+        return grad_hidden, torch.zeros_like(head) if sums is None else sums.to(head.dtype)
     own, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)
     held = (scored.targets >= own.start) & (scored.targets < own.stop)
     scored = scored._replace(targets=torch.where(held, scored.targets - own.start, -1))
     for rows in row_slices(len(hidden), vocab, head.element_size()):
         of_logits = _both_gradients(linear(hidden[rows], head[own]), scored.of(rows))
         sums = _added(sums, weight_gradient(of_logits, hidden[rows]))
+    grad_head = torch.zeros_like(head)
     if sums is not None:
         grad_head[own] = sums.to(head.dtype)
     return grad_hidden, grad_head

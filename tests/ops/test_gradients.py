@@ -1,8 +1,11 @@
 """Values and gradients of the operators against the same formulas in float64."""
 
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from lockstep import ops
 from lockstep.ops import head_gradients
@@ -144,3 +147,19 @@ def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, mo
     with torch.no_grad():
         assert torch.equal(ops.log_prob_sum(hidden, head, targets, -0.02), values[0])
     _agree(gradients[0], gradients[1], dtype)
+
+
+@pytest.mark.parametrize(
+    "score", [lambda *x: ops.token_log_probs(*x)[0].sum(), lambda *x: ops.log_prob_sum(*x, 0.5)], ids=["tokens", "sum"]
+)
+def test_of_the_heads_gradient_a_wide_sum_and_two_narrow_tensors_are_held_at_once(score, monkeypatch):
+    monkeypatch.setattr("lockstep.ops.head_gradients.SLICE_BYTES", 8 * 4096 * 2)  # three slices of the targets
+    # Products that hold nothing wide of their own, as a GPU's.
+    products = import_module("lockstep.ops.linear")
+    monkeypatch.setattr(products, "product", lambda x, weight, chunks=1: x @ weight.T)
+    head, hidden = _leaf(0, 4096, 1024, dtype=torch.bfloat16), _leaf(1, 24, 1024, dtype=torch.bfloat16)
+    with MemTracker() as tracker:
+        score(hidden, head, torch.zeros(24, dtype=torch.int64)).backward()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    # With the head itself five times its size; logits and hidden states are a few hundredths of it.
+    assert 4.9 < peak["Total"] / head.nbytes < 5.1

@@ -80,13 +80,14 @@ def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimi
     return found, masters
 
 
-def check(layouts, chunks, *settings):
+def check(layouts, chunks, dtype, microbatches, steps, *settings):
     """Every layout takes the steps of one process, with as many chunks, to the last bit."""
-    (alone,) = launch(1, train, ParallelConfig(reduction_chunks=chunks), *settings)
+    settings, seconds = (dtype, microbatches, steps, *settings), 30 * max(4, steps)
+    (alone,) = launch(1, train, ParallelConfig(reduction_chunks=chunks), *settings, seconds=seconds)
     assert alone[0][0][0] > 1.1 * alone[0][-2][0]  # it learns, so each step's bits depend on all before it
     assert alone[0][0][1] > 0.3  # and gradients are clipped
     for ranks, parallel in layouts:
-        results = launch(ranks, train, replace(parallel, reduction_chunks=chunks), *settings)
+        results = launch(ranks, train, replace(parallel, reduction_chunks=chunks), *settings, seconds=seconds)
         assert set().union(*(masters for _, masters in results)) == set(alone[1])
         for found, masters in results:
             assert found == alone[0], (ranks, parallel)
