@@ -70,7 +70,6 @@ def log_prob_sum(
     return total(token_log_probs(hidden, head, targets)[0]) * weight
 
 
-@cache
 def piece_bounds(vocab: int, device: torch.device = CPU, first: int = 0, stop: int | None = None) -> Tensor:
     """Where the pieces of a vocabulary begin, and the end of the last, int64; of its part from `first` to `stop` alone.
 
@@ -79,7 +78,14 @@ def piece_bounds(vocab: int, device: torch.device = CPU, first: int = 0, stop: i
     """
     stop = vocab if stop is None else stop
     cuts = {min(vocab, part * -(-vocab // ranks)) for ranks in SHARDS for part in range(ranks + 1)}
-    return torch.tensor([bound - first for bound in sorted(cuts) if first <= bound <= stop], device=device)
+    bounds = tuple(bound - first for bound in sorted(cuts) if first <= bound <= stop)
+    # Kept on devices alone, where it would be copied to for each step. Under fake tensors it would be one for good.
+    return torch.tensor(bounds) if device.type == "cpu" else _on_device(bounds, device)
+
+
+@cache
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 def logits_log_probs(

@@ -163,3 +163,15 @@ def test_of_the_heads_gradient_a_wide_sum_and_two_narrow_tensors_are_held_at_onc
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     # With the head itself five times its size; logits and hidden states are a few hundredths of it.
     assert 4.9 < peak["Total"] / head.nbytes < 5.1
+
+
+def test_a_loss_under_fake_tensors_leaves_nothing_behind_for_a_real_one():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def loss():
+        # A vocabulary of its own, which nothing has been computed with before.
+        return ops.token_log_probs(torch.ones(3, 16), torch.ones(1021, 16), torch.arange(3))[0]
+
+    with FakeTensorMode():
+        loss()
+    assert torch.isfinite(loss()).all()
