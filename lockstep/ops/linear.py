@@ -138,7 +138,7 @@ def _by_library(grad: Tensor) -> bool:
         return True
     if one_order.is_asked():
         return False
-    return grad.dtype == torch.bfloat16 and native.arithmetic() in ("bf16_pairs", "bf16_tiles")
+    return grad.dtype == torch.bfloat16 and native.arithmetic() != "portable"
 
 
 class _Linear(torch.autograd.Function):

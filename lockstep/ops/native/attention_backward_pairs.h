@@ -50,8 +50,6 @@ struct BlockUnits {
             }
         unit.product<true>(rows_of(turned, pairs), rows_of(right, width), sums, width, rows, pairs, width);
     }
-
-    static Rows rows_of(const void* at, int64_t words) { return {(const word*)at, words * (int64_t)sizeof(word)}; }
 };
 #endif
 

@@ -75,6 +75,18 @@ struct ValuePairs {  // of one page, from column `first` on; rows from `count` o
     }
 };
 
+// keys [dim / 2][4] and values [BLOCK / 2][dim / 16] of a whole block; values past its last key are zeros.
+static void convert_block(const BlockPages<bf16>& pages, int64_t dim, __m512i* keys, __m512i* values) {
+    const KeyPairs key_pairs{pages.keys};
+    for (int64_t k = 0; k < dim / 2; k++)
+        for (int v = 0; v < BLOCK / PAGE; v++) keys[k * (BLOCK / PAGE) + v] = (__m512i)key_pairs(k, v);
+    for (int64_t p = 0; p < BLOCK / PAGE; p++)
+        for (int64_t k = 0; k < PAGE / 2; k++)
+            for (int64_t v = 0; v < dim / LANES; v++)
+                values[(p * PAGE / 2 + k) * (dim / LANES) + v] =
+                    (__m512i)ValuePairs{pages.values[p], dim, pages.count - p * PAGE}(k, v);
+}
+
 template <>
 struct BlockProducts<bf16> {
     const int64_t dim;
@@ -102,13 +114,7 @@ struct BlockProducts<bf16> {
         const KeyPairs key_pairs{pages.keys};
         const LeftPairs left = left_rows(queries + from * dim, dim);
         if (direct) return pair_rows<false, BLOCK / PAGE>(left, key_pairs, scores, BLOCK, rows, dim / 2);
-        for (int64_t k = 0; k < dim / 2; k++)
-            for (int v = 0; v < BLOCK / PAGE; v++) keys[k * (BLOCK / PAGE) + v] = (__m512i)key_pairs(k, v);
-        for (int64_t p = 0; p < BLOCK / PAGE; p++)
-            for (int64_t k = 0; k < PAGE / 2; k++)
-                for (int64_t v = 0; v < dim / LANES; v++)
-                    values[(p * PAGE / 2 + k) * (dim / LANES) + v] =
-                        (__m512i)ValuePairs{pages.values[p], dim, pages.count - p * PAGE}(k, v);
+        convert_block(pages, dim, keys, values);
         pair_product<false>(left, keys, BLOCK / PAGE, scores, BLOCK, rows, dim / 2, BLOCK);
     }
 
@@ -159,14 +165,7 @@ struct BlockTiles {
     }
 
     void scores(const BlockPages<bf16>& pages, int64_t from, int64_t rows, float* scores) {
-        const KeyPairs key_pairs{pages.keys};
-        for (int64_t k = 0; k < dim / 2; k++)
-            for (int v = 0; v < BLOCK / PAGE; v++) keys[k * (BLOCK / PAGE) + v] = (__m512i)key_pairs(k, v);
-        for (int64_t p = 0; p < BLOCK / PAGE; p++)
-            for (int64_t k = 0; k < PAGE / 2; k++)
-                for (int64_t v = 0; v < dim / LANES; v++)
-                    values[(p * PAGE / 2 + k) * (dim / LANES) + v] =
-                        (__m512i)ValuePairs{pages.values[p], dim, pages.count - p * PAGE}(k, v);
+        convert_block(pages, dim, keys, values);
         unit.product<false>(rows_of(queries, dim / 2).from(from, 0), rows_of(keys, BLOCK), scores, BLOCK, rows, dim / 2,
                             BLOCK);
     }
@@ -175,7 +174,5 @@ struct BlockTiles {
         for (int64_t i = 0; i < rows * BLOCK; i += LANES) store((bf16*)weights + i, load(exact + i));
         unit.product<true>(rows_of(weights, BLOCK / 2), rows_of(values, dim), attended, dim, rows, BLOCK / 2, dim);
     }
-
-    static Rows rows_of(const void* at, int64_t words) { return {(const word*)at, words * (int64_t)sizeof(word)}; }
 };
 #endif

@@ -35,7 +35,7 @@ struct TileProduct {
         if (copied) return {copied, steps * (int64_t)sizeof(word)};
         return {(const word*)x.at, x.row * (int64_t)sizeof(bf16)};
     }
-    static Rows panel_rows(const word* panel) { return {panel, COLUMNS * sizeof(word)}; }
+    static Rows panel_rows(const word* panel) { return rows_of(panel, COLUMNS); }
 
     // A thread's state. A tile's sums are rounded and put out while the unit is busy with the next tile.
     struct Worker {
@@ -63,7 +63,8 @@ struct TileProduct {
             if (below)
                 unit_product<ROWS_BELOW>(part, here, {}, count, begin, own, COLUMNS, more, meanwhile);
             else if (next)
-                unit_product<NEXT_COLUMNS>(part, here, panel_rows(next).from(from, 0), count, begin, own, COLUMNS, more, meanwhile);
+                unit_product<NEXT_COLUMNS>(part, here, panel_rows(next).from(from, 0), count, begin, own, COLUMNS, more,
+                                           meanwhile);
             else
                 unit_product<NONE>(part, here, {}, count, begin, own, COLUMNS, nullptr, meanwhile);
         };

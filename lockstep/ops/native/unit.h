@@ -38,6 +38,11 @@ struct Rows {
     Rows from(int64_t row, int64_t column) const { return {(const word*)((char*)at + row * bytes) + column, bytes}; }
 };
 
+// Of a factor whose rows lie side by side.
+static inline Rows rows_of(const void* at, int64_t words) {
+    return {(const word*)at, words * (int64_t)sizeof(word)};
+}
+
 enum More { NONE, ROWS_BELOW, NEXT_COLUMNS };
 
 // sums of 16 rows and 32 columns (+)= left · right; beside them `more`, of the next 16 rows of `left`, or of the 32
@@ -95,7 +100,6 @@ static void unit_product(const Rows& left, const Rows& right, const Rows& next, 
 class WholeUnits {
    public:
     static bool divide(int64_t dim) { return dim % (2 * UNIT_ROWS) == 0; }
-    static int64_t padded(int64_t rows) { return (rows + UNIT_ROWS - 1) / UNIT_ROWS * UNIT_ROWS; }
 
     WholeUnits() { UnitShape{UNIT_ROWS, UNIT_ROWS, UNIT_STEPS}.load(); }
     WholeUnits(const WholeUnits&) = delete;
@@ -107,11 +111,12 @@ class WholeUnits {
                  int64_t columns) const {
         for (int64_t r = 0; r < rows; r += 2 * UNIT_ROWS)
             for (int64_t n = 0; n < columns; n += 2 * UNIT_ROWS) {
+                const Rows part = left.from(r, 0), columns_of = right.from(0, n);
                 float *own = sums + r * sums_row + n, *below = own + UNIT_ROWS * sums_row;
                 if (r + UNIT_ROWS < rows)
-                    unit_product<ROWS_BELOW>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, below, [] {});
+                    unit_product<ROWS_BELOW>(part, columns_of, {}, steps, !ADD, own, sums_row, below, [] {});
                 else
-                    unit_product<NONE>(left.from(r, 0), right.from(0, n), {}, steps, !ADD, own, sums_row, nullptr, [] {});
+                    unit_product<NONE>(part, columns_of, {}, steps, !ADD, own, sums_row, nullptr, [] {});
             }
     }
 };
