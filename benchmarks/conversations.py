@@ -1,6 +1,6 @@
 """What worker processes add to a conversation: two turns of a trivial environment, with a model that answers at once.
 
-    python benchmarks/conversations.py [--conversations 64]
+    python -m benchmarks.conversations [--conversations 64]
 
 Prints milliseconds per conversation in the trainer's own process and in workers, the best of 10.
 """
