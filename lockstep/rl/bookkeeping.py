@@ -107,6 +107,7 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
         "rollout/tool_calls_mean": sum(c.tool_calls for c in held) / len(held),
         "rollout/rows_mean": sum(r.num_sampled > 0 for r in rows) / len(held),
         "rollout/over": sum(c.over for c in held) / len(held),
+        "rollout/environment_seconds": math.fsum(c.environment_seconds for c in held),
         "rollout/environment_tokens": sum(len(r.token_ids) - r.num_sampled for r in rows),
         **{
             f"rollout/tool_seconds/{_escaped(name)}": math.fsum(c.tool_seconds.get(name, 0.0) for c in held)

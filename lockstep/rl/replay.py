@@ -40,7 +40,14 @@ OF_ROLLOUTS = {
 """What is compared of each rollout, in the order in which one follows from the other: by its names in the file."""
 SAMPLED = ("tokens", "generator's log-probabilities", "conversations")
 """Taken from the file, unless they are sampled again."""
-NOT_COMPARED = ("time", "rollout/tokens_per_second", "rollout/tool_seconds/", "validation/", "alarm/")
+NOT_COMPARED = (
+    "time",
+    "rollout/tokens_per_second",
+    "rollout/environment_seconds",
+    "rollout/tool_seconds/",
+    "validation/",
+    "alarm/",
+)
 """Beginnings of metrics that are another's each time, or that a replay does not make."""
 REWARDS_DIFFER = (
     "Rewards differ: the environment, its data or its reward is another now, or the reward is no function of example "

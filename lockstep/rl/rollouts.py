@@ -30,6 +30,8 @@ class Conversation:
     """In all of them."""
     tool_seconds: dict[str, float] = field(default_factory=dict)
     """What each tool took, by its name."""
+    environment_seconds: float = 0.0
+    """Of the environment's turns, tools included."""
 
 
 @dataclass

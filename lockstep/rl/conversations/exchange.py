@@ -33,6 +33,8 @@ class Ended:
     """None: `converse` returned no rewards."""
     seconds: dict[str, float]
     """What each tool took, by its name."""
+    environment_seconds: float = 0.0
+    """Of the environment's turns: from where it could begin, and from each reply, to the next ask or the end."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def data_of(said: Said) -> list[Any]:
             return ["asked", said.number, said.ask, said.messages]
         case Ended():
             outcome = _outcome_data(said.outcome)
-            return ["ended", said.number, said.messages, said.over, outcome, said.seconds]
+            return ["ended", said.number, said.messages, said.over, outcome, said.seconds, said.environment_seconds]
         case Graded():
             return ["graded", said.number, [_outcome_data(outcome) for outcome in said.outcomes]]
 
@@ -73,8 +75,9 @@ def said_of(data: Any, number: int | None = None) -> Said:
             raise ValueError(f"an answer about {about}")
         case ["asked", int(number), int(ask), list(messages)]:
             return Asked(number, ask, plain(messages))
-        case ["ended", int(number), list(messages), bool(over), outcome, dict(seconds)]:
-            return Ended(number, plain(messages), over, _outcome(outcome), times(seconds))
+        case ["ended", int(number), list(messages), bool(over), outcome, dict(seconds), took]:
+            own = times({"environment": took})["environment"]
+            return Ended(number, plain(messages), over, _outcome(outcome), times(seconds), own)
         case ["graded", int(number), list(outcomes)]:
             return Graded(number, [_outcome(outcome) for outcome in outcomes])
     raise TypeError(f"{data!r:.80} is nothing that a conversation says")

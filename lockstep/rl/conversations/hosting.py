@@ -117,6 +117,9 @@ class _Guest:
         self.beginning: asyncio.Task[None] | None = None
         """Waits for a place, after a reply."""
         self.over = False
+        self.began = 0.0
+        self.seconds = 0.0
+        """Of the environment's turns so far."""
 
     async def converse(self) -> None:
         await self._begin()
@@ -144,7 +147,7 @@ class _Guest:
             problem = problem or f"left chat.seconds that are no times by name ({described(error)})"
         if problem and (outcome is None or not outcome.cause):
             outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
-        self.hosting.say(Ended(self.number, messages, self.over, outcome, seconds))
+        self.hosting.say(Ended(self.number, messages, self.over, outcome, seconds, self.seconds))
 
     def _outcome(self, task: asyncio.Future[Any]) -> Outcome | None:
         environment, example = self.hosting.environment, self.example
@@ -195,6 +198,7 @@ class _Guest:
     async def _begin(self) -> None:
         """The environment's time runs, once there is a place."""
         await self.places.acquire()
+        self.began = self.loop.time()
         self.alarm = self.loop.call_later(self.hosting.config.seconds, self._ring)
 
     def _pause(self) -> None:
@@ -204,6 +208,7 @@ class _Guest:
         if self.alarm is not None:
             self.alarm.cancel()
             self.alarm = None
+            self.seconds += self.loop.time() - self.began
             self.places.release()
 
     def _note_time(self) -> None:

@@ -12,12 +12,13 @@ import socket
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from lockstep.rl.conversations.exchange import Asked, Graded, data_of, said_of
+from lockstep.rl.conversations.exchange import Asked, Ended, Graded, data_of, said_of
 from lockstep.rl.conversations.process import converse
 from lockstep.rl.processes import descendants, end_tree
-from lockstep.rl.rewards.calling import KILLED, OUTPUT, PROCESSES, TIMEOUT
+from lockstep.rl.rewards.calling import KILLED, OUTPUT, PROCESSES, TIMEOUT, failure
 from lockstep.rl.rewards.frames import Closed, Stream
 from lockstep.rl.rewards.keeper import DONE, POLL_SECONDS, Keeper
 from lockstep.rl.rewards.worker import confine
@@ -55,6 +56,8 @@ class _Process:
         self.number, self.task = number, task
         self.until: float | None = None
         """The end of the environment's time; None while the model has its turn."""
+        self.began = self.seconds = 0.0
+        """When the environment's turn began, and how long those before it were."""
         self.printed = 0
         self.over = False
         """Whether it was told that the model says nothing any more."""
@@ -81,6 +84,18 @@ class _Process:
         end = ours.detach()
         self.stream: Stream = Stream(end, end)
 
+    def give_turn(self, seconds: float) -> None:
+        """The environment's time runs, `seconds` of it at most."""
+        now = time.monotonic()
+        if self.until is None:
+            self.began = now
+        self.until = now + seconds + grace(seconds)
+
+    def end_turn(self) -> None:
+        if self.until is not None:
+            self.seconds += time.monotonic() - self.began
+        self.until = None
+
     def end(self, spared: frozenset[int]) -> None:
         end_tree(self.process, spared)
         os.close(self.stream.reads)
@@ -104,7 +119,7 @@ class _Conversations:
                 break
             for process in list(self.alive.values()):
                 if cause := self._attend(process, ready):
-                    self._end(process, ["ended", process.number, [], False, self._failure(process, cause), {}])
+                    self._end(process, self._failed(process, cause))
             self._count()
             self._give_turns()
             self.trainer.flush()
@@ -137,7 +152,7 @@ class _Conversations:
             number, answer = self.answers.popleft()
             if process := self.alive.get(number):
                 places -= process.until is None
-                process.until = self._time_limit()
+                process.give_turn(self.limits["seconds"])
                 process.over = process.over or answer[1] is None
                 with suppress(Closed):  # its end is noticed where it is attended to
                     process.stream.put(answer)
@@ -147,14 +162,11 @@ class _Conversations:
             try:
                 process = _Process(self.keeper, number, task, list(self.alive.values()))
             except OSError as error:
-                message = f"no process could be started for a conversation ({error})"
-                self.trainer.put(["ended", number, [], False, [{}, KILLED, message], {}])
+                problem = failure(KILLED, f"no process could be started for a conversation ({error})")
+                self.trainer.put(data_of(Ended(number, [], False, problem, {})))
                 continue
-            process.until = self._time_limit()
+            process.give_turn(self.limits["seconds"])
             self.alive[number] = process
-
-    def _time_limit(self) -> float:
-        return time.monotonic() + self.limits["seconds"] + grace(self.limits["seconds"])
 
     def _wait(self) -> set[int]:
         """What can be read or written, after POLL_SECONDS at most."""
@@ -185,11 +197,11 @@ class _Conversations:
                     if isinstance(said, Graded if process.task["method"] == "converse" else Asked):
                         return KILLED  # nobody waits for that: written into the pipe by itself
                     if not isinstance(said, Asked):
-                        self._end(process, data_of(said))
+                        self._end(process, said)
                         return ""
                     if process.over:
                         continue  # its time runs on, whatever it asks
-                    process.until = None
+                    process.end_turn()
                     self.trainer.put(data_of(said))
                 process.stream.flush()
             except (Closed, TypeError, ValueError, OverflowError):
@@ -203,15 +215,20 @@ class _Conversations:
             return
         for process in list(self.alive.values()):
             if len(descendants(process.process)) > self.limits["processes"]:
-                self._end(process, ["ended", process.number, [], False, self._failure(process, PROCESSES), {}])
+                self._end(process, self._failed(process, PROCESSES))
         self.counted = time.monotonic()
 
-    def _failure(self, process: _Process, cause: str) -> list[Any]:
-        return [{}, cause, self.keeper.message(cause, process.task["example"], process.task["method"])]
+    def _failed(self, process: _Process, cause: str) -> Ended:
+        message = self.keeper.message(cause, process.task["example"], process.task["method"])
+        return Ended(process.number, [], False, failure(cause, message), {})
 
-    def _end(self, process: _Process, said: list[Any] | None = None) -> None:
+    def _end(self, process: _Process, said: Ended | Graded | None = None) -> None:
+        process.end_turn()
         del self.alive[process.number]
         worker = [self.keeper.worker.process] if self.keeper.worker else []
         process.end(self.keeper.own | {*worker, *(one.process for one in self.alive.values())})
+        if isinstance(said, Ended) and not said.environment_seconds:
+            # It was ended before it could say how long it took.
+            said = replace(said, environment_seconds=process.seconds)
         if said is not None:
-            self.trainer.put(said)
+            self.trainer.put(data_of(said))

@@ -187,7 +187,9 @@ def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int)
     ended = one.ended
     assert ended is not None
     turns, rows = one.transcript.turns, one.transcript.rows
-    conversation = Conversation(ended.messages, ended.outcome, ended.over, turns, one.tool_calls, ended.seconds)
+    conversation = Conversation(
+        ended.messages, ended.outcome, ended.over, turns, one.tool_calls, ended.seconds, ended.environment_seconds
+    )
     if not rows and not (ended.outcome and ended.outcome.cause):
         problem = about(environment, one.example, "asked the model for no reply", "converse")
         conversation.outcome = failure(INVALID, problem)

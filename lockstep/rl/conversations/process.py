@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 from lockstep.config import RewardConfig
@@ -83,8 +84,8 @@ def _converse(
             match hosting.next(wait=True):
                 case Asked(_, ask, messages):
                     say(Asked(number, ask, messages))
-                case Ended(_, messages, over, outcome, seconds):
-                    say(Ended(number, messages, over, outcome, seconds))
+                case Ended() as ended:
+                    say(replace(ended, number=number))
 
 
 def _grade(

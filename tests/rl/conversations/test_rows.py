@@ -39,7 +39,7 @@ def as_rows(rollouts):
     """Each as a conversation of two rows: the first two tokens of the model, then the rest after the environment's."""
     rows = []
     for number, whole in enumerate(rollouts):
-        conversation = Conversation([], Outcome(whole.rewards), False, 2)
+        conversation = Conversation([], Outcome(whole.rewards), False, 2, environment_seconds=0.25)
         for part in (slice(0, 2), slice(2, None)):
             tokens = whole.token_ids[part]
             rows.append(
@@ -110,7 +110,8 @@ def test_an_episode_counts_once_in_metrics_and_ledger():
         rollout.failure, rollout.counts = "raised", False
     metrics, expected = rollout_metrics(rows), rollout_metrics(whole)
     own = {"rollout/turns_mean": 2.0, "rollout/tool_calls_mean": 0.0, "rollout/rows_mean": 2.0, "rollout/over": 0.0}
-    assert metrics == expected | own | {"rollout/environment_tokens": 24, "rollout/prompt_tokens": 30}
+    own |= {"rollout/environment_tokens": 24, "rollout/prompt_tokens": 30, "rollout/environment_seconds": 1.5}
+    assert metrics == expected | own
     ledger = Ledger(2)
     ledger.add(rows)
     ledger.drop_failed()
