@@ -140,7 +140,10 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; writes the model. Raises UserError for one missing or of another shape."""
+        """The inverse of `state_tensors`; writes the model.
+
+        Raises UserError for one that is missing, of another shape or of another dtype.
+        """
         own = self.state_tensors()
         if missing := sorted(own.keys() - tensors.keys()):
             raise UserError(
@@ -154,6 +157,13 @@ class MasterOptimizer:
             raise UserError(
                 f"the checkpoint has {len(other)} of the optimizer's tensors in another shape, such as {name}: "
                 f"{list(tensors[name].shape)}, not {list(own[name].shape)}; it is of another model or other settings"
+            )
+        # Rounded to this run's dtype, or widened, they would be those of no run that was never stopped.
+        if other := [name for name in sorted(own) if tensors[name].dtype != own[name].dtype]:
+            name = other[0]
+            raise UserError(
+                f"the checkpoint has {len(other)} of the optimizer's tensors in another dtype, such as {name}: "
+                f"{tensors[name].dtype}, not {own[name].dtype}; give the train.moments_dtype that it was made with"
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

@@ -210,6 +210,15 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     assert run.is_dir()
 
 
+@pytest.mark.parametrize(("saved", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_moments_of_another_dtype_are_refused_by_name(tmp_path, saved, wanted):
+    pretrain(_config(tmp_path, steps=1, train=TrainConfig(tokens_per_microbatch=64, moments_dtype=saved)))
+    said = rf"another dtype, such as exp_avg.embed_tokens.weight: torch.{saved}, not torch.{wanted}; give the train.mom"
+    with pytest.raises(UserError, match=said):
+        train = TrainConfig(tokens_per_microbatch=64, moments_dtype=wanted)
+        pretrain(_config(tmp_path, steps=2, resume=True, train=train))
+
+
 def test_a_run_keeps_the_vocabulary_that_it_has_learnt(tmp_path):
     data = tmp_path / "own.txt"
     data.write_text("the quick brown fox jumps over the lazy dog. " * 50)
