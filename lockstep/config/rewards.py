@@ -14,8 +14,8 @@ class RewardConfig:
 
     isolate: Literal["auto", "always", "never"] = "auto"
     """Whether rewards and conversations run in worker processes, where the limits hold. auto: for a FILE.py:Class, for
-    `gymnasium:ID`, and of the built-in tasks for `math` and `code`. An environment that is given as an object always
-    runs in the trainer's own process."""
+    `gymnasium:ID` and `verifiers:TASKSET`, and of the built-in tasks for `math` and `code`. An environment that is
+    given as an object always runs in the trainer's own process."""
     workers: Annotated[int, AtLeast(0)] = 0
     """Worker processes; 0: half as many as there are processors, 8 at most."""
     seconds: Annotated[float, Above(0)] = 10.0

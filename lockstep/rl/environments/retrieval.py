@@ -40,11 +40,11 @@ class Retrieval(ConversationEnvironment):
     def __init__(self, data: str = "", skip_bad_lines: bool = False):
         super().__init__(data, skip_bad_lines)
         self.tools: Sequence[Callable[..., Any]] = (self.search, self.read)  # type: ignore[misc]
-        self._index: Index | None = None
-        self._lock = threading.Lock()
+        if data:
+            # Here, and not when it is first asked for: conversations' processes are forked from the one that has it.
+            self.index = Index(Path(data) / FOLDER, skip_bad_lines)
 
     def examples(self, split: str) -> Iterator[Example]:
-        self.index()  # a folder that cannot be read is found before the run begins
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
             question, answers = text_of(values, QUESTION_KEYS), _answers(values)
             if question is not None and answers:
@@ -58,7 +58,7 @@ class Retrieval(ConversationEnvironment):
         Args:
             query: the words to look for
         """
-        hits = self.index().search(query)
+        hits = self.index.search(query)
         return "\n".join(f"[{name}] {snippet}" for name, snippet in hits) or "nothing found; try other words"
 
     def read(self, id: str, page: int = 1) -> str:
@@ -68,7 +68,7 @@ class Retrieval(ConversationEnvironment):
             id: what stood in [ ] before it
             page: which of its pages, from 1
         """
-        text = self.index().read(id.strip().strip("[]"))
+        text = self.index.read(id.strip().strip("[]"))
         pages = max(1, -(-len(text) // PAGE))
         if not 1 <= page <= pages:
             raise ValueError(f"the text has the pages 1 to {pages}")
@@ -83,13 +83,6 @@ class Retrieval(ConversationEnvironment):
             return {"correct": 0.0, "f1": 0.0}
         exact = any(normalized(given) == normalized(answer) != "" for answer in answers)
         return {"correct": float(exact), "f1": max(f1(answer, given) for answer in answers)}
-
-    def index(self) -> Index:
-        """The index, built when it is first asked for."""
-        with self._lock:
-            if self._index is None:
-                self._index = Index(Path(self.data) / FOLDER, self.skip_bad_lines)
-            return self._index
 
 
 class Index:

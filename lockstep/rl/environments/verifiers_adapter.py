@@ -32,6 +32,7 @@ class VerifiersTasks(ConversationEnvironment):
     """
 
     taskset: ClassVar[str] = ""
+    in_workers = True  # tasks are other people's code
 
     def __init__(self, data: str = ""):
         super().__init__(data)
@@ -48,16 +49,22 @@ class VerifiersTasks(ConversationEnvironment):
         self._refuse(vf)
         shown = [tool for toolset in self._toolsets() for tool in _tools(toolset)]
         self.tools: Sequence[Callable[..., Any]] = tuple(shown)  # type: ignore[misc]
-        self._tasks: list[Any] | None = None
+        # Here, and not when they are first asked for: conversations' processes are forked from the one that has them.
+        self._tasks: list[Any] = list(self._env.taskset.take(MOST_TASKS))
 
     def examples(self, split: str) -> Iterator[Example]:
-        for index, task in enumerate(self._all_tasks()):
+        for index in range(len(self._tasks)):
             if (index % HELD_OUT == HELD_OUT - 1) == (split == "validation"):
-                name = f"{self.taskset}:{task.data.name or index}"
-                yield Example(task.data.prompt_text or name, id=name, metadata={"index": index})
+                yield self._example(index)
 
     async def converse(self, example: Example, chat: Chat) -> dict[str, float]:
-        task = self._all_tasks()[example.metadata["index"]]
+        index = example.metadata["index"]
+        if index >= len(self._tasks) or self._example(index) != example:
+            raise ValueError(
+                f"{self.taskset} gives other tasks each time that it is loaded, and every worker loads it; give its "
+                'settings a seed, or set rewards.isolate = "never"'
+            )
+        task = self._tasks[index]
         toolsets = self._toolsets()
         for toolset in toolsets:
             await toolset.setup()
@@ -71,10 +78,10 @@ class VerifiersTasks(ConversationEnvironment):
             raise ValueError(f"{self.taskset} gave no reward")
         return {name: float(reward.value) for name, reward in rewards}
 
-    def _all_tasks(self) -> list[Any]:
-        if self._tasks is None:
-            self._tasks = list(self._env.taskset.take(MOST_TASKS))
-        return self._tasks
+    def _example(self, index: int) -> Example:
+        task = self._tasks[index]
+        name = f"{self.taskset}:{task.data.name or index}"
+        return Example(task.data.prompt_text or name, id=name, metadata={"index": index})
 
     def _toolsets(self) -> list[Any]:
         """New ones, for they may hold what a conversation changes."""

@@ -1,12 +1,16 @@
 """The ready environments' rewards where they run: in worker processes, and without torch."""
 
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl.conversations import Reply, ToolCall
+from lockstep.rl.conversations.exchange import Ended
+from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
 from lockstep.rl.environment import Example
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.processes import descendants
@@ -44,6 +48,34 @@ def test_what_takes_long_is_graded_in_workers_unless_told_otherwise(tmp_path, na
     with open_grader(config, load_environment(name), False, tmp_path):
         started = set(descendants(os.getpid())) - before
     assert bool(started) == bool(workers)
+
+
+def test_texts_are_searched_in_workers_with_the_index_that_their_keeper_has_built(tmp_path):
+    (tmp_path / "documents").mkdir()
+    for number in range(50):
+        (tmp_path / "documents" / f"{number}.txt").write_text(f"The word of text {number} is w{number}.")
+    (tmp_path / "train.jsonl").write_text('{"question": "?", "answer": "w7"}\n')
+    config = RLConfig(
+        environment="retrieval", data=str(tmp_path), rewards=RewardConfig(isolate="always", workers=2, seconds=30)
+    )
+    answers = {}
+    with open_workers(config, tmp_path) as workers:
+        for keeper in workers.keepers:
+            keeper.await_ready()
+        shutil.rmtree(tmp_path / "documents")
+        tasks = [task_of(Example("?", "w7", metadata={"answers": ["w7"]}), number) for number in range(8)]
+        with HostingInWorkers(tasks, workers) as hosting:
+            while len(answers) < len(tasks):
+                said = hosting.next(wait=True)
+                if isinstance(said, Ended):
+                    answers[said.number] = said.messages[-2]["content"]
+                elif said.ask == 1:
+                    searches = tuple(ToolCall("search", {"query": f"w{n}"}) for n in (7, 8, said.number))
+                    hosting.answer(said.number, 1, Reply("", tool_calls=searches))
+                else:
+                    hosting.answer(said.number, said.ask, Reply("Answer: w7"))
+    for number, answer in answers.items():
+        assert answer == f"[{number}.txt] The word of text {number} is w{number}."
 
 
 def test_the_environments_import_no_torch():

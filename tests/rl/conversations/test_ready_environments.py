@@ -351,7 +351,7 @@ def test_a_question_is_answered_by_searching_and_reading(tmp_path):
 
 
 def test_texts_are_found_by_words_and_by_nothing_else(tmp_path):
-    index = library(tmp_path).index()
+    index = library(tmp_path).index
     assert [name for name, _ in index.search("analytical engine")] == ["more/note.md", "ada.txt"]
     assert [name for name, _ in index.search("Where was Turing born?")] == ["t1"]
     assert [name for name, _ in index.search("zebra")] == ["rest.jsonl:2"], "words are stemmed"
@@ -400,11 +400,11 @@ def test_f1_is_symmetric_and_one_for_the_same_words(left, right):
 
 
 def test_texts_that_cannot_be_read_are_named(tmp_path):
-    environment = library(tmp_path)
+    library(tmp_path)
     (tmp_path / "documents" / "bad.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"bad.txt: cannot be read as UTF-8"):
-        examples_of(environment, "train")
+        load_environment("retrieval", str(tmp_path))
     (tmp_path / "documents" / "bad.txt").unlink()
     (tmp_path / "documents" / "two.jsonl").write_text('{"id": "t1", "text": "again"}\n')
     with pytest.raises(UserError, match=r"two.jsonl:1: a second text is named 't1'"):
-        examples_of(load_environment("retrieval", str(tmp_path)), "train")
+        load_environment("retrieval", str(tmp_path))

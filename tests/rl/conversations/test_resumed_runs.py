@@ -1,4 +1,4 @@
-"""A run whose conversations are held in workers, killed in the middle of them and resumed, is the run that never was."""
+"""A run that is killed while workers hold its conversations, and resumed, is the run that never was."""
 
 import json
 import signal

@@ -4,10 +4,15 @@ import sys
 
 import pytest
 
+from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
+from lockstep.rl.conversations import Reply
+from lockstep.rl.conversations.exchange import Ended
+from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
 from lockstep.rl.conversations.tools import schema_of
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.prompts import examples_of
+from lockstep.rl.rewards.workers import Workers, open_grader
 from tests.rl.conversations.scripted import call, converse
 
 TASKS = '''
@@ -128,6 +133,35 @@ def test_an_environment_that_runs_several_turns_is_the_user(package):
     assert rewards == {"turns": 1.0, "same": 0.5}
     assert [m["content"] for m in chat.messages][::2] == ["Say word 0.", "again after a", "again after a"]
     assert converse(environment, example, "a", "b")[0] == {"turns": pytest.approx(2 / 3), "same": 0.0}
+
+
+def held_in_workers(name, folder):
+    """How a conversation about each of four examples ends, where the model doubles the number that it is asked."""
+    ends, environment = [], load_environment(name)
+    config = RLConfig(environment=name, rewards=RewardConfig(workers=2, seconds=30))
+    with open_grader(config, environment, False, folder) as workers:
+        assert isinstance(workers, Workers)
+        tasks = [task_of(example, 0) for example in examples_of(environment, "train")[:4]]
+        with HostingInWorkers(tasks, workers) as hosting:
+            while len(ends) < len(tasks):
+                said = hosting.next(wait=True)
+                if isinstance(said, Ended):
+                    ends.append(said.outcome)
+                else:
+                    asked = int(said.messages[1]["content"].partition("+")[0])
+                    hosting.answer(said.number, said.ask, Reply(str(2 * asked)))
+    return ends
+
+
+def test_tasks_are_solved_in_workers(package, tmp_path):
+    ends = held_in_workers(package("my_sums", TASKS), tmp_path)
+    assert [end.rewards for end in ends] == [{"correct": 2.0, "used_tool": 0.0}] * 4
+
+
+def test_tasks_that_every_worker_would_have_otherwise_are_refused(package, tmp_path):
+    drawn = TASKS.replace("n = self.config.first", "import os; n = int.from_bytes(os.urandom(4))")
+    ends = held_in_workers(package("my_drawn_sums", drawn), tmp_path)
+    assert all("gives other tasks each time that it is loaded" in end.message for end in ends)
 
 
 @pytest.mark.parametrize(
