@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.environments import ADAPTERS
+from lockstep.rl.processes import end_marked
 from lockstep.rl.rewards.calling import KILLED, Grader, Job, Outcome, failure, outcome_from
 from lockstep.rl.rewards.frames import Closed, Stream, receive, send
 from lockstep.rl.rewards.grading import grade_here
@@ -121,6 +123,8 @@ class KeeperProcess:
 
     def __init__(self, environment: dict[str, Any], config: RewardConfig, log: Path):
         self.environment, self.config, self.log = environment, config, log
+        # What it starts inherits this, and can be found by it when the keeper is gone.
+        self.mark = "LOCKSTEP_KEEPER", secrets.token_hex()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -157,7 +161,7 @@ class KeeperProcess:
                 # Ctrl-C is for the trainer, which ends its workers.
                 start_new_session=True,
                 # A worker is one of several, and OpenMP's threads do not survive the fork that it comes from.
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", self.mark[0]: self.mark[1]},
             )
         assert self.process.stdin and self.process.stdout
         self.stream = Stream(self.process.stdout.fileno(), self.process.stdin.fileno())
@@ -201,6 +205,8 @@ class KeeperProcess:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
+        if self.process.returncode:
+            end_marked("=".join(self.mark))  # it did not end itself, nor what was below it
         self.process = None
         with contextlib.suppress(FileNotFoundError):  # somebody has cleared it away
             if not self.log.stat().st_size:

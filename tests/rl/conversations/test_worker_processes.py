@@ -122,6 +122,12 @@ class Talk(rl.ConversationEnvironment):
             os._exit(0)
         os.waitpid(child, 0)
 
+    def leaves_a_process_without_a_keeper(self):
+        self.leaves_a_process()
+        (left,) = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+        open(__file__ + ".left", "w").write(left)
+        self.kills_its_keeper()
+
     def returns_twice(self):
         os.fork()
 
@@ -275,6 +281,11 @@ def test_what_a_conversation_leaves_behind_ends_with_it_and_not_with_others(work
         hosting.answer(0, 2, rl.Reply("1"))
         assert isinstance(hosting.next(wait=True), Ended)
         assert len(set(descendants(os.getpid())) - before) == 3
+
+
+def test_what_a_conversation_leaves_behind_ends_with_its_keeper_even_when_that_is_killed(task, workers):
+    assert ended(workers(), ["leaves_a_process_without_a_keeper"])[0].outcome.cause == "killed"
+    assert _is_zombie(int(Path(f"{task}.left").read_text()))
 
 
 def test_conversations_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
