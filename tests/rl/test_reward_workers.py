@@ -14,55 +14,31 @@ from lockstep.rl.collect import assign_rewards
 from lockstep.rl.ledger import Ledger
 from lockstep.rl.processes import descendants
 from lockstep.rl.rewards.workers import open_workers
+from tests.rl.misbehaving import CAUSES
 
 TASK = """
-import asyncio, os, signal, sys, time
+import asyncio, os, signal, time
 import lockstep.rl as rl
+from tests.rl.misbehaving import Misbehaving, kept
 
-leaked = []
-
-class Task(rl.Environment):
+class Task(Misbehaving, rl.Environment):
     def examples(self, split):
         return [rl.Example("p")]
 
     def reward(self, example, completion):
-        return getattr(self, completion)()
-
-    def fine(self):
-        return {"one": 1.0}
-
-    def raises(self):
-        raise ValueError("no")
-
-    def exits(self):
-        sys.exit(0)
-
-    def is_nan(self):
-        return float("nan")
-
-    def hangs(self):
-        time.sleep(1000)
+        value = getattr(self, completion)()
+        return {"one": 1.0} if value is None else value
 
     def hangs_deaf(self):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             pass
 
-    def takes_memory(self):
-        return len(bytearray(2**33))
-
     def leaks(self):
-        leaked.append(bytearray(b"x" * 50_000_000))
-        return {"one": 1.0}
-
-    def prints(self):
-        for _ in range(1000):
-            print("x" * 10**6)
-        return {"one": 1.0}
+        kept.append(bytearray(b"x" * 50_000_000))
 
     def prints_some(self):
         print("x")
-        return {"one": 1.0}
 
     def forges(self):
         # As its worker answers, in each pipe: of a forger the trainer believes no cause and no control character.
@@ -75,45 +51,12 @@ class Task(rl.Environment):
                 pass
         time.sleep(1000)
 
-    def kills_itself(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def kills_its_keeper(self):
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(1000)
-
-    def exits_at_once(self):
-        os._exit(0)
-
-    def forks(self):
-        # Never more than 24: what is tested is that these are found and ended, out of the group and orphaned.
-        for _ in range(24):
-            if os.fork() == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    time.sleep(1000)
-                os._exit(0)
-            os.wait()
-        time.sleep(1000)
-
-    def returns_twice(self):
-        os.fork()
-        return {"one": 1.0}
-
-    def writes_into_pipes(self):
-        for pipe in range(3, 20):
-            try:
-                os.write(pipe, b"\\xff\\xff\\xff\\xff nonsense")
-            except OSError:
-                pass
-        return {"one": 1.0}
-
 class Judged(Task):
     async def reward(self, example, completion):
         if completion == "asleep":
             await asyncio.sleep(1000)
         await asyncio.sleep(0.01)
-        return getattr(self, completion)()
+        return Task.reward(self, example, completion)
 """
 
 LIMITS = dict(workers=2, seconds=3.0, memory_gib=0.25, processes=8, output_kib=64)
@@ -142,23 +85,7 @@ def graded(task, tmp_path):
     return grade
 
 
-@pytest.mark.parametrize(
-    ("bad", "cause"),
-    [
-        ("raises", "raised"),
-        ("exits", "raised"),
-        ("is_nan", "invalid"),
-        ("hangs", "timeout"),
-        ("hangs_deaf", "timeout"),
-        ("takes_memory", "memory"),
-        ("prints", "output"),
-        ("kills_itself", "killed"),
-        ("exits_at_once", "killed"),
-        ("kills_its_keeper", "killed"),
-        ("forks", "processes"),
-        ("writes_into_pipes", "killed"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "cause"), [*CAUSES.items(), ("hangs_deaf", "timeout")])
 def test_a_bad_reward_fails_alone_and_says_why(graded, bad, cause):
     assert graded(["fine", "fine", bad, "fine", "fine"], workers=1) == ["", "", cause, "", ""]
 
@@ -180,7 +107,7 @@ def test_a_reward_that_forks_and_returns_twice_is_answered_once(task, tmp_path):
     ("bad", "cause"),
     [
         ("asleep", "timeout"),
-        ("hangs", "timeout"),
+        ("blocks", "timeout"),
         ("raises", "raised"),
         ("exits", "raised"),
         ("kills_itself", "killed"),
@@ -216,7 +143,7 @@ def test_a_log_that_is_deleted_during_the_run_fails_nothing(task, tmp_path):
 
 BAD = dict(
     raises=("raised", 60), kills_itself=("killed", 40), takes_memory=("memory", 40), prints=("output", 30),
-    forks=("processes", 20), hangs=("timeout", 10),
+    forks=("processes", 20), blocks=("timeout", 10),
 )  # fmt: skip
 
 
@@ -259,7 +186,7 @@ config = RLConfig(environment="{task}:Task", rewards=RewardConfig(workers=1, sec
 with open_workers(config, Path(r"{tmp_path}")) as grader:
     grader([(Example("p"), "fine")])
     print(*descendants(os.getpid()), flush=True)
-    grader([(Example("p"), "hangs")])
+    grader([(Example("p"), "blocks")])
 """
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout

@@ -23,8 +23,8 @@ from lockstep.rl.rewards.calling import INVALID, Grader, about, failure
 from lockstep.rl.rewards.workers import Workers
 from lockstep.rl.rollouts import Conversation, Rollout
 
-ASKS = 4
-"""Times `turns` that a conversation may ask, replies included that it did not wait for."""
+ASKS_PER_TURN = 4
+"""Asks of a conversation for each of its `turns`, at most: those count whose reply it does not wait for."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ def _prompt(
 ) -> list[int] | None:
     """What the engine is to continue; None at the limit of turns or of tokens."""
     # One that gives up its replies and asks again would otherwise go on for ever.
-    if one.transcript.turns >= environment.turns or one.asks > ASKS * environment.turns:
+    if one.transcript.turns >= environment.turns or one.asks > ASKS_PER_TURN * environment.turns:
         return None
     try:
         prompt = one.transcript.prompt(asked.messages, engine.model.config.max_positions)

@@ -37,18 +37,17 @@ def converse(
             os._exit(0)  # the environment forked and came back twice: this is not the process that was asked
         for printed in (sys.stdout, sys.stderr):
             printed.flush()
-        data = encode(data_of(said))
+        data, over = encode(data_of(said)), not isinstance(said, Asked)
         if len(data) > most_bytes:
             problem = about(
                 environment, example, f"says {len(data):,} bytes at once, of {most_bytes:,} at most,", method
             )
-            data = encode(data_of(Ended(number, [], False, failure(INVALID, problem), {})))
-            said = Ended(number, [], False, None, {})
+            data, over = encode(data_of(Ended(number, [], False, failure(INVALID, problem), {}))), True
         os.set_blocking(pipe, True)
         left = memoryview(data)
         while left:
             left = left[os.write(pipe, left) :]
-        if not isinstance(said, Asked):
+        if over:
             os._exit(0)
 
     try:

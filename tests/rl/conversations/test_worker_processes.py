@@ -14,14 +14,14 @@ from lockstep.rl.conversations.exchange import Again, Asked, Ended
 from lockstep.rl.conversations.in_workers import HostingInWorkers, hosted, task_of
 from lockstep.rl.processes import descendants
 from lockstep.rl.rewards.workers import open_workers
+from tests.rl.misbehaving import CAUSES
 
 TASK = """
-import asyncio, json, os, random, signal, struct, sys, time
+import asyncio, json, os, random, signal, struct, time
 import lockstep.rl as rl
+from tests.rl.misbehaving import Misbehaving, kept
 
-kept = []
-
-class Talk(rl.ConversationEnvironment):
+class Talk(Misbehaving, rl.ConversationEnvironment):
     def examples(self, split):
         return [rl.Example("p")]
 
@@ -37,27 +37,13 @@ class Talk(rl.ConversationEnvironment):
         return {"one": 1.0, "heard": float(first.text == "0" and second.text == "1")} if value is None else value
 
     async def grade(self, example, episodes):
-        fault = episodes[0].answer
-        if fault != "fine":
-            value = getattr(self, fault)()
-            if asyncio.iscoroutine(value):
-                value = await value
-        return [float(len(e.messages)) for e in episodes]
+        value = getattr(self, episodes[0].answer)()
+        if asyncio.iscoroutine(value):
+            value = await value
+        return [float(len(e.messages)) if value is None else value for e in episodes]
 
     def reward(self, example, completion):
         return {"graded": 1.0}
-
-    def fine(self):
-        pass
-
-    def raises(self):
-        raise ValueError("no")
-
-    def exits(self):
-        sys.exit(0)
-
-    def is_nan(self):
-        return float("nan")
 
     async def sleeps(self):
         await asyncio.sleep(1000)
@@ -69,9 +55,6 @@ class Talk(rl.ConversationEnvironment):
             except asyncio.CancelledError:
                 pass
 
-    def blocks(self):
-        time.sleep(1000)
-
     def spins(self):
         while True:
             pass
@@ -79,64 +62,18 @@ class Talk(rl.ConversationEnvironment):
     def freezes(self):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def takes_memory(self):
-        kept.append(bytearray(2**33))
-
     def leaks(self):
         for _ in range(20):
             kept.append(bytearray(b"x" * 50_000_000))
 
-    def prints(self):
-        for _ in range(1000):
-            print("x" * 10**6)
-
-    def exits_at_once(self):
-        os._exit(0)
-
-    def kills_itself(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def kills_its_keeper(self):
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(1000)
-
     def stops_its_keeper(self):
         os.kill(os.getppid(), signal.SIGSTOP)
-
-    def forks(self):
-        # Out of the group and orphaned, never more than 24: what is tested is that these are found and ended.
-        for _ in range(24):
-            if (child := os.fork()) == 0:
-                os.setsid()
-                if os.fork() == 0:
-                    time.sleep(1000)
-                os._exit(0)
-            os.waitpid(child, 0)
-        time.sleep(1000)
-
-    def leaves_a_process(self):
-        if (child := os.fork()) == 0:
-            os.setsid()
-            if os.fork() == 0:
-                time.sleep(1000)
-            os._exit(0)
-        os.waitpid(child, 0)
 
     def leaves_a_process_without_a_keeper(self):
         self.leaves_a_process()
         (left,) = open(f"/proc/self/task/{os.getpid()}/children").read().split()
         open(__file__ + ".left", "w").write(left)
         self.kills_its_keeper()
-
-    def returns_twice(self):
-        os.fork()
-
-    def writes_into_pipes(self):
-        for pipe in range(3, 30):
-            try:
-                os.write(pipe, b"\\xff\\xff\\xff\\xff nonsense")
-            except OSError:
-                pass
 
     def forges_a_grade(self):
         message = json.dumps(["graded", 2, []]).encode()
@@ -204,23 +141,13 @@ def ended(workers, prompts, seeds=None):
 @pytest.mark.parametrize(
     ("bad", "cause"),
     [
-        ("raises", "raised"),
-        ("exits", "raised"),
-        ("is_nan", "invalid"),
+        *CAUSES.items(),
         ("says_too_much", "invalid"),
         ("sleeps", "timeout"),
         ("stays", "timeout"),
-        ("blocks", "timeout"),
         ("spins", "timeout"),
         ("freezes", "timeout"),
-        ("takes_memory", "memory"),
         ("leaks", "memory"),
-        ("prints", "output"),
-        ("exits_at_once", "killed"),
-        ("kills_itself", "killed"),
-        ("kills_its_keeper", "killed"),
-        ("forks", "processes"),
-        ("writes_into_pipes", "killed"),
         ("forges_a_grade", "killed"),
     ],
 )
@@ -234,9 +161,8 @@ def test_a_bad_conversation_fails_alone_and_says_why(workers, bad, cause):
 
 @pytest.mark.parametrize(
     ("bad", "cause"),
-    [("raises", "raised"), ("sleeps", "timeout"), ("blocks", "timeout"), ("leaks", "memory"), ("prints", "output"),
-     ("exits_at_once", "killed"), ("kills_its_keeper", "killed"), ("forks", "processes")],
-)  # fmt: skip
+    [*CAUSES.items(), ("sleeps", "timeout"), ("leaks", "memory")],
+)
 def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
     groups = [[rl.Episode([{"role": "assistant", "content": text}])] * 2 for text in ("fine", bad, "fine")]
     tasks = [task_of(rl.Example("p", id=str(n)), 0, group) for n, group in enumerate(groups)]
