@@ -15,11 +15,26 @@ PREFIX = "alarm/"
 """Of a metric that is 1 at every step at which an alarm is raised."""
 
 
+COMPARED = (
+    "step",
+    "loss",
+    "reward/groups_without_spread",
+    "reward/mean",
+    "reward/std",
+    "reward/overlong/mean",
+    "validation/reward",
+    "rollout/tokens_mean",
+    "rollout/truncated",
+    "policy/entropy",
+)
+"""What alarms read of earlier steps. Whole metrics are 10 KiB a step, which a long run would hold for each."""
+
+
 class Alarms:
     """Watches a run's metrics from its beginning; `history` are those of the run that is resumed."""
 
     def __init__(self, config: AlarmConfig, history: Sequence[Metrics] = (), learns_from_spread_alone: bool = True):
-        self.config, self.history = config, list(history)
+        self.config, self.history = config, [_kept(metrics) for metrics in history]
         self.learns_from_spread_alone = learns_from_spread_alone
         self._raised: dict[str, str] = {}
 
@@ -30,7 +45,7 @@ class Alarms:
         for name, sentence in new_alarms(self._raised, self.history).items():
             log.warning("alarm %s at step %d: %s", name, step, sentence)
         found = {PREFIX + name: 1.0 for name in self._raised}
-        self.history.append(now | found)
+        self.history.append(_kept(now | found))
         return found
 
     def ending(self) -> RunStopped | None:
@@ -43,6 +58,10 @@ class Alarms:
                     exit_code=1,
                 )
         return None
+
+
+def _kept(metrics: Metrics) -> Metrics:
+    return {name: value for name, value in metrics.items() if name in COMPARED or name.startswith(PREFIX)}
 
 
 def alarms(history: Sequence[Metrics], config: AlarmConfig, learns_from_spread_alone: bool = True) -> dict[str, str]:

@@ -33,6 +33,12 @@ def _series(steps=12, validations=None, **changes):
     return history
 
 
+def _watched(series):
+    """What a run raises at the last step, which of the others has kept what it needs."""
+    *before, last = series
+    return list(Alarms(CONFIG, before).enter(last["step"], last))
+
+
 RISING = {"reward__mean": [0.5] * 3 + [0.6] * 6 + [0.7] * 3}
 
 
@@ -69,6 +75,7 @@ def test_an_alarm_names_its_cause_where_its_limit_is_passed_and_only_there(name,
     raised = alarms(_series(**raising), CONFIG)
     assert list(raised) == [name] and raised[name].endswith(ALARMS[name])
     assert alarms(_series(**calm), CONFIG) == {}
+    assert _watched(_series(**raising)) == [f"alarm/{name}"] and _watched(_series(**calm)) == []
     off = AlarmConfig(window=3, no_signal=4)
     setattr(off, name, type(getattr(off, name))(0))
     assert alarms(_series(**raising), off) == {}
@@ -83,6 +90,7 @@ def test_a_charge_for_length_is_no_gap_between_training_and_validation():
     """The reward without it, which is what validations measure, stays where it was."""
     charged = {"reward__overlong__mean": [-0.4] * 9 + [-0.2] * 3, "reward__mean": [0.1] * 9 + [0.3] * 3}
     assert alarms(_series(validations={0: 0.55, 12: 0.45}, **charged), CONFIG) == {}
+    assert _watched(_series(validations={0: 0.55, 12: 0.45}, **charged)) == []
     del charged["reward__overlong__mean"]
     assert list(alarms(_series(validations={0: 0.55, 12: 0.45}, **charged), CONFIG)) == ["reward_gap"]
 

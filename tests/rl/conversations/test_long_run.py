@@ -1,0 +1,83 @@
+"""A long run whose conversations are held in workers takes no more of anything at its end than at its beginning."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.config import EngineConfig, RewardConfig, RLConfig, TrainConfig, to_toml
+
+TASK = """
+import lockstep.rl as rl
+
+def words(text: str) -> int:
+    '''Counts words.
+
+    Args:
+        text: any text
+    '''
+    return len(text.split())
+
+class Talk(rl.ConversationEnvironment):
+    tools = (words,)
+
+    def examples(self, split):
+        for number in range(20):
+            yield rl.Example(prompt=f"stone {number}")
+
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        first = await chat.reply()
+        if hash(first.text) % 16 == 0:
+            raise ValueError("one in sixteen fails")
+        chat.add("And?")
+        return float((await chat.reply()).text.count("e"))
+"""
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from lockstep.config import RLConfig, from_toml
+from lockstep.rl.controller import reinforce
+from lockstep.rl.processes import descendants
+
+def taken(process):
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    held = len(os.listdir(f"/proc/{process}/fd"))
+    return {"mib": int(status["VmRSS"].split()[0]) / 1024, "threads": int(status["Threads"]), "files": held}
+
+def note(step, metrics):
+    if step in (20, 200):
+        below = descendants(os.getpid())
+        found = {"step": step, "trainer": taken(os.getpid()), "below": [taken(process) for process in below]}
+        print(json.dumps(found), flush=True)
+
+reinforce(from_toml(Path(sys.argv[1]), RLConfig()), on_metrics=note)
+"""
+
+
+@pytest.mark.slow
+def test_memory_files_threads_and_processes_are_level_over_200_steps(tmp_path, chat_model):
+    (tmp_path / "talk.py").write_text(TASK)
+    config = RLConfig(
+        output=str(tmp_path / "run"), model=str(chat_model("llama3")), environment=f"{tmp_path / 'talk.py'}:Talk",
+        steps=200, prompts_per_step=2, samples_per_prompt=4, max_new_tokens=4, validation_examples=2,
+        validation_every=50, rewards=RewardConfig(workers=2, failure_limit=1.0),
+        train=TrainConfig(learning_rate=1e-6, warmup_steps=0, schedule="constant", tokens_per_microbatch=300),
+        engine=EngineConfig(max_tokens_per_step=128, max_sequences=8, cache_tokens=4096),
+    )  # fmt: skip
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "run.toml")], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    first, last = found
+    assert (first["step"], last["step"]) == (20, 200)
+    for name in ("threads", "files"):
+        assert first["trainer"][name] == last["trainer"][name]
+        assert [one[name] for one in first["below"]] == [one[name] for one in last["below"]], "and as many processes"
+    for before, after in zip([first["trainer"], *first["below"]], [last["trainer"], *last["below"]]):
+        # Measured: 1.5 MiB more in the trainer, of which 0.2 since step 100, and none below it. A page that each of the
+        # 1,440 conversations kept would be 5.6 MiB.
+        assert after["mib"] - before["mib"] < 4
