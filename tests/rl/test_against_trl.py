@@ -54,11 +54,12 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(kind, tokens_per_microbatc
     assert len(batches) == (1 if tokens_per_microbatch == 1000 else 3)
     assert 0.1 < step.metrics()["policy/clip_fraction"] < 0.9, "some tokens are clipped, others not"
     recorded = RECORDED[kind]
-    # Both sides compute in float32, in different orders.
-    assert loss == pytest.approx(recorded["loss"], rel=1e-5)
+    # Both sides compute in float32, in different orders: measured are 1.1e-7 of the loss, and of a parameter's gradient
+    # 3e-6 of its norm and 2.3e-5 along a direction, where terms cancel.
+    assert loss == pytest.approx(recorded["loss"], rel=1e-6)
     ours = {hugging_face_name(name): parameter.grad for name, parameter in model.named_parameters()}
     assert ours.keys() == recorded["gradients"].keys()
     for name, gradient in ours.items():
         (norm, along), (their_norm, their_along) = trl.in_figures(name, gradient), recorded["gradients"][name]
-        assert norm == pytest.approx(their_norm, rel=2e-5) and norm > 0, name
+        assert norm == pytest.approx(their_norm, rel=1e-5) and norm > 0, name
         assert along == pytest.approx(their_along, abs=5e-5 * their_norm), name

@@ -98,7 +98,7 @@ def test_a_cut_is_corrected_by_the_mass_that_it_kept_and_parity_compares_what_is
             assert metrics["policy/ratio_first_max"] == 1.0, "the ratio of the loss is taken before the cut"
             assert ("off_policy/ratio_min" in metrics) == (how == "truncate")
             if how == "truncate":
-                # exp of a difference of float32 numbers below 6.
+                # exp of a difference of float32 numbers below 6, which are rounded to 2.4e-7 each.
                 assert metrics["off_policy/ratio_min"] == pytest.approx(math.exp(min(kept)), rel=1e-6)
                 assert metrics["off_policy/ratio_max"] == pytest.approx(math.exp(max(kept)), rel=1e-6)
     uncut = reinforce(_config(tmp_path / "uncut", folders[0], steps=1), EvenBytes())

@@ -152,8 +152,7 @@ def test_advantages_are_not_divided_by_the_deviation_where_that_is_off(tmp_path,
     for start in range(0, len(rollouts), 4):
         group = rollouts[start : start + 4]
         mean = sum(rollout["reward"] for rollout in group) / 4
-        # Advantages are float32; rewards are below 1.
-        # The trainer's are of float32, whose last bit is 6e-8 at 1.
+        # Rewards are below 1, and float32 in the mean and the difference, whose last bit is 6e-8 there.
         expected = [pytest.approx(rollout["reward"] - mean, abs=1e-7) for rollout in group]
         assert [rollout["advantage"] for rollout in group] == expected
 

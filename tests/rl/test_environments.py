@@ -158,7 +158,7 @@ def test_gsm8k_answers_are_right_and_well_formed_by_their_own_graders(tmp_path):
 def test_gsm8k_completions_are_graded(completion, correct, format):
     rewards = GSM8K().reward(rl.Example("q", "1,234"), completion)
     assert rewards == {"correct": correct, "format": format}
-    assert grade(GSM8K(), [rl.Example("q", "1,234")], [completion])[0].total == pytest.approx(correct + 0.3 * format)
+    assert grade(GSM8K(), [rl.Example("q", "1,234")], [completion])[0].total == correct + 0.3 * format
 
 
 @pytest.mark.parametrize("number", ["-.5", "-$.5", "$-.5", "-0.5", "-0.50"])

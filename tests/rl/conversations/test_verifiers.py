@@ -112,7 +112,7 @@ def test_tasks_are_solved_with_tools_and_rewarded_as_the_package_does(package, t
     assert examples[0].prompt == "2+2?"
     right = ["I add. " + call("adder_add", a=2, b=2), "<think>so</think>\n\n4"]
     rewards, chat = converse(environment, examples[0], *right)
-    assert rewards == {"correct": 2.0, "used_tool": pytest.approx(0.1)}
+    assert rewards == {"correct": 2.0, "used_tool": 0.1}
     assert [(m["role"], m["content"]) for m in chat.messages if m["role"] != "assistant"] == [
         ("system", "Be short."),
         ("user", "2+2?"),
@@ -132,7 +132,7 @@ def test_an_environment_that_runs_several_turns_is_the_user(package):
     rewards, chat = converse(environment, example, "a", "a", "a")
     assert rewards == {"turns": 1.0, "same": 0.5}
     assert [m["content"] for m in chat.messages][::2] == ["Say word 0.", "again after a", "again after a"]
-    assert converse(environment, example, "a", "b")[0] == {"turns": pytest.approx(2 / 3), "same": 0.0}
+    assert converse(environment, example, "a", "b")[0] == {"turns": 2 / 3, "same": 0.0}
 
 
 def held_in_workers(name, folder):
