@@ -64,8 +64,9 @@ def log_prob_sum(
     """
     if (shared := one_order.shared_targets()) is not None:
         return total(shared.whole(token_log_probs(hidden, head, targets)[0])) * weight
-    plain = type(hidden) is Tensor and type(head) in (Tensor, torch.nn.Parameter)
-    if plain and torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
+    # By the head's form alone: tensors without values take the way that real ones do.
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    if trained and type(head) not in FORMS:
         return _LogProbSum.apply(hidden, head, targets, weight)
     return total(token_log_probs(hidden, head, targets)[0]) * weight
 
