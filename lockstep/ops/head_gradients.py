@@ -67,19 +67,19 @@ def head_gradients(
     grad_hidden = torch.empty_like(hidden)
     shared = one_order.shared_targets()
     sums: Tensor | None = None
-    for rows in row_slices(len(hidden), vocab, head.element_size()):
+    for rows in (slices := row_slices(len(hidden), vocab, head.element_size())):
         of_logits = _both_gradients(linear(hidden[rows], head), scored.of(rows))
         grad_hidden[rows] = hidden_gradient(of_logits, head, bounds, join)
         if shared is None:
-            sums = _added(sums, weight_gradient(of_logits, hidden[rows]))
+            sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))
     if shared is None:
         return grad_hidden, torch.zeros_like(head) if sums is None else sums.to(head.dtype)
     own, hidden, scored = shared.part(len(head)), shared.gather(hidden), scored.map(shared.gather)
     held = (scored.targets >= own.start) & (scored.targets < own.stop)
     scored = scored._replace(targets=torch.where(held, scored.targets - own.start, -1))
-    for rows in row_slices(len(hidden), vocab, head.element_size()):
+    for rows in (slices := row_slices(len(hidden), vocab, head.element_size())):
         of_logits = _both_gradients(linear(hidden[rows], head[own]), scored.of(rows))
-        sums = _added(sums, weight_gradient(of_logits, hidden[rows]))
+        sums = added_slice(sums, weight_gradient(of_logits, hidden[rows]), len(slices))
     grad_head = torch.zeros_like(head)
     if sums is not None:
         grad_head[own] = sums.to(head.dtype)
@@ -105,9 +105,13 @@ def _sums_by_piece(grad: Tensor, head: Tensor, bounds: Tensor) -> Float32[Tensor
     return sums
 
 
-def _added(sums: Tensor | None, part: Tensor) -> Tensor:
-    """Slices add up in float32; one slice alone needs no wider copy."""
-    return part if sums is None else sums.float().add_(part)
+def added_slice(
+    sums: Float[Tensor, "part dim"] | None, of_slice: Float[Tensor, "part dim"], slices: int
+) -> Float[Tensor, "part dim"]:
+    """The head's gradient of one more of so many slices: they add up in float32; one alone needs no wider copy."""
+    if sums is not None:
+        return sums.add_(of_slice)
+    return of_slice if slices == 1 else of_slice.float()
 
 
 def _both_gradients(logits: Tensor, scored: ScoredRows) -> Tensor:

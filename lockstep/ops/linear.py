@@ -90,10 +90,14 @@ def _check_chunks(x: Tensor, chunks: int) -> None:
         )
 
 
-def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]]) -> Float32[Tensor, "*shape"]:
-    """The sum of tensors in a binary tree: neighbours first, and an odd last one as it is."""
+def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]], overwrite: bool = False) -> Float32[Tensor, "*shape"]:
+    """The sum of tensors in a binary tree: neighbours first, and an odd last one as it is.
+
+    overwrite: add up in the parts' own memory. The total of several has memory of its own in any case.
+    """
     while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2])] + [*parts[len(parts) & ~1 :]]
+        add = Tensor.add_ if overwrite and len(parts) > 2 else Tensor.add
+        parts = [add(left, right) for left, right in zip(parts[::2], parts[1::2])] + [*parts[len(parts) & ~1 :]]
     return parts[0]
 
 

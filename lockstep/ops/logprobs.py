@@ -17,7 +17,14 @@ from torch import Tensor
 
 from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.forms import FORMS
-from lockstep.ops.head_gradients import ScoredRows, head_gradients, hidden_gradient, logits_gradient, row_slices
+from lockstep.ops.head_gradients import (
+    ScoredRows,
+    added_slice,
+    head_gradients,
+    hidden_gradient,
+    logits_gradient,
+    row_slices,
+)
 from lockstep.ops.linear import linear, weight_gradient
 from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
@@ -64,8 +71,9 @@ def log_prob_sum(
     """
     if (shared := one_order.shared_targets()) is not None:
         return total(shared.whole(token_log_probs(hidden, head, targets)[0])) * weight
-    plain = type(hidden) is Tensor and type(head) in (Tensor, torch.nn.Parameter)
-    if plain and torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
+    # By the head's form alone: tensors without values take the way that real ones do.
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    if trained and type(head) not in FORMS:
         return _LogProbSum.apply(hidden, head, targets, weight)
     return total(token_log_probs(hidden, head, targets)[0]) * weight
 
@@ -202,13 +210,13 @@ class _LogProbSum(torch.autograd.Function):
         grad_head: Tensor | None = None
         ones = torch.ones(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         parts, bounds = [], piece_bounds(head.shape[0])
-        for rows in row_slices(len(hidden), head.shape[0], head.element_size()):
+        for rows in (slices := row_slices(len(hidden), head.shape[0], head.element_size())):
             logits = linear(hidden[rows], head)
             log_probs, _, normalizers = logits_log_probs(logits, targets[rows], ones[rows])
             parts.append(log_probs)
             grad = logits_gradient(logits, targets[rows], ones[rows], normalizers, ones[rows] * weight)
-            grad_hidden[rows], part = hidden_gradient(grad, head, bounds), weight_gradient(grad, hidden[rows])
-            grad_head = part if grad_head is None else grad_head.float().add_(part)
+            grad_hidden[rows] = hidden_gradient(grad, head, bounds)
+            grad_head = added_slice(grad_head, weight_gradient(grad, hidden[rows]), len(slices))
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
         return total(torch.cat(parts)) * weight if parts else ones.sum()

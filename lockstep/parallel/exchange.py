@@ -65,7 +65,7 @@ def swap_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's share of the rows of the sum over ranks: added in float32 in a tree and rounded once."""
     parts = swap_rows(x, group).unflatten(0, (dist.get_world_size(group), -1)).float()
-    return tree_sum(parts.unbind()).to(x.dtype)
+    return tree_sum(parts.unbind(), overwrite=True).to(x.dtype)
 
 
 def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -82,7 +82,7 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -
         under_way.append((rows, received, sums, work))  # what is sent lives until it has arrived
     for rows, received, _, work in under_way:
         work.wait()
-        out[rows] = tree_sum(received.unflatten(0, (ranks, -1)).unbind())
+        out[rows] = tree_sum(received.unflatten(0, (ranks, -1)).unbind(), overwrite=True)
     return out
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep import ops
 from lockstep.config import CompileConfig, PretrainConfig
@@ -106,13 +107,31 @@ def dry_run(
             tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
             tracker.track_external(model)
             with CollectiveLog(world.group_names) as log:
-                with tracker:
+                with tracker, _whole_shapes_uncounted():
                     passed = _pass(trainer, row, loss, min(share, 2), log, tracker)
                 trainer.optimizer.update(config.train.learning_rate, 0.0)
             memory = _memory(trainer, share, tracker)
     finally:
         close_world(world)
     return DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
+
+
+@contextmanager
+def _whole_shapes_uncounted() -> Iterator[None]:
+    """DTensor finds a result's whole shape on fake tensors of its own, which beside ours would count as memory."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    found = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(self: ShardingPropagator, schema: Any) -> Any:
+        with _disable_current_modes():
+            return found(self, schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = found  # type: ignore[method-assign]
 
 
 def _leave(model: TrainableModel) -> None:

@@ -152,7 +152,7 @@ def test_the_summed_log_probability_is_that_of_the_tokens(dtype, slice_bytes, mo
 @pytest.mark.parametrize(
     "score", [lambda *x: ops.token_log_probs(*x)[0].sum(), lambda *x: ops.log_prob_sum(*x, 0.5)], ids=["tokens", "sum"]
 )
-def test_of_the_heads_gradient_a_wide_sum_and_two_narrow_tensors_are_held_at_once(score, monkeypatch):
+def test_of_the_heads_gradient_a_wide_sum_and_one_narrow_tensor_are_held_at_once(score, monkeypatch):
     monkeypatch.setattr("lockstep.ops.head_gradients.SLICE_BYTES", 8 * 4096 * 2)  # three slices of the targets
     # Products that hold nothing wide of their own, as a GPU's.
     products = import_module("lockstep.ops.linear")
@@ -161,8 +161,8 @@ def test_of_the_heads_gradient_a_wide_sum_and_two_narrow_tensors_are_held_at_onc
     with MemTracker() as tracker:
         score(hidden, head, torch.zeros(24, dtype=torch.int64)).backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
-    # With the head itself five times its size; logits and hidden states are a few hundredths of it.
-    assert 4.9 < peak["Total"] / head.nbytes < 5.1
+    # With the head itself four times its size; logits and hidden states are a few hundredths of it.
+    assert 3.9 < peak["Total"] / head.nbytes < 4.1
 
 
 def test_a_loss_under_fake_tensors_leaves_nothing_behind_for_a_real_one():

@@ -27,7 +27,7 @@ class PeakMemory(TorchDispatchMode):
             return NotImplemented  # what it does on this rank's own tensors comes by again
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().device.type == "cpu":
                 self._storages[leaf.untyped_storage()] = None
         self.nbytes = max(self.nbytes, sum(storage.nbytes() for storage in self._storages))
         return out

@@ -18,6 +18,7 @@ from lockstep.parallel.refusals import refuse_impossible
 from lockstep.train import pack, target_log_probs
 from lockstep.train.context import shard_row
 from tests.parallel.launch import launch
+from tests.parallel.memory import PeakMemory
 
 TENSOR = ParallelConfig(tensor=2)
 # Tied and untied heads, with and without query and key norm.
@@ -195,10 +196,15 @@ def compare_sums_of_rows():
     own = sum_rows(parts[world.rank], world.mesh.get_group("tensor"))
     (a, b, c, d) = (part.float() for part in parts)
     assert torch.equal(own, ((a + b) + (c + d)).bfloat16().chunk(4)[world.rank])
+    wide = torch.ones(4096, 8)
+    with PeakMemory() as peak:
+        total = sum_rows(wide, world.mesh.get_group("tensor"))
+    assert total.untyped_storage().nbytes() == total.nbytes == wide.nbytes / 4
+    assert peak.nbytes == wide.nbytes + total.nbytes  # what was received, and the last sum
     close_world(world)
 
 
-def test_gradients_of_rows_are_summed_in_float32_and_rounded_once():
+def test_gradients_of_rows_are_summed_in_float32_where_they_were_received_and_rounded_once():
     launch(4, compare_sums_of_rows)
 
 
