@@ -78,6 +78,20 @@ def test_what_is_too_small_for_a_normal_float_is_taken_as_zero_whatever_the_thre
     assert torch.equal(sums, expected)
 
 
+def test_gradients_of_scores_that_are_too_small_for_a_normal_float_are_rounded_to_zero(add):
+    """Two keys of weight ½: head 53's score has the gradient 0.9999 · 2^-126, the next one's 1.0054 · 2^-126."""
+    q, k, v, grad = (torch.zeros(2, heads, 32) for heads in (96, 1, 1, 96))
+    k[1], v[1, 0, 0] = 2.0**100, 2.0**-62
+    grad[1, :, 0] = 2.0**-60 * (1 + torch.arange(96) / 128)
+    q, k, v, grad = (x.bfloat16() for x in (q, k, v, grad))
+    attention = ops.PackedAttention([2])
+    out, log_sums = attention.forward(q, k, v)
+    ours = attention.backward(grad, q, k, v, out, log_sums)
+    theirs = definitions.attention_gradients(grad, q, k, v, out, log_sums, add, 32)
+    assert all(map(torch.equal, ours, theirs))
+    assert not ours[0][1, 53].any() and ours[0][1, 54].all()
+
+
 def test_infinities_and_what_is_no_number_come_out_as_of_one_step_after_the_other(tiles):
     inf, nan = torch.inf, torch.nan
     x, w = torch.zeros(6, 64), torch.ones(1, 64)
