@@ -9,9 +9,9 @@
              tensor, context, pipeline)
     ranks    two tensor-parallel ranks of one thread each against one process of two threads: step and decode
 
-At 110M, or with --size 0.6b at Qwen3-0.6B's shape, for which each part takes some 12 GiB. All sides of a part run in one
-process in turns, or in alternating starts, and the best of five counts: what else the machine does only adds. Ratios
-are to C = 1. Run: python benchmarks/parity_cost.py [--part step] [--size 110m] [--dtype float32]
+At 110M, or with --size 0.6b at Qwen3-0.6B's shape, for which each part takes some 12 GiB. All sides of a part run in
+one process in turns, or in alternating starts, and the best of five counts: what else the machine does only adds.
+Ratios are to C = 1. Run: python benchmarks/parity_cost.py [--part step] [--size 110m] [--dtype float32]
 """
 
 from __future__ import annotations
