@@ -1,15 +1,17 @@
 """What equal bits in every layout cost: sums in C chunks against one chain, and against PyTorch's own operators.
 
-    step     a training step at 110M, 512 tokens, one process: C = 1, 2, 4, 8, and the library's operators
+    step     a training step of 512 tokens, one process: C = 1, 2, 4, 8, and the library's operators
              (F.linear and scaled_dot_product_attention in the same model)
-    decode   a decode step at 110M of 32 sequences of 256 tokens, one process: C = 1, 2, 4, 8
-    order    a training step at 110M of four micro-batches of 128 tokens with gradients summed in one order
+    decode   a decode step of 32 sequences of 256 tokens, one process: C = 1, 2, 4, 8, and the library's product
+             (without its attention, which reads no pages)
+    order    a training step of four micro-batches of 128 tokens with gradients summed in one order
              (train.deterministic_layout) and as they come: in one process, and on two ranks of one thread each (FSDP,
              tensor, context, pipeline)
     ranks    two tensor-parallel ranks of one thread each against one process of two threads: step and decode
 
-All sides of a part run in one process in turns, or in alternating starts, and the best of five counts: what else the
-machine does only adds. Ratios are to C = 1. Run: python benchmarks/parity_cost.py [--part step] [--dtype float32]
+At 110M, or with --size 0.6b at Qwen3-0.6B's shape, for which each part takes some 12 GiB. All sides of a part run in
+one process in turns, or in alternating starts, and the best of five counts: what else the machine does only adds.
+Ratios are to C = 1. Run: python benchmarks/parity_cost.py [--part step] [--size 110m] [--dtype float32]
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 
-LENGTH, VOCAB, TIMES = 512, 32000, 5
+LENGTH, TIMES = 512, 5
 MICROBATCHES = 4
 SEQUENCES, CONTEXT = 32, 256
 CHUNKS = (1, 2, 4, 8)
@@ -43,14 +45,35 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def shape(chunks: int) -> Any:
-    """110M parameters as Qwen3 has them."""
-    from lockstep.model import ModelConfig
+def shape(size: str) -> Any:
+    """Qwen3-0.6B, or 110M parameters as Qwen3 has them."""
+    from lockstep.model import ModelConfig, preset
 
+    if size == "0.6b":
+        return preset("qwen3:0.6b")
     return ModelConfig(
-        "qwen3", VOCAB, dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, intermediate_size=2048,
-        qk_norm=True, reduction_chunks=chunks,
+        "qwen3", 32000, dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, intermediate_size=2048,
+        qk_norm=True,
     )  # fmt: skip
+
+
+def tokens_of(config: Any, rows: int, length: int) -> list[list[int]]:
+    drawn: list[list[int]] = torch.randint(
+        config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    return drawn
+
+
+def in_chunks(step: Callable[[], object], model: torch.nn.Module, chunks: int) -> Callable[[], object]:
+    """The step with sums in so many chunks. All sides share one model, for there is memory for no second one."""
+
+    def stepped() -> None:
+        for module in model.modules():
+            if hasattr(module, "chunks"):
+                module.chunks = chunks
+        step()
+
+    return stepped
 
 
 def world_of(ranks: int) -> Any:
@@ -60,23 +83,22 @@ def world_of(ranks: int) -> Any:
     return open_world(ParallelConfig(tensor=ranks), "cpu")
 
 
-def training_step(chunks: int, dtype: str, ranks: int = 1) -> Callable[[], object]:
+def training_step(size: str, dtype: str, ranks: int = 1) -> tuple[Callable[[], object], torch.nn.Module]:
     from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
     from lockstep.model import initialize
     from lockstep.parallel import parallel_model
     from lockstep.train import Trainer, pack
     from lockstep.train.pretrain import NextTokenLoss
 
-    world, parallel = world_of(ranks), ParallelConfig(tensor=ranks, reduction_chunks=chunks)
+    world, parallel = world_of(ranks), ParallelConfig(tensor=ranks, reduction_chunks=max(CHUNKS))
     fill = partial(initialize, seed=0)
-    model = parallel_model(shape(chunks), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
+    model = parallel_model(shape(size), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
     trainer = Trainer(model, TrainConfig(learning_rate=1e-4), 100, world)
-    draw = torch.Generator().manual_seed(0)
-    row = pack(torch.randint(VOCAB, (1, LENGTH), generator=draw).tolist())
-    return lambda: trainer.step([row], NextTokenLoss(LENGTH - 1))
+    row = pack(tokens_of(shape(size), 1, LENGTH))
+    return lambda: trainer.step([row], NextTokenLoss(LENGTH - 1)), model
 
 
-def accumulating_step(deterministic: bool, dtype: str, layout: str) -> Callable[[], object]:
+def accumulating_step(size: str, deterministic: bool, dtype: str, layout: str) -> Callable[[], object]:
     from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
     from lockstep.model import initialize
     from lockstep.parallel import open_world, parallel_model
@@ -87,29 +109,27 @@ def accumulating_step(deterministic: bool, dtype: str, layout: str) -> Callable[
     parallel = ParallelConfig(**LAYOUTS[layout], reduction_chunks=2)
     world = open_world(parallel, "cpu")
     fill = partial(initialize, seed=0)
-    model = parallel_model(shape(2), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
+    model = parallel_model(shape(size), getattr(torch, dtype), world, parallel, CompileConfig(), fill)
     trainer = Trainer(model, TrainConfig(learning_rate=1e-4, deterministic_layout=deterministic), 100, world)
-    draw = torch.Generator().manual_seed(0)
     length = LENGTH // MICROBATCHES
-    rows = [pack([tokens]) for tokens in torch.randint(VOCAB, (MICROBATCHES, length), generator=draw).tolist()]
+    rows = [pack([tokens]) for tokens in tokens_of(shape(size), MICROBATCHES, length)]
     own = [shard_row(row, world) for row in rows[world.data_rank :: world.data_size]]
     return lambda: trainer.step(own, NextTokenLoss(MICROBATCHES * (length - 1)))
 
 
-def decode_step(chunks: int, dtype: str, ranks: int = 1) -> Callable[[], object]:
+def decode_step(size: str, dtype: str, ranks: int = 1) -> tuple[Callable[[], object], torch.nn.Module]:
     from lockstep import Engine, EngineConfig, SamplingParams
     from lockstep.config import ParallelConfig
     from lockstep.model import initialize
     from lockstep.parallel import generator_model
 
-    world, parallel = world_of(ranks), ParallelConfig(tensor=ranks, reduction_chunks=chunks)
-    model = generator_model(shape(chunks), getattr(torch, dtype), world, parallel, partial(initialize, seed=0))
+    world, parallel = world_of(ranks), ParallelConfig(tensor=ranks, reduction_chunks=max(CHUNKS))
+    model = generator_model(shape(size), getattr(torch, dtype), world, parallel, partial(initialize, seed=0))
     engine = Engine(model, EngineConfig(max_tokens_per_step=SEQUENCES * CONTEXT, max_sequences=SEQUENCES))
-    draw = torch.Generator().manual_seed(0)
-    for prompt in torch.randint(VOCAB, (SEQUENCES, CONTEXT), generator=draw).tolist():
+    for prompt in tokens_of(shape(size), SEQUENCES, CONTEXT):
         engine.add(prompt, SamplingParams(max_tokens=512, seed=0, ignore_eos=True))
     engine.step()  # the prompts
-    return engine.step
+    return engine.step, model
 
 
 @contextmanager
@@ -156,43 +176,49 @@ def report(title: str, seconds: dict[str, float], base: str) -> None:
         print(f"  {name:28} {own * 1000:9.1f} ms   {own / seconds[base]:.3f}", flush=True)
 
 
-def step(dtype: str) -> None:
-    sides: dict[str, Callable[[], object]] = {f"C = {chunks}": training_step(chunks, dtype) for chunks in CHUNKS}
-    plain = training_step(1, dtype)
+def sides_of(step: Callable[[], object], model: torch.nn.Module) -> dict[str, Callable[[], object]]:
+    sides = {f"C = {chunks}": in_chunks(step, model, chunks) for chunks in CHUNKS}
+    one_chain = sides["C = 1"]
 
     def library() -> None:
         with library_operators():
-            plain()
+            one_chain()
 
-    report(f"training step, {dtype}, one process", best_in_turns(sides | {"library": library}), "C = 1")
-
-
-def decode(dtype: str) -> None:
-    sides = {f"C = {chunks}": decode_step(chunks, dtype) for chunks in CHUNKS}
-    report(f"decode step of {SEQUENCES} sequences, {dtype}, one process", best_in_turns(sides), "C = 1")
+    return sides | {"library": library}
 
 
-def order(dtype: str) -> None:
+def step(size: str, dtype: str) -> None:
+    title = f"training step, {size}, {dtype}, one process"
+    report(title, best_in_turns(sides_of(*training_step(size, dtype))), "C = 1")
+
+
+def decode(size: str, dtype: str) -> None:
+    title = f"decode step of {SEQUENCES} sequences, {size}, {dtype}, one process"
+    report(title, best_in_turns(sides_of(*decode_step(size, dtype))), "C = 1")
+
+
+def order(size: str, dtype: str) -> None:
     for name in LAYOUTS:
-        seconds = _started("order", dtype, 1 if name == "one process" else 2, name)
-        report(f"training step of {MICROBATCHES} micro-batches, {dtype}, {name}", seconds, COME)
+        seconds = _started("order", size, dtype, 1 if name == "one process" else 2, name)
+        report(f"training step of {MICROBATCHES} micro-batches, {size}, {dtype}, {name}", seconds, COME)
 
 
-def ranks(dtype: str) -> None:
+def ranks(size: str, dtype: str) -> None:
     for part in ("step", "decode"):
         seconds = {name: float("inf") for name in ("one process, two threads", "two ranks, one thread each")}
         for _ in range(3):
             for name, count in zip(seconds, (1, 2)):
-                seconds[name] = min(seconds[name], _started(part, dtype, count)["own"])
-        report(f"{part}, {dtype}, C = 2", seconds, "one process, two threads")
+                seconds[name] = min(seconds[name], _started(part, size, dtype, count)["own"])
+        report(f"{part}, {size}, {dtype}, C = 2", seconds, "one process, two threads")
 
 
-def _started(part: str, dtype: str, count: int, layout: str = "one process") -> dict[str, float]:
+def _started(part: str, size: str, dtype: str, count: int, layout: str = "one process") -> dict[str, float]:
     """Rank 0's best times of a part in fresh processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--one", part, "--dtype", dtype, "--ranks", str(count), "--layout", layout]
+    command = [sys.executable, __file__, "--one", part, "--size", size, "--dtype", dtype]
+    command += ["--ranks", str(count), "--layout", layout]
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = []
     for rank in range(count):
@@ -204,12 +230,12 @@ def _started(part: str, dtype: str, count: int, layout: str = "one process") -> 
     return seconds
 
 
-def one(part: str, dtype: str, count: int, layout: str) -> None:
+def one(part: str, size: str, dtype: str, count: int, layout: str) -> None:
     torch.set_num_threads(2 // count)
     if part == "order":
-        sides = {name: accumulating_step(ordered, dtype, layout) for name, ordered in SIDES.items()}
+        sides = {name: accumulating_step(size, ordered, dtype, layout) for name, ordered in SIDES.items()}
     else:
-        sides = {"own": (training_step if part == "step" else decode_step)(2, dtype, count)}
+        sides = {"own": in_chunks(*(training_step if part == "step" else decode_step)(size, dtype, count), 2)}
     print(json.dumps(best_in_turns(sides)))
 
 
@@ -218,13 +244,14 @@ PARTS = {"step": step, "decode": decode, "order": order, "ranks": ranks}
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(PARTS), default="")
+    parser.add_argument("--size", choices=("110m", "0.6b"), default="110m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--one", choices=("step", "decode", "order"), default="", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--layout", choices=LAYOUTS, default="one process", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one(options.one, options.dtype, options.ranks, options.layout)
+        one(options.one, options.size, options.dtype, options.ranks, options.layout)
     for name, part in PARTS.items():
         if not options.one and options.part in ("", name):
-            part(options.dtype)
+            part(options.size, options.dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep import model
+from lockstep import model, ops
 from lockstep.checkpoint.checkpoints import STATE, weights_folder
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
@@ -37,12 +37,14 @@ def open_model(
     """The model in its own dtype, on the accelerator, in the arithmetic of its run, unless others are given.
 
     Of a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. Where this machine
-    cannot compute as the run did, a warning names both. Raises UserError for what cannot be had.
+    lacks the instructions to compute as the run did, a warning names both arithmetics; one that would be emulated has
+    to be asked for. Raises UserError for what cannot be had.
     """
     place = open_device(device) if world is None else world.device
     trained_in = trained_arithmetic(folder)
+    slow = ops.is_emulated(trained_in)
     try:
-        set_arithmetic(arithmetic, place, trained_in)
+        set_arithmetic(arithmetic, place, "" if slow else trained_in)
     except UserError:
         if arithmetic != "auto":
             raise
@@ -55,10 +57,11 @@ def open_model(
     if trained_in not in ("", arithmetic_of(place)):
         log.warning(
             "%s was trained in %s arithmetic and is computed in %s here: log-probabilities differ from those of its "
-            "run in their last bits",
+            "run in their last bits%s",
             folder,
             trained_in,
             arithmetic_of(place),
+            f"; --arithmetic {trained_in} gives the same, many times as slow" if slow else "",
         )
     return opened
 

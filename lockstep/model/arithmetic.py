@@ -2,9 +2,13 @@
 
 `portable` gives the same bits on every CPU; `bf16_pairs` and `bf16_tiles` are faster in bfloat16 where the processor
 has the instructions, each with bits of its own. GPUs have theirs, which nobody chooses.
+
+`bf16_tiles` can be asked for on any processor: where AMX is missing it is emulated, many times as slow.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 
@@ -16,7 +20,7 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
     """Makes the CPU's operators compute in `wanted`; returns its name, or `auto` where `device` is no CPU.
 
     auto: `recorded`, that of the run or the checkpoint gone on with, or where nothing is recorded the fastest of this
-    processor. Raises UserError for one that this processor has not, naming both sides.
+    processor. Warns where it is emulated. Raises UserError for one that this processor has not, naming both sides.
     """
     if device.type != "cpu":
         if wanted != "auto":
@@ -24,7 +28,7 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
         return "auto"
     chosen = recorded if wanted == "auto" and recorded in ops.ARITHMETICS else wanted
     try:
-        return ops.set_arithmetic(chosen)
+        name = ops.set_arithmetic(chosen)
     except UserError:
         raise
     except ValueError as error:
@@ -34,6 +38,13 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
             f"computed so far in {recorded} arithmetic, which cannot be had here: {error}. Resume where it can, or "
             "accept other bits from here on with --arithmetic portable"
         ) from error
+    if ops.is_emulated(name):
+        warnings.warn(
+            f"arithmetic {name} is emulated on this processor, with the same bits and many times as slow; --arithmetic "
+            "portable is faster, with other bits",
+            stacklevel=2,
+        )
+    return name
 
 
 def arithmetic_of(device: torch.device) -> str:

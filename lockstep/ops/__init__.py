@@ -13,7 +13,7 @@ from lockstep.ops.first_calls import call_once
 from lockstep.ops.forms import FORMS
 from lockstep.ops.linear import linear
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
-from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, set_arithmetic
+from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emulated, set_arithmetic
 from lockstep.ops.norm import rms_norm
 from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.packed_weights import PackedWeights
@@ -47,6 +47,7 @@ __all__ = [
     "instruction_set",
     "integer_squares",
     "inverse_temperature",
+    "is_emulated",
     "linear",
     "log",
     "log_prob_sum",

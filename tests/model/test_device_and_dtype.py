@@ -1,14 +1,24 @@
 """Where a model computes, in which dtype and arithmetic: as asked, and as chosen where nothing is."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
-from lockstep import load_model
+from lockstep import load_model, score
 from lockstep.checkpoint import open_model
 from lockstep.errors import UserError
-from lockstep.model import arithmetic_of, choose_dtype, open_device, set_arithmetic, training_seconds
+from lockstep.model import (
+    arithmetic_of,
+    choose_dtype,
+    instruction_set,
+    open_device,
+    set_arithmetic,
+    training_seconds,
+)
+from lockstep.ops.native import instruction_sets
+from lockstep.rl.parity_check import check_parity
 from lockstep.train import pack
 
 CPU = torch.device("cpu")
@@ -71,13 +81,49 @@ def test_another_arithmetic_is_taken_or_refused_by_name():
 
 
 def test_a_checkpoint_of_another_arithmetic_is_named_where_it_is_opened(tmp_path, model_folder, caplog):
-    import shutil
-
     shutil.copytree(model_folder, tmp_path / "model")
     (tmp_path / "model" / "state.json").write_text('{"arithmetic": "cuda sm_90"}')
     model = open_model(tmp_path / "model", device="cpu")
     assert model.dtype == torch.bfloat16
     assert f"was trained in cuda sm_90 arithmetic and is computed in {arithmetic_of(CPU)} here" in caplog.text
+
+
+@pytest.fixture
+def without_a_matrix_unit(monkeypatch):
+    """This processor, or as much of it as has none."""
+    before = arithmetic_of(CPU)
+    first = next(each for each in instruction_sets.supported() if each.arithmetic != "bf16_tiles")
+    monkeypatch.setenv("LOCKSTEP_ISA", first.name)
+    instruction_sets.supported.cache_clear()
+    set_arithmetic("auto", CPU)
+    yield first
+    monkeypatch.undo()
+    instruction_sets.supported.cache_clear()
+    set_arithmetic(before, CPU)
+
+
+def test_tiles_are_emulated_for_a_run_that_began_in_them_and_for_whoever_asks(
+    without_a_matrix_unit, tmp_path, model_folder, caplog
+):
+    own = without_a_matrix_unit.arithmetic
+    assert arithmetic_of(CPU) == own and instruction_set() == without_a_matrix_unit.name, "never by itself"
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "state.json").write_text('{"arithmetic": "bf16_tiles"}')
+    tokens = [list(range(3, 60))]
+    fast = score(open_model(tmp_path / "model", device="cpu"), tokens)[0]
+    assert f"trained in bf16_tiles arithmetic and is computed in {own} here" in caplog.text
+    assert "--arithmetic bf16_tiles gives the same, many times as slow" in caplog.text
+    caplog.clear()
+    with pytest.warns(UserWarning, match="bf16_tiles is emulated on this processor.*--arithmetic portable is faster"):
+        model = open_model(tmp_path / "model", device="cpu", arithmetic="bf16_tiles")
+    assert arithmetic_of(CPU) == "bf16_tiles" and instruction_set() == "plain_tiles" and not caplog.text
+    exact = score(model, tokens)[0]
+    assert not torch.equal(exact, fast)
+    assert torch.allclose(exact, fast, atol=0.05), "as near as bfloat16's rounding of hidden states lets them be"
+    assert check_parity(model, tokens=200)[0].tokens_different == 0
+    set_arithmetic("auto", CPU)
+    with pytest.warns(UserWarning, match="emulated"):
+        assert set_arithmetic("auto", CPU, recorded="bf16_tiles") == "bf16_tiles", "a resumed run keeps its own"
 
 
 def test_model_and_batch_are_made_where_they_are_asked_to_be(model_folder):

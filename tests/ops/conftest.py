@@ -13,6 +13,8 @@ def use(patch: pytest.MonkeyPatch, form: str) -> None:
     """Switches this process to a form; `patch.undo` and `forget_forms` switch back."""
     patch.setenv("LOCKSTEP_NATIVE", "0" if form == "pytorch" else "1")
     patch.setenv("LOCKSTEP_ISA", "" if form == "pytorch" else form)
+    # A run in this process may have left the arithmetic that it asked for.
+    patch.setattr(native, "_wanted_arithmetic", "auto")
     forget_forms()
 
 

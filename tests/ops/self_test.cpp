@@ -1,4 +1,4 @@
-// Prints a digest of what every portable kernel computes on fixed data: the same on every processor.
+// Prints a digest of what the kernels compute on fixed data: in one arithmetic the same on every processor.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -21,6 +21,12 @@ void attend_f32(const float*, float*, float*, const float*, const float*, const 
 void attend_backward_f32(const float*, const float*, const float*, const float*, const float*, const float*, float*,
                          float*, float*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t,
                          int64_t, float);
+void write_pages_bf16(const bf16*, const bf16*, const int64_t*, bf16*, bf16*, int64_t, int64_t, int64_t);
+void attend_bf16(const bf16*, bf16*, float*, const bf16*, const bf16*, const int32_t*, const int32_t*, const int32_t*,
+                 int64_t, int64_t, int64_t, int64_t, int64_t, float);
+void attend_backward_bf16(const bf16*, const bf16*, const bf16*, const bf16*, const bf16*, const float*, float*, bf16*,
+                          bf16*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
+                          float);
 void log_probs_f32(const float*, const int64_t*, const float*, const int64_t*, float*, float*, float*, int64_t, int64_t,
                    int64_t);
 void masses_f32(const float*, const float*, const int64_t*, float*, int64_t, int64_t, int64_t);
@@ -57,6 +63,31 @@ static void digest(const char* what, const std::vector<T>& data) {
     const unsigned char* bytes = (const unsigned char*)data.data();
     for (size_t i = 0; i < data.size() * sizeof(T); i++) hash = (hash ^ bytes[i]) * 1099511628211u;
     std::printf("%s %016llx\n", what, (unsigned long long)hash);
+}
+
+static void attention_in_bfloat16(int64_t dim) {
+    const int64_t tokens = 150, heads = 4, kv_heads = 2, pages = 10;
+    const auto q = narrowed(values(tokens, heads * dim)), k = narrowed(values(tokens, kv_heads * dim));
+    const auto v = narrowed(values(tokens, kv_heads * dim));
+    std::vector<uint16_t> key_pages(pages * 16 * kv_heads * dim), value_pages(key_pages.size()), out(q.size());
+    std::vector<uint16_t> grad_k(k.size()), grad_v(v.size());
+    std::vector<float> log_sums(tokens * heads), grad_q(q.size());
+    std::vector<int64_t> slots(tokens);
+    for (int64_t i = 0; i < tokens; i++) slots[i] = i;
+    std::vector<int32_t> table(pages), starts = {0, (int32_t)tokens}, contexts = {(int32_t)tokens}, first = {0};
+    for (int64_t i = 0; i < pages; i++) table[i] = i;
+    const auto in = [](const std::vector<uint16_t>& x) { return (const bf16*)x.data(); };
+    const auto to = [](std::vector<uint16_t>& x) { return (bf16*)x.data(); };
+    write_pages_bf16(in(k), in(v), slots.data(), to(key_pages), to(value_pages), tokens, kv_heads, dim);
+    attend_bf16(in(q), to(out), log_sums.data(), in(key_pages), in(value_pages), table.data(), starts.data(),
+                contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f);
+    digest("attention in bfloat16", out);
+    digest("its log-sums", log_sums);
+    attend_backward_bf16(in(q), in(q), in(k), in(v), in(out), log_sums.data(), grad_q.data(), to(grad_k), to(grad_v),
+                         starts.data(), contexts.data(), first.data(), 1, heads, kv_heads, dim, 0.01f);
+    digest("its gradient", grad_q);
+    digest("its gradient of keys", grad_k);
+    digest("its gradient of values", grad_v);
 }
 
 int main() {
@@ -139,4 +170,5 @@ int main() {
     product_sums_bf16((const bf16*)narrow_left.data(), depth, 1, (const bf16*)narrow_right.data(), depth, 1, nullptr,
                       sums.data(), rows, depth, outputs, 8);
     digest("its sums in bfloat16", sums);
+    for (const int64_t dim : {32, 48}) attention_in_bfloat16(dim);
 }

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 
 from lockstep import ops
 from lockstep.ops import native, packed_weights, plain
+from tests.ops import definitions
 
 # `ops.linear` is the function.
 module = importlib.import_module("lockstep.ops.linear")
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+def is_slow(form: str, dtype: torch.dtype) -> bool:
+    # Of emulated tiles the products in bfloat16 have code of their own, which is tested whole.
+    return form in ("pytorch", "plain") or (form, dtype) == ("plain_tiles", torch.float32)
 
 
 def cancelling(seed: int, rows: int, depth: int, outputs: int, dtype: torch.dtype):
@@ -37,34 +43,23 @@ def assert_rows_agree(product, x, w, counts):
         assert torch.equal(product(x[-count:], w), whole[-count:]), f"the last {count} rows"
 
 
-def tile_product(x, w, chunks=1):
-    """What `bf16_tiles` is: of 32 elements the even and the odd ones a chain each, added to each other and to the sum.
-
-    A product of two bfloat16 is exact in float32, so that each multiply-add rounds once.
-    """
-    sums = []
-    for part, others in zip(x.float().chunk(chunks, 1), w.float().chunk(chunks, 1)):
-        total = torch.zeros(len(x), len(w))
-        for block, other in zip(part.split(32, 1), others.split(32, 1)):
-            halves = [torch.zeros_like(total), torch.zeros_like(total)]
-            for k in range(block.shape[1]):
-                halves[k % 2] += block[:, k, None] * other[None, :, k]
-            total += halves[0] + halves[1]
-        sums.append(total)
-    return module.tree_sum(sums)
+def defining_sums(x, w, chunks=1):
+    """In float32, by the definition of the arithmetic in use."""
+    adds = {"bf16_pairs": definitions.add_pairs, "bf16_tiles": definitions.add_tiles}
+    add = adds.get(native.arithmetic()) if x.dtype == torch.bfloat16 else None
+    parts = zip(x.chunk(chunks, 1), w.chunk(chunks, 1))
+    if add is None:
+        return module.tree_sum([plain.product(part, other.T) for part, other in parts])
+    return module.tree_sum([add(torch.zeros(len(x), len(w)), part, other) for part, other in parts])
 
 
-def defining_product(form, x, w):
-    """The product by its definition, or None where the processor's pairs have bits of their own."""
-    if x.dtype == torch.bfloat16 and form == "avx512_bf16":
-        return None
-    sums = tile_product(x, w) if x.dtype == torch.bfloat16 and form == "amx" else plain.product(x, w.T)
-    return sums.to(x.dtype)
+def defining_product(x, w):
+    return defining_sums(x, w).to(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_rows_gives_a_row_the_same_bits(form, dtype):
-    counts = [1, 2, 3, 5, 8, 64] if form in ("pytorch", "plain") else range(1, 131)
+    counts = [1, 2, 3, 5, 8, 64] if is_slow(form, dtype) else range(1, 131)
     assert_rows_agree(module.product, *cancelling(0, 130, 77, 45, dtype), counts)
 
 
@@ -83,14 +78,11 @@ def test_another_order_for_a_single_row_would_be_noticed(dtype):
 def test_products_are_the_chain_that_defines_them(form, dtype, data):
     rows, depth, outputs = (data.draw(st.integers(1, most)) for most in (40, 90, 70))
     x, w = cancelling(data.draw(st.integers(0, 99)), rows, depth, outputs, dtype)
-    expected = defining_product(form, x, w)
-    if expected is None:
-        pytest.skip("pairs have bits of their own")
-    assert torch.equal(module.product(x, w), expected)
+    assert torch.equal(module.product(x, w), defining_product(x, w))
     # The gradients' products read both factors across.
     grad = module.product(x, w).sign() + 1
     if form != "pytorch":
-        of_x, of_w = defining_product(form, grad, w.T), defining_product(form, grad.T, x.T)
+        of_x, of_w = defining_product(grad, w.T), defining_product(grad.T, x.T)
         assert torch.equal(module.product(grad, w.T), of_x) and torch.equal(module.product(grad.T, x.T), of_w)
         if native.arithmetic() == "portable":
             assert torch.equal(module.input_gradient(grad, w), of_x)
@@ -102,7 +94,7 @@ def test_products_are_the_chain_that_defines_them(form, dtype, data):
     ("rows", "depth", "outputs"), [(700, 1000, 130), (33, 3072, 64), (300, 770, 2050), (2, 64, 4099)]
 )
 def test_blocks_threads_slices_and_panels_change_no_bit(form, dtype, rows, depth, outputs):
-    if form in ("pytorch", "plain"):
+    if is_slow(form, dtype):
         rows, depth, outputs = min(rows, 40), depth // 16, outputs // 16
     x, w = cancelling(1, rows, depth, outputs, dtype)
     expected = module.product(x, w)
@@ -148,7 +140,7 @@ def by_parts(x, w, ranks, chunks):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "depth", "outputs"), [(1, 64, 40), (37, 96, 70), (400, 3072, 130)])
 def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(form, dtype, rows, depth, outputs):
-    if form in ("pytorch", "plain"):
+    if is_slow(form, dtype):
         rows, depth, outputs = min(rows, 20), min(depth, 96), min(outputs, 40)
     x, w = cancelling(2, rows, depth, outputs, dtype)
     for chunks in (2, 4, 8):
@@ -181,6 +173,14 @@ def test_chunks_that_do_not_divide_the_features_are_refused():
     for dtype, depth, chunks in [(torch.float32, 90, 4), (torch.bfloat16, 92, 4), *few]:
         with pytest.raises(ValueError, match=f"{chunks} chunks of a .* product need to be a power of two"):
             module.product(torch.ones(2, depth, dtype=dtype), torch.ones(3, depth, dtype=dtype), chunks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_of_chunks_below_the_normal_floats_is_rounded_as_it_is(dtype):
+    x, w = torch.zeros(20, 64), torch.full((40, 64), 2.0**-63)
+    x[:, 0], x[:, 32] = 1.5 * 2.0**-63, -(2.0**-63)
+    expected = torch.full((20, 40), 2.0**-127, dtype=dtype)
+    assert torch.equal(module.product(x.to(dtype), w.to(dtype), 2), expected)
 
 
 def test_packed_panels_are_made_anew_when_the_weight_changes(form):
@@ -279,29 +279,20 @@ def test_panels_give_their_memory_back(form):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_of_several_blocks_of_k_is_the_chain_too(form, dtype):
     x, w = cancelling(2, 3, 1601, 20, dtype)  # more than two blocks of either dtype, and an odd end
-    expected = defining_product(form, x, w)
-    if expected is None:
-        x, w = torch.randn(3, 1601).bfloat16(), torch.randn(20, 1601).bfloat16()
-        expected = (x.double() @ w.double().T).float()
-        # Pairs have bits of their own: within float32's rounding of 1,601 terms of about 1, rounded to bfloat16.
-        assert (module.product(x, w).float() - expected).abs().max() < 0.01 * expected.abs().max()
-    else:
-        assert torch.equal(module.product(x, w), expected)
+    assert torch.equal(module.product(x, w), defining_product(x, w))
 
 
-def test_tiles_are_summed_by_chunks_as_their_definition_says(form):
-    if form != "amx":
-        pytest.skip("only a matrix unit multiplies tiles")
-    for rows, depth, outputs, chunks in [(1, 64, 40, 2), (17, 96, 33, 4), (33, 1040, 70, 8), (100, 3072, 65, 4)]:
-        x, w = cancelling(rows, rows, depth, outputs, torch.bfloat16)
-        assert torch.equal(module.product_sums(x, w, chunks), tile_product(x, w, chunks))
-
-
-def test_a_matrix_unit_takes_what_is_too_small_for_a_normal_float_as_zero(form):
-    if form != "amx":
-        pytest.skip("only a matrix unit multiplies tiles")
-    x, w = torch.full((3, 64), 2.0**-70).bfloat16(), torch.full((5, 64), 2.0**-60).bfloat16()
-    assert not module.product_sums(x, w).any(), "64 products of 2^-130, whose sum is a normal float"
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "depth", "outputs", "chunks"), [(1, 64, 40, 2), (17, 96, 33, 4), (33, 1040, 70, 8), (100, 3072, 65, 4)]
+)
+def test_products_are_summed_by_chunks_as_their_definition_says(form, dtype, rows, depth, outputs, chunks):
+    if is_slow(form, dtype):
+        depth = min(depth, 1040)
+    x, w = cancelling(rows, rows, depth, outputs, dtype)
+    sums = module.product_sums(x, w, chunks)
+    assert torch.equal(sums, defining_sums(x, w, chunks))
+    assert torch.equal(module.product(x, w, chunks), sums.to(dtype))
 
 
 def test_a_weight_and_its_transpose_have_their_own_panels(form):

@@ -27,7 +27,7 @@ SUFFIX = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 
 
 ARITHMETICS = ("auto", "portable", "bf16_pairs", "bf16_tiles", "pytorch")
-_NEEDS = {"portable": "SSE4.2 or NEON", "bf16_pairs": "AVX512-BF16", "bf16_tiles": "AMX"}
+_NEEDS = {"portable": "SSE4.2 or NEON", "bf16_pairs": "AVX512-BF16", "bf16_tiles": "AMX or plain_tiles"}
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +61,9 @@ def _offer_openmp() -> None:
 def _usable_sets() -> list[InstructionSet]:
     """Of the wanted arithmetic, best first, without those whose kernels could not be compiled."""
     compiled = [each for each in supported() if each.name not in _not_compiled]
-    return [each for each in compiled if _wanted_arithmetic in ("auto", each.arithmetic)]
+    if _wanted_arithmetic == "auto":
+        return [each for each in compiled if not each.emulated or each.name == os.environ.get("LOCKSTEP_ISA")]
+    return [each for each in compiled if each.arithmetic == _wanted_arithmetic]
 
 
 def _chosen() -> InstructionSet:
@@ -99,6 +101,12 @@ def set_arithmetic(name: str) -> str:
         _wanted_arithmetic = before
         library.cache_clear()
         raise
+
+
+def is_emulated(arithmetic: str) -> bool:
+    """Whether this processor lacks its instructions and can compute in it without them, many times as slow."""
+    sets = [each for each in supported() if each.arithmetic == arithmetic]
+    return bool(sets) and all(each.emulated for each in sets)
 
 
 def arithmetic() -> str:

@@ -41,10 +41,12 @@ struct BlockUnits {
         static thread_local std::vector<word> scratch;
         scratch.resize(BLOCK * pairs);
         word* turned = scratch.data();  // [key][pair]
+        const int64_t read = (rows + UNIT_ROWS - 1) / UNIT_ROWS * UNIT_ROWS;
         for (int64_t p = 0; p < pairs; p += WIDTH)
-            for (int64_t j = 0; j < rows; j += WIDTH) {
+            for (int64_t j = 0; j < read; j += WIDTH) {
                 words block[WIDTH];
-                for (int i = 0; i < WIDTH; i++) block[i] = (words)left[((p + i) * BLOCK + j) / LANES];
+                for (int i = 0; i < WIDTH; i++)
+                    std::memcpy(&block[i], (const word*)left + (p + i) * BLOCK + j, sizeof(words));
                 transpose(block);
                 for (int i = 0; i < WIDTH; i++) std::memcpy(turned + (j + i) * pairs + p, &block[i], sizeof(words));
             }
@@ -172,7 +174,7 @@ class BlockGradient {
 
     // Two rows side by side, rounded; returns one after the other.
     static __m512i store_pairs(const f32x16 (&rows)[2], __m512i* pairs) {
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)rows[1].parts[0], (__m512)rows[0].parts[0]);
+        const __m512i both = (__m512i)narrowed(rows[0], rows[1]);
         *pairs = (__m512i)interleaved(both);
         return both;
     }

@@ -18,16 +18,17 @@ class UnknownInstructions(UserError, ValueError):
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """A name, the compiler's flags, and what /proc/cpuinfo must list."""
+    """A name, the compiler's flags, and what /proc/cpuinfo must list.
+
+    `arithmetic`: `portable`, the same bits on every processor, `bf16_pairs` or `bf16_tiles`. `emulated`: in plain C,
+    many times as slow, so that it serves only where its arithmetic or its name is asked for.
+    """
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str] = frozenset()
-
-    @property
-    def arithmetic(self) -> str:
-        """`portable`, the same bits on every processor, `bf16_pairs` or `bf16_tiles`."""
-        return {"avx512_bf16": "bf16_pairs", "amx": "bf16_tiles"}.get(self.name, "portable")
+    arithmetic: str = "portable"
+    emulated: bool = False
 
 
 _AVX2 = ("-mavx2", "-mfma")
@@ -36,16 +37,24 @@ _AVX512_NEEDS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "av
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 _AVX512_BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16"}
 _AMX_NEEDS = _AVX512_BF16_NEEDS | {"amx_tile", "amx_bf16"}
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLOCKSTEP_TILES")
+_X86 = ("-march=x86-64-v2", "-DLOCKSTEP_PLAIN")
+_X86_NEEDS = frozenset({"sse4_2", "ssse3", "popcnt"})
 PLAIN = InstructionSet("plain", ("-DLOCKSTEP_PLAIN",))
-_NEON = (InstructionSet("neon", ()), PLAIN)
+# Vectors that are wider than a register make compilers remark on how they are passed.
+_TILES = ("-DLOCKSTEP_TILES", "-Wno-psabi")
+PLAIN_TILES = InstructionSet("plain_tiles", (*PLAIN.flags, *_TILES), arithmetic="bf16_tiles", emulated=True)
+_ANY = (PLAIN_TILES, PLAIN)
+_NEON = (InstructionSet("neon", ()), *_ANY)
 # Best first.
 BY_MACHINE = {
     "x86_64": (
-        InstructionSet("amx", (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLOCKSTEP_TILES"), _AMX_NEEDS),
-        InstructionSet("avx512_bf16", _AVX512_BF16, _AVX512_BF16_NEEDS),
+        InstructionSet("amx", _AMX, _AMX_NEEDS, "bf16_tiles"),
+        InstructionSet("avx512_bf16", _AVX512_BF16, _AVX512_BF16_NEEDS, "bf16_pairs"),
         InstructionSet("avx512", _AVX512, _AVX512_NEEDS),
         InstructionSet("avx2", _AVX2, frozenset({"avx2", "fma"})),
-        InstructionSet("plain", ("-march=x86-64-v2", "-DLOCKSTEP_PLAIN"), frozenset({"sse4_2", "ssse3", "popcnt"})),
+        InstructionSet("plain_tiles", (*_X86, *_TILES), _X86_NEEDS, "bf16_tiles", emulated=True),
+        InstructionSet("plain", _X86, _X86_NEEDS),
     ),
     "aarch64": _NEON,
     "arm64": _NEON,
@@ -79,7 +88,7 @@ def _may_use_tiles() -> bool:
 
 
 def _sets() -> tuple[InstructionSet, ...]:
-    return BY_MACHINE.get(platform.machine().lower(), (PLAIN,))
+    return BY_MACHINE.get(platform.machine().lower(), _ANY)
 
 
 @cache
@@ -97,7 +106,6 @@ def _flags_from_torch() -> frozenset[str]:
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
-    base = frozenset({"sse4_2", "ssse3", "popcnt"})
     if capability == "AVX512":
-        return base | _AVX512_NEEDS
-    return base | {"avx2", "fma"} if capability == "AVX2" else base
+        return _X86_NEEDS | _AVX512_NEEDS
+    return _X86_NEEDS | {"avx2", "fma"} if capability == "AVX2" else _X86_NEEDS

@@ -2,7 +2,12 @@
 #pragma once
 #include "vector.h"
 
-#if defined(LOCKSTEP_AVX512) && defined(__AVX512BF16__)
+#if defined(LOCKSTEP_PLAIN) && defined(LOCKSTEP_TILES)
+#define LOCKSTEP_PLAIN_TILES
+#include "plain_instructions.h"
+#endif
+
+#if defined(LOCKSTEP_AVX512) && defined(__AVX512BF16__) || defined(LOCKSTEP_PLAIN_TILES)
 #define LOCKSTEP_PAIRS
 
 // Pairs along the inner index: element i of two rows side by side in 32 bits.
@@ -15,6 +20,11 @@ static inline __m512bh interleaved(__m512i rows) {  // 16 elements of one row, t
 static inline __m512bh interleaved(const bf16* first, const bf16* second) {
     const __m256i a = _mm256_loadu_si256((const __m256i*)first), b = _mm256_loadu_si256((const __m256i*)second);
     return interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+}
+
+// Two vectors after each other, rounded. What is too small for a normal float becomes zero.
+static inline __m512bh narrowed(const f32x16& first, const f32x16& second) {
+    return _mm512_cvtne2ps_pbh(_mm512_loadu_ps(&second), _mm512_loadu_ps(&first));
 }
 
 struct PackedPairs {  // [pair][stride] as converted

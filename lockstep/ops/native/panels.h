@@ -8,8 +8,12 @@
 
 typedef uint32_t word;
 
-// Outputs of a panel.
+// Outputs of a panel: a matrix unit takes two registers of 16.
+#ifdef LOCKSTEP_TILES
+constexpr int64_t COLUMNS = 32;
+#else
 constexpr int64_t COLUMNS = WIDTH == 16 ? 32 : 16;
+#endif
 
 // Elements along k in one step.
 template <class T>

@@ -31,7 +31,7 @@ struct Chain<float> {
         return multiply_add(splat_part(factor), w, sum);
     }
 };
-#ifdef LOCKSTEP_PAIRS
+#if defined(LOCKSTEP_PAIRS) && !defined(LOCKSTEP_TILES)
 template <>
 struct Chain<bf16> {
     static constexpr int HALVES = 1;
@@ -332,3 +332,12 @@ EXPORT_PACK(pack_f32, float)
 EXPORT_PACK(pack_bf16, bf16)
 
 extern "C" int64_t panel_columns() { return COLUMNS; }
+
+#ifdef LOCKSTEP_TILES
+// Whether this thread still holds the matrix unit, whose state the system would save at every switch of threads.
+extern "C" int64_t holds_unit() {
+    uint8_t settings[64];  // all zeros where it is released
+    _tile_storeconfig(settings);
+    return settings[0];
+}
+#endif
