@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 import tests.typechecker
 
-jaxtyping.jaxtyped = tests.typechecker.unchecked_while_compiling(jaxtyping.jaxtyped)
+jaxtyping.jaxtyped = tests.typechecker.checked_once_a_kind(jaxtyping.jaxtyped)
 # Before anything else imports the package: only modules imported under the hook are checked.
 install_import_hook("lockstep", "tests.typechecker.check")
 

@@ -1,28 +1,77 @@
-"""How annotations are checked: an int may stand where a float is asked for, as PEP 484 has it."""
+"""How annotations are checked: an int may stand where a float is asked for, as PEP 484 has it.
+
+A check sees types, shapes and dtypes alone, so a call whose arguments and result have those of a call that was checked
+is not checked again: checking every call takes as long as the computing itself.
+"""
 
 import functools
 import inspect
+from threading import get_ident
 
+import numpy as np
 import torch
 from beartype import BeartypeConf, beartype
 
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+LONGEST = 4
+"""Items of a tuple or list that are looked at one by one; a call with a longer one is always checked."""
+MOST = 2_000
+"""Kinds of calls remembered of a function."""
 
 
-def unchecked_while_compiling(jaxtyped):
-    """`jaxtyping.jaxtyped`, but torch.compile, which cannot trace the checks, sees the function itself."""
+def kind_of(value):
+    """All that a check of `value` depends on; None where the check looks into it."""
+    kind = type(value)
+    if issubclass(kind, (torch.Tensor, np.ndarray)):
+        return kind, value.shape, value.dtype
+    if kind is str:
+        return kind, value  # of a Literal its value counts
+    if kind in (tuple, list) and len(value) <= LONGEST:
+        kinds = tuple(map(kind_of, value))
+        return None if None in kinds else (kind, kinds)
+    return None if kind is type or issubclass(kind, (tuple, list, dict, set, frozenset)) else kind
+
+
+def kind_of_call(values, named):
+    kinds = (*map(kind_of, values), *map(kind_of, named.values()))
+    return None if None in kinds else (kinds, *named)
+
+
+def checked_once_a_kind(jaxtyped):
+    """`jaxtyping.jaxtyped`, but checking calls of one kind once, and made at a function's first call: making those of
+    all functions takes longer than most tests. torch.compile, which cannot trace the checks, sees the function."""
 
     def decorator(*arguments, **keywords):
         check_of = jaxtyped(*arguments, **keywords)
 
         def decorate(function):
-            checked = check_of(function)
             if not inspect.isfunction(function):
-                return checked
+                return check_of(function)
+            computed = {}  # a result that is there already, by thread
+            results_of = {}  # the kinds of results by the kinds of arguments
+
+            @functools.wraps(function)
+            def compute(*values, **named):
+                ready = computed.pop(get_ident(), None)
+                return ready[0] if ready else function(*values, **named)
+
+            checked = functools.cache(lambda: check_of(compute))
 
             @functools.wraps(function)
             def call(*values, **named):
-                return function(*values, **named) if torch.compiler.is_compiling() else checked(*values, **named)
+                if torch.compiler.is_compiling():
+                    return function(*values, **named)
+                arguments = kind_of_call(values, named)
+                if arguments in results_of:
+                    result = function(*values, **named)
+                    if kind_of(result) in results_of[arguments]:
+                        return result
+                    computed[get_ident()] = (result,)
+                result = checked()(*values, **named)
+                kind = kind_of(result)
+                if None not in (arguments, kind) and len(results_of) < MOST:
+                    results_of.setdefault(arguments, set()).add(kind)
+                return result
 
             return call
 
