@@ -22,6 +22,7 @@ from lockstep.model import Decoder
 from lockstep.model.shard import local_part
 from lockstep.observe import log
 from lockstep.parallel import World
+from lockstep.parallel.exchange import gather_rows
 from lockstep.parallel.messages import from_all
 from lockstep.rl.actors.checksum import checksum
 
@@ -73,7 +74,6 @@ class WeightTransfer:
         self.pieces = {name: self._pieces(name, held) for name in self.names}
         # A part that several ranks hold counts once in a checksum: that of the first of them.
         self._sums_sent = {n for n, part in own.items() if self._holders[n][part.box][0] == self.rank}
-        self._sums_received = {n for n in self.names if self._counts(n, world.tensor_ranks)}
 
     def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
@@ -96,10 +96,12 @@ class WeightTransfer:
             )
         return pieces
 
-    def _counts(self, name: str, neighbours: list[int]) -> bool:
-        """Whether no rank of this generator before this one has the same part."""
-        box = self.wanted[self.rank][name].box
-        return next(rank for rank in neighbours if self.wanted[rank][name].box == box) == self.rank
+    def _first_copies(self, names: list[str]) -> Tensor:
+        """Of each rank of this generator, the first one that wants the same part of each tensor; `[ranks, names]`."""
+        boxes = [[self.wanted[rank][name].box for name in names] for rank in self.world.tensor_ranks]
+        columns = [[of_rank[index] for of_rank in boxes] for index in range(len(names))]
+        firsts = [[column.index(box) for column, box in zip(columns, of_rank)] for of_rank in boxes]
+        return torch.tensor(firsts, device=self.model.device)
 
     def __call__(self, version: int) -> None:
         """Makes the model's weights those of the trainer; they stay as they are until all new ones have arrived whole.
@@ -180,18 +182,19 @@ class WeightTransfer:
 
     def _damaged(self, names: list[str], sent: Mapping[str, Tensor], arrived: Mapping[str, Tensor]) -> list[str]:
         """The tensors whose checksum is another in some generator than in the trainer; the same list on every rank."""
-        device = self.model.device
-        expected = torch.zeros(len(names), dtype=torch.int64, device=device)
+        expected = torch.zeros(len(names), dtype=torch.int64, device=self.model.device)
         found = torch.zeros_like(expected)
         for index, name in enumerate(names):
             if name in self._sums_sent:
                 expected[index] = _checksum(sent[name], _held(self.tensors[name]))
-            if name in self._sums_received:
-                found[index] = _checksum(arrived[name], self.wanted[self.rank][name])
+            found[index] = _checksum(arrived[name], self.wanted[self.rank][name])
         dist.all_reduce(expected)
-        if self.world.tensor_group is not None:
-            dist.all_reduce(found, group=self.world.tensor_group)
-        different = (found != expected).to(torch.uint8)
+        group = self.world.tensor_group
+        of_ranks = found[None] if group is None else gather_rows(found[None], group)
+        firsts = self._first_copies(names)
+        is_first = firsts == torch.arange(len(firsts), device=firsts.device)[:, None]
+        different = (of_ranks != of_ranks.gather(0, firsts)).any(0) | ((of_ranks * is_first).sum(0) != expected)
+        different = different.to(torch.uint8)
         dist.all_reduce(different, dist.ReduceOp.MAX)
         return [name for name, other in zip(names, different.tolist()) if other]
 
