@@ -251,7 +251,7 @@ def _reinforce(
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
-                metrics |= value_metrics(ledger.trained)
+                metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
                     own = replicas.own(held_out)

@@ -22,6 +22,7 @@ from lockstep.config import (
 )
 from lockstep.errors import UserError
 from lockstep.observe import RunFolder, read_metrics
+from lockstep.rl.replay import replay
 from tests.parallel.launch import launch
 
 TASK = """
@@ -59,7 +60,7 @@ LAYOUTS = {
     "CP 2 x TP 2": (4, replace(ONE, context=2, tensor=2)),
     "TP 2 x PP 2": (4, replace(ONE, tensor=2, pipeline=2)),
 }
-OWN = ("time", "rollout/tokens_per_second", "pipeline/")
+OWN = ("time", "ranks", "rollout/tokens_per_second", "pipeline/")
 """Beginnings of metrics that a layout may change."""
 
 
@@ -153,6 +154,16 @@ def test_a_run_resumes_in_another_layout_as_the_same_run(task, model_folder, tmp
     del found[1]["validation_00000002.jsonl"]  # the run had come to its end there
     found[0][2] = {k: v for k, v in found[0][2].items() if not k.startswith("validation/")}
     assert found == alone
+
+
+def test_a_step_of_several_ranks_is_computed_again_in_one_process(task, model_folder, tmp_path):
+    config = config_of(task, model_folder, tmp_path / "run", LAYOUTS["TP 2"][1], checkpoint=CheckpointConfig(every=1))
+    launch(2, run, config)
+    again = replay(tmp_path / "run", 2)
+    assert again.equal, again.text()
+    launch(2, run, replace(config, output=str(tmp_path / "other"), train=TrainConfig(), steps=1))
+    with pytest.raises(UserError, match="was made on 2 ranks, which add up gradients in another order"):
+        replay(tmp_path / "other", 1)
 
 
 def test_without_one_order_ranks_agree_with_one_process_in_every_token_and_nearly_in_the_loss(
