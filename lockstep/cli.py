@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except RunStopped as error:
         # All ranks end alike; one of them says so.
-        if os.environ.get("RANK", "0") == "0":
+        if _is_first_rank():
             print(f"lockstep: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -191,8 +191,12 @@ def sft(arguments: list[str]) -> int:
     return 0
 
 
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _print_next(folder: Path, command: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first_rank():
         print(f"\nreport: {folder / 'report.html'}\nnext:   lockstep {command.format(folder=folder)}")
 
 
@@ -240,11 +244,13 @@ def rl(arguments: list[str]) -> int:
     config = _run_config("rl", RLConfig, arguments)
     try:
         folder = reinforce(config)
-    except ParityError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+    except ParityError as error:  # on all ranks alike
+        if _is_first_rank():
+            print(f"lockstep: {error}", file=sys.stderr)
         return 1
-    print_summary(folder)
-    print(f"next:   lockstep generate --model {folder} --prompt TEXT")
+    if _is_first_rank():
+        print_summary(folder)
+        print(f"next:   lockstep generate --model {folder} --prompt TEXT")
     return 0
 
 

@@ -31,11 +31,11 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     yield from _train_problems(config.train)
+    yield from _recompute_problems(config.recompute, config.compile)
+    yield from _parallel_problems(config.parallel)
     if isinstance(config, PretrainConfig):
-        yield from _recompute_problems(config.recompute, config.compile)
         if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
             yield 'train.rules that freeze do not go with compiled layers; set compile.backend = "none"'
-        yield from _parallel_problems(config.parallel)
         if config.faults.on_spike == "rollback" and not config.checkpoint.every:
             yield (
                 'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '

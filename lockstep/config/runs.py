@@ -215,6 +215,8 @@ class RLConfig:
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     validation_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0: only before the first and after the last step."""

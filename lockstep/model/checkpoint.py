@@ -35,16 +35,23 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     folder = local_folder(path)
     config = read_config(folder)
     files = tensor_files(folder)
-    # Before anything is made of what a damaged config.json says: a layer or a shape of 10¹² would take hours.
-    size = sum(path.stat().st_size for path in set(files.values()))
+    refuse_few_bytes(folder, config)
+    model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
+    copy_weights(_checked(model, folder, files))
+    return model
+
+
+def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
+    """Raises UserError where the folder's files cannot have all weights of `config`.
+
+    For before anything is made of what a damaged config.json says: a layer or a shape of 10¹² would take hours.
+    """
+    size = sum(path.stat().st_size for path in set(tensor_files(folder).values()))
     if config.num_parameters > size:
         raise UserError(
             f"{folder}: config.json describes {config.num_parameters:,} weights, but the files have {size:,} bytes; "
             "download it again"
         )
-    model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
-    copy_weights(_checked(model, folder, files))
-    return model
 
 
 def load_weights(model: TrainableModel, path: str | Path) -> None:

@@ -78,19 +78,19 @@ class Pipeline(nn.Module):
 
     def accumulate(
         self,
-        rows: Sequence[Any],
+        microbatches: Sequence[Any],
         loss_of: Callable[[ScoringModel, Any], Tensor],
         each: Callable[[Iterable[str]], None] | None = None,
     ) -> list[float]:
         """Adds the gradients of all micro-batches; returns their losses on the last stage's rank, elsewhere none.
 
-        rows: a PackedRow each, the same ones on all ranks of the pipeline.
+        microbatches: a PackedRow each, or what has one as its `row`; the same ones on all ranks of the pipeline.
         `loss_of` runs on the last stage; it may call the model once.
         `each` is called after every micro-batch's backward through one of this rank's stages, in the micro-batches'
         order, with the names of the stage's parameters: their gradients are that micro-batch's if it takes them away.
         """
         self.tied.lend_weight()
-        rows = _equally_long(rows)
+        rows = _equally_long([_row(microbatch) for microbatch in microbatches])
         self._reserve_positions(max((n for row in rows for n in row.lengths), default=0))
         schedule, stages, self.bubble = self._schedule(len(rows), rows[0].tokens.shape[0])
         self._loss_of = loss_of
@@ -103,7 +103,7 @@ class Pipeline(nn.Module):
         schedule._step_microbatches(
             [(row.tokens,) for row in rows],
             [{"positions": row.positions, "attention": _attention(row)} for row in rows],
-            rows,
+            list(microbatches),
             losses,
             return_outputs=False,
         )
@@ -114,11 +114,12 @@ class Pipeline(nn.Module):
         return [loss.item() for loss in losses]
 
     @torch.no_grad()
-    def evaluate(self, rows: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> list[float]:
+    def evaluate(self, microbatches: Iterable[Any], loss_of: Callable[[ScoringModel, Any], Tensor]) -> list[float]:
         """As `accumulate`, without gradients: each micro-batch passes through all stages, in order."""
         self.tied.lend_weight()
         losses: list[float] = []
-        for row in rows:
+        for microbatch in microbatches:
+            row = _row(microbatch)
             self._reserve_positions(max(row.lengths, default=0))
             hidden = row.tokens
             for stage in self.stages:
@@ -127,7 +128,7 @@ class Pipeline(nn.Module):
                     dist.recv(hidden, group=self.group, group_src=self.plan.rank_of(stage.index - 1))
                 hidden = stage(hidden, row.positions, _attention(row))
                 if stage.is_last:
-                    losses.append(loss_of(Computed(stage, hidden), row).item())
+                    losses.append(loss_of(Computed(stage, hidden), microbatch).item())
                 elif self.plan.rank_of(stage.index + 1) != self.rank:
                     dist.send(hidden, group=self.group, group_dst=self.plan.rank_of(stage.index + 1))
         for stage in self.stages:
@@ -163,8 +164,12 @@ class Pipeline(nn.Module):
         """Where hidden states arrive."""
         return torch.empty(tokens, self.config.dim, dtype=self.compute_dtype, device=device)
 
-    def _loss(self, hidden: Tensor, row: Any) -> Tensor:
-        return self._loss_of(Computed(self.stages[-1], hidden), row)
+    def _loss(self, hidden: Tensor, microbatch: Any) -> Tensor:
+        return self._loss_of(Computed(self.stages[-1], hidden), microbatch)
+
+
+def _row(microbatch: Any) -> Any:
+    return getattr(microbatch, "row", microbatch)
 
 
 def _equally_long(rows: Sequence[Any]) -> list[Any]:

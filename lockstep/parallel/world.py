@@ -98,6 +98,11 @@ class World:
         return self.mesh.get_group("tensor") if self.mesh is not None and self.degrees["tensor"] > 1 else None
 
     @property
+    def tensor_ranks(self) -> list[int]:
+        """The ranks that share the matrices with this one, itself included."""
+        return [self.rank] if self.tensor_group is None else dist.get_process_group_ranks(self.tensor_group)
+
+    @property
     def stage_groups(self) -> list[dist.ProcessGroup]:
         """Groups whose ranks hold different parameters, as the stages of a pipeline do."""
         return [self.mesh.get_group("pipeline")] if self.mesh is not None and self.degrees["pipeline"] > 1 else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,10 @@ from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.config.algorithm import Average
 from lockstep.model import ScoringModel
+from lockstep.ops.one_order import SharedRows
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
 from lockstep.rl.critic import ValueHead
-from lockstep.rl.microbatches import microbatches
+from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout, episodes_of
 from lockstep.train.packing import PackedRow, predicting_states, target_log_probs
@@ -41,16 +43,21 @@ class PolicyBatch:
     """What the values are to become."""
     before_step: Float[Tensor, "targets"] | None = None
     """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
+    idle: bool = False
+    """Whether it only keeps a rank company that has none of the step's micro-batches left: it counts for nothing."""
 
 
 def policy_batches(
-    rollouts: Sequence[Rollout], config: RLConfig, device: str | torch.device = "cpu"
+    rollouts: Sequence[Rollout], config: RLConfig, device: str | torch.device = "cpu", budget: int = 0
 ) -> list[PolicyBatch]:
-    """Packs rollouts into micro-batches of at most `train.tokens_per_microbatch` tokens, of whole completions."""
+    """Packs rollouts into micro-batches of at most `budget` tokens, of whole completions.
+
+    budget: 0 stands for `train.tokens_per_microbatch`.
+    """
     average = algorithm_of(config).loss_average
     weights = _weights(rollouts, average, config.max_new_tokens)
     batches = []
-    for members in microbatches(rollouts, config.train.tokens_per_microbatch):
+    for members in microbatches(rollouts, budget or config.train.tokens_per_microbatch, shares_prompts(config)):
         chosen = members.rollouts
         reference, cut, values, returns = (
             torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
@@ -106,12 +113,18 @@ class PolicyLoss:
         self.compare = compare
         self.critic = critic
         self.parity = Parity()
-        self.found: dict[str, float] = {}
-        self.weight = 0.0
+        self.found: dict[str, list[float]] = {}
+        """Each metric of each micro-batch."""
+        self.weights: list[float] = []
+        """What each micro-batch's tokens weigh in the loss."""
 
     def __call__(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
         states = predicting_states(model, batch.row)
         log_probs, entropies = target_log_probs(model, batch.row, self.temperature, states)
+        if (shared := targets_of_others(batch.row)) is not None:
+            log_probs, entropies = shared.whole(log_probs), shared.whole(entropies)
+        if batch.idle:
+            return log_probs.sum() * 0.0
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts)
             _note(batch.rollouts, log_probs.detach(), entropies.detach())
@@ -135,26 +148,33 @@ class PolicyLoss:
             returns=batch.returns,
         )
         loss, metrics = objective(inputs, self.algorithm)
-        self.weight += float(ops.total(batch.weights))
+        self.weights.append(float(ops.total(batch.weights)))
         for name, value in metrics.items():
-            self.found[name] = _joined(name, self.found.get(name), float(value))
-        return loss
+            self.found.setdefault(name, []).append(float(value))
+        # Ranks that share the row each have the whole loss, and the gradient of their own tokens: it counts once.
+        return loss if shared is None or shared.is_first else loss - loss.detach()
 
     @property
     def ratio_max(self) -> float:
         """The largest importance ratio so far."""
-        return self.found.get("policy/ratio_max", 0.0)
+        return max(self.found.get("policy/ratio_max", [0.0]))
 
     def metrics(self) -> dict[str, float]:
-        """Of all micro-batches so far, the sums as means over the tokens' weights."""
-        extremes = ("_min", "_max")
+        """Of all micro-batches so far, the sums as means over the tokens' weights; in whatever order they came."""
         # The weights of the other averages add up to 1, and dividing by their rounded sum would change bits.
-        weight = self.weight if self.algorithm.loss_average == "budget" and self.weight > 0 else 1.0
-        means = {n: v if n.endswith(extremes) else v / weight for n, v in self.found.items()}
+        weight = math.fsum(self.weights) if self.algorithm.loss_average == "budget" else 1.0
+        means = {name: _joined(name, values, weight or 1.0) for name, values in self.found.items()}
         for name in [n for n in means if n.endswith("_square")]:
             stem, square = name.removesuffix("_square"), means.pop(name)
             means[f"{stem}_effective"] = means[f"{stem}_mean"] * means[f"{stem}_mean"] / square if square else 0.0
         return means
+
+
+def targets_of_others(row: PackedRow) -> SharedRows | None:
+    """The ranks that score the rest of a row's targets; None where all are here."""
+    shared = getattr(row.attention, "shared_targets", None)
+    assert shared is None or isinstance(shared, SharedRows)
+    return shared
 
 
 def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:
@@ -165,9 +185,7 @@ def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entro
         rollout.trainer_logprobs = found if found != rollout.logprobs else []
 
 
-def _joined(name: str, before: float | None, value: float) -> float:
-    if before is None:
-        return value
+def _joined(name: str, values: Sequence[float], weight: float) -> float:
     if name.endswith("_max"):
-        return max(before, value)
-    return min(before, value) if name.endswith("_min") else before + value
+        return max(values)
+    return min(values) if name.endswith("_min") else math.fsum(values) / weight

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from lockstep.config import RLConfig
-from lockstep.model import Decoder
+from lockstep.model import TrainableModel
 from lockstep.observe import Timeline
 from lockstep.rl.diversity import distinct_share, pairwise_overlap
 from lockstep.rl.environment import Environment
@@ -45,7 +45,7 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def accepted(parity: Parity, config: RLConfig, step: int, model: Decoder) -> Parity:
+def accepted(parity: Parity, config: RLConfig, step: int, model: TrainableModel) -> Parity:
     """Stops the run, or warns, where a step's log-probabilities differ. Raises ParityError."""
     if parity.tokens_different:
         message = (

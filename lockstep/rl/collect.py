@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, islice, pairwise
 
 import numpy as np
@@ -46,21 +46,28 @@ def collect(
     extra_round: int = 0,
     rendering: Rendering | None = None,
     grader: Grader | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[Rollout]:
     """`samples_per_prompt` completions of each example, or conversations about it, one group after the other.
 
-    The draws are a function of (config.seed, step) and of the round of dynamic sampling, and in a conversation of its
-    place in its group and of the turn, whatever the engine's batches look like. Prompts become tokens by `rendering`;
-    without one they are encoded as they are. Conversations are held in the worker processes of `grader`, where it has
-    any.
+    numbers: those of the examples that are asked here, where others are asked elsewhere; None: all. The draws are a
+    function of (config.seed, step) and of the round of dynamic sampling, and in a conversation of its place in its
+    group and of the turn, whatever the engine's batches look like. Prompts become tokens by `rendering`; without one
+    they are encoded as they are. Conversations are held in the worker processes of `grader`, where it has any.
     """
     rendering = rendering or Rendering(tokenizer)
     samples = config.samples_per_prompt
+    groups = _groups(examples, numbers)
     if isinstance(environment, ConversationEnvironment):
         seed = [config.seed, step, extra_round]
-        return play(examples, samples, seed, environment, engine, rendering, config, grader)
+        return play(groups, samples, seed, environment, engine, rendering, config, grader)
     seed = [config.seed, step, extra_round] if extra_round else [config.seed, step]
-    return _sample(examples, samples, seed, environment, engine, rendering, config)
+    return _sample(groups, samples, seed, environment, engine, rendering, config)
+
+
+def _groups(examples: Sequence[Example], numbers: Sequence[int] | None) -> dict[int, Example]:
+    """The examples to ask, by their groups' numbers."""
+    return {number: examples[number] for number in (range(len(examples)) if numbers is None else numbers)}
 
 
 def assign_rewards(
@@ -192,22 +199,24 @@ def evaluate(
     config: RLConfig,
     grader: Grader | None = None,
     rendering: Rendering | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[Rollout]:
     """Graded completions of held-out examples, or conversations about them: one each, sampled as in training.
 
-    The draws depend on (config.seed, example) alone, so that two validations differ by the weights only.
+    The draws depend on (config.seed, example) alone, so that two validations differ by the weights only. numbers: as
+    for `collect`.
     """
-    rendering = rendering or Rendering(tokenizer)
+    rendering, groups = rendering or Rendering(tokenizer), _groups(examples, numbers)
     if isinstance(environment, ConversationEnvironment):
-        rollouts = play(examples, 1, [config.seed, 0, 0], environment, engine, rendering, config, grader)
+        rollouts = play(groups, 1, [config.seed, 0, 0], environment, engine, rendering, config, grader)
     else:
-        rollouts = _sample(examples, 1, [config.seed, 0], environment, engine, rendering, config)
+        rollouts = _sample(groups, 1, [config.seed, 0], environment, engine, rendering, config)
     assign_rewards(rollouts, environment, config.rewards, grader)
     return rollouts
 
 
 def _sample(
-    examples: Sequence[Example],
+    groups: Mapping[int, Example],
     samples: int,
     seed: list[int],
     environment: Environment,
@@ -215,12 +224,13 @@ def _sample(
     rendering: Rendering,
     config: RLConfig,
 ) -> list[Rollout]:
-    prompts = [encode_prompt(rendering, e, engine, config.max_new_tokens) for e in examples]
-    draws = np.random.default_rng(seed).integers(2**62, size=len(examples)).tolist()
-    params = [sampling_params(config, environment, rendering, draw, samples) for draw in draws]
+    prompts = [encode_prompt(rendering, e, engine, config.max_new_tokens) for e in groups.values()]
+    # As many draws whoever asks: each is the first one, or a later one, of one stream.
+    draws = np.random.default_rng(seed).integers(2**62, size=max(groups, default=-1) + 1).tolist()
+    params = [sampling_params(config, environment, rendering, draws[group], samples) for group in groups]
     return [
         Rollout(
-            example=example,
+            example=groups[group],
             group=group,
             prompt_ids=prompt,
             token_ids=completion.token_ids,
@@ -230,7 +240,7 @@ def _sample(
             completion=completion_text(rendering.tokenizer, completion),
             version=engine.weights_version,
         )
-        for group, (example, prompt, completions) in enumerate(zip(examples, prompts, engine.generate(prompts, params)))
+        for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params))
         for completion in completions
     ]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,22 +17,27 @@ from lockstep.checkpoint.random_state import seed_generators
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.generate import Engine
-from lockstep.model import arithmetic_of, load_model, open_device
-from lockstep.model.known_operators import refuse_unknown_operators
+from lockstep.model import arithmetic_of, resolve_dtype
 from lockstep.observe import (
     Observer,
     OnMetrics,
     Progress,
+    RunFolder,
     announce,
     claim_run,
     in_short,
     log,
+    merge_timelines,
     read_metrics,
     require_observers,
     start_line,
     write_report,
 )
-from lockstep.parallel import World, apply_compile, refuse_ranks
+from lockstep.parallel import close_world, open_world
+from lockstep.rl.actors.models import policy_model, refuse_on_ranks, sampling_model
+from lockstep.rl.actors.replicas import Replicas
+from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
+from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.alarms import Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
@@ -98,9 +104,10 @@ def _reinforce(
 ) -> Path:
     """The run, or `only` one step of it; `opened` closes its folder after it."""
     validate(config)
-    refuse_ranks("rl")
-    device = open_device(config.device)
-    config = settle(config, World(device))
+    world = open_world(config.parallel, config.device)
+    opened.callback(close_world, world)
+    device = world.device
+    config = settle(config, world)
     seed_generators(config.seed)
     algorithm = algorithm_of(config)
     others = (
@@ -115,32 +122,40 @@ def _reinforce(
         environment = load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
-    model = load_model(config.model, config.dtype, device)
-    refuse_unknown_operators(model)
-    apply_compile(model, config.compile)
+    refuse_on_ranks(config, environment, world)
+    model = policy_model(config, world)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
-    reference = load_reference(config, model, tokenizer)
-    teacher = load_teacher(config, model, tokenizer)
+    reference = load_reference(config, world, tokenizer)
+    teacher = load_teacher(config, world, tokenizer)
     rendering = open_rendering(config, environment, tokenizer, model)
-    # The engine samples from the very tensors that the trainer's forward reads; no weight is ever copied.
-    engine = Engine(model, config.engine, tokenizer)
+    # In one process the engine samples from the very tensors that the trainer's forward reads.
+    sampling = sampling_model(config, world, model)
+    engine = Engine(sampling, config.engine, tokenizer)
+    replicas = Replicas(world)
     critic = make_critic(config, model)
     beside = critic.parameters_by_name() if critic else {}
-    trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, beside=beside)
+    trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, beside)
     average = moving_average(config, reference, trainer)
+    transfer = None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world)
 
     require_observers(config.observe, model.device)
-    run = opened.enter_context(claim_run(config.output, to_toml(config), config.resume, config.overwrite))
+    claimed, run = (
+        claim_run(config.output, to_toml(config), config.resume, config.overwrite),
+        RunFolder(Path(config.output)),
+    )
+    world.on_main(lambda: opened.enter_context(claimed))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
     if config.resume and critic:
         refuse_run_without_values(run.path, config)
     if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
         start = state["step"]
+        if transfer:
+            transfer(start)
         engine.weights_changed(start)
         if average:
             average.write()
-    if config.resume:
+    if config.resume and world.is_main:
         # Without a checkpoint the validation before the first step is made again, too.
         run.truncate(start or -1)
         run.record(to_toml(config))
@@ -149,26 +164,31 @@ def _reinforce(
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
-    announce("rl: " + start_line(config.model, model.config.num_parameters, device, model.dtype, work))
-    if device.type == "cuda" and (count := torch.cuda.device_count()) > 1:
-        announce(f"rl uses one GPU so far: {device} of {count}; --device chooses another")
+    parameters, compute = model.config.num_parameters, resolve_dtype(config.dtype)
+    announce("rl: " + start_line(config.model, parameters, device, compute, work, world.size))
+    if device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
+        announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
     clock, title = time.perf_counter(), f"{config.algorithm} on {config.environment.removeprefix(GIVEN)}"
-    watch = Alarms(config.alarms, read_metrics(run.metrics), learns_from_spread_alone)
+    # All ranks watch what rank 0 has written, and come to the same.
+    watch = Alarms(config.alarms, world.from_main(lambda: read_metrics(run.metrics)), learns_from_spread_alone)
     bad_steps = BadSteps(config.faults, run.path, tokenizer)
     with (
         fitting_threads(model.config, config.train.tokens_per_microbatch),
         StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
-        Observer(config.observe, config.faults, run.path, on_metrics=on_metrics) as observer,
-        progress or Progress("rl", config.steps, "step") as bar,
+        Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics) as observer,
+        (progress or Progress("rl", config.steps, "step")) if world.is_main else nullcontext() as bar,
     ):
         trainer.timeline = observer.timeline
-        bar.advance(min(start, config.steps))
+        if bar is not None:
+            bar.advance(min(start, config.steps))
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0 and not only:
-            validation = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering)
-            write_rollouts(run.validation_path(0), validation)
+            own = replicas.own(held_out)
+            judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+            validation, _ = replicas.everyones(held_out, judged)
+            world.on_main(partial(write_rollouts, run.validation_path(0), validation))
             metrics = validation_metrics(validation, environment)
             observer.write(0, metrics | watch.enter(0, metrics))
         for step in range(start + 1, (only or config.steps) + 1):
@@ -180,12 +200,16 @@ def _reinforce(
                     if recorded:
                         drawn = recorded(asked)
                     else:
+                        own = replicas.own(asked)
                         drawn = collect(
-                            asked, environment, engine, tokenizer, config, step, extra_round, rendering, grader
+                            asked, environment, engine, tokenizer, config, step, extra_round, rendering, grader, own
                         )
                     stopwatch.lap("time/generate")
-                    outcomes += assign_rewards(drawn, environment, config.rewards, grader)
+                    graded = assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")
+                    drawn, graded = replicas.everyones(asked, drawn, graded)
+                    outcomes += graded
+                    stopwatch.lap("time/wait")
                     ledger.add(drawn)
                     ledger.drop_failed()
                     if algorithm.extra_rounds or algorithm.advantage == "best":
@@ -196,20 +220,23 @@ def _reinforce(
                 ledger.keep_some()
                 charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
                 if reference:
-                    assign_reference_scores(ledger.trained, reference, config)
+                    assign_reference_scores(ledger.trained, reference, config, replicas)
                 if teacher:
-                    assign_teacher_scores(ledger.trained, teacher, config)
+                    assign_teacher_scores(ledger.trained, teacher, config, replicas)
                 if critic:
                     assign_values(ledger.trained, model, critic, config)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
                     ledger.keep_some()
-                batches = policy_batches(ledger.trained, config, device)
+                batches = policy_batches(ledger.trained, config, device, token_budget(ledger.trained, config, world))
+                share = own_batches(batches, world, model)
                 metrics = packing_metrics(batches)
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
-                    metrics |= trainer.step(batches, loss) | loss.metrics()
+                    stepped = trainer.step(share, loss)
+                    share_findings(loss, batches, share, replicas)
+                    metrics |= stepped | loss.metrics()
                     bad_steps.check(step, trainer)
                     if inner == 0:
                         metrics |= accepted(loss.parity, config, step, model).metrics()
@@ -217,29 +244,37 @@ def _reinforce(
                 if average:
                     average.update()
                 stopwatch.lap("time/train")
+                if transfer:
+                    transfer(step)
                 engine.weights_changed(step)
                 stopwatch.lap("time/weight_sync")
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
-                metrics |= value_metrics(ledger.trained)
+                metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
-                    validation = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering)
-                    write_rollouts(run.validation_path(step), validation)
+                    own = replicas.own(held_out)
+                    judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+                    validation, _ = replicas.everyones(held_out, judged)
+                    world.on_main(partial(write_rollouts, run.validation_path(step), validation))
                     metrics |= validation_metrics(validation, environment)
                 observer.write(step, metrics | watch.enter(step, metrics))
-                stopped_by = stop.agreed(trainer.world)
-                write_rollouts(run.rollouts_path(step), ledger.rollouts)
+                stopped_by = stop.agreed(world)
+                world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts))
                 if not only and (stopped_by or checkpoints.due(step)):
                     checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
-            bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
+            if bar is not None:
+                bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
             if ending and step < config.steps:
-                write_report(run.path, title)
+                world.on_main(partial(write_report, run.path, title))
                 raise ending
 
-    if not only and (start < config.steps or not run.summary.is_file()):
+    # The last checkpoint may still be on its way to the disk.
+    world.barrier()
+    if world.is_main and not only and (start < config.steps or not run.summary.is_file()):
+        merge_timelines(run.path)
         summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
             "seconds": {"rl": time.perf_counter() - clock},
             "arithmetic": arithmetic_of(device),

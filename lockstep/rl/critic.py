@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.config import RLConfig, TrainConfig, algorithm_of, from_toml
 from lockstep.errors import UserError
-from lockstep.model import Decoder, ScoringModel
+from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.run_folder import CONFIG
 from lockstep.rl.algorithms import explained_variance
 from lockstep.rl.microbatches import score_sampled
@@ -64,7 +64,7 @@ def refuse_run_without_values(run: Path, config: RLConfig) -> None:
         )
 
 
-def make_critic(config: RLConfig, model: Decoder) -> ValueHead | None:
+def make_critic(config: RLConfig, model: TrainableModel) -> ValueHead | None:
     """The value function of the run's algorithm; None where it has none."""
     if algorithm_of(config).advantage != "gae":
         return None
@@ -79,8 +79,10 @@ def train_settings(config: RLConfig) -> TrainConfig:
     return dataclasses.replace(config.train, rules=(own, *config.train.rules))
 
 
-def assign_values(rollouts: Sequence[Rollout], model: ScoringModel, critic: ValueHead, config: RLConfig) -> None:
+def assign_values(rollouts: Sequence[Rollout], model: TrainableModel, critic: ValueHead, config: RLConfig) -> None:
     """V of the state that each token was sampled in, by the weights before the step."""
+
+    assert isinstance(model, ScoringModel)
 
     def values(row: PackedRow) -> Tensor:
         return critic(predicting_states(model, row))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.errors import UserError
-from lockstep.model import Decoder
+from lockstep.model import Decoder, TrainableModel
 from lockstep.model.decoder import Block
 
 TAPPED = ("embedding", "rms_norm", "linear", "rotary", "silu_mul")
@@ -42,13 +42,17 @@ class Difference:
 
 
 @torch.no_grad()
-def first_difference(model: Decoder, tokens: list[int], prompt_length: int) -> Difference | None:
+def first_difference(model: TrainableModel, tokens: list[int], prompt_length: int) -> Difference | None:
     """Runs `tokens` as the trainer packs them, and as the generator computes them: a prompt in chunks, then one by one.
 
     None where all operators agree in every bit. Raises UserError for a model that is compiled or cut over ranks, whose
     operators cannot be seen one by one.
     """
-    if model.halves is not Block or type(model.embed_tokens.weight) is not torch.nn.Parameter:
+    if (
+        not isinstance(model, Decoder)
+        or model.halves is not Block
+        or type(model.embed_tokens.weight) is not torch.nn.Parameter
+    ):
         raise UserError("operators are explained in one process without compilation; leave compile and parallel out")
     whole = _trainer(model, tokens)
     for first, taps in _generator(model, tokens, prompt_length):
@@ -62,7 +66,7 @@ def first_difference(model: Decoder, tokens: list[int], prompt_length: int) -> D
     return None
 
 
-def in_words(model: Decoder, sequence: tuple[list[int], int] | None) -> str:
+def in_words(model: TrainableModel, sequence: tuple[list[int], int] | None) -> str:
     """What `first_difference` finds in a sequence that differed, as a sentence's end."""
     if sequence is None:
         return "No sequence is known to explain it by"

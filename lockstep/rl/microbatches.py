@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from lockstep.config import RLConfig
 from lockstep.rl.rollouts import Rollout
 from lockstep.train.packing import PackedRow, first_fit_decreasing, pack_scored
 
@@ -37,14 +38,23 @@ class Members:
         return pack_scored(sequences, [rollout.targets() for rollout in self.rollouts], self.left_out, device)
 
 
-def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[Members]:
+def shares_prompts(config: RLConfig) -> bool:
+    """Whether a prompt is computed once for the completions after it.
+
+    Its gradient is then summed over them first: other bits than without. Ranks that share a row cannot do so, and with
+    `train.deterministic_layout` nobody does.
+    """
+    return config.parallel.context == 1 and not config.train.deterministic_layout
+
+
+def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool = True) -> list[Members]:
     """Micro-batches of at most `budget` rows, as few as first-fit decreasing finds; a longer completion stands alone.
 
-    Completions of one prompt that follow each other share it, as many as fit: that pays from prompts of three tokens on
-    and costs 1 % at two (benchmarks/NOTES.md). What goes together, and in which order, depends on the rollouts' lengths
-    and prompts alone.
+    Completions of one prompt that follow each other share it where asked to, as many as fit: that pays from prompts of
+    three tokens on and costs 1 % at two (benchmarks/NOTES.md). What goes together, and in which order, depends on the
+    rollouts' lengths and prompts alone.
     """
-    runs = list(_runs(rollouts, budget))
+    runs = list(_runs(rollouts, budget, share_prompts))
     batches = []
     for together in first_fit_decreasing([run.rows for run in runs], budget):
         joined = Members()
@@ -57,11 +67,11 @@ def microbatches(rollouts: Sequence[Rollout], budget: int) -> list[Members]:
     return batches
 
 
-def _runs(rollouts: Sequence[Rollout], budget: int) -> Iterator[Members]:
+def _runs(rollouts: Sequence[Rollout], budget: int, share_prompts: bool) -> Iterator[Members]:
     """What cannot be parted: completions with a prompt between them, up to the budget."""
     for prompt, members in groupby(enumerate(rollouts), key=lambda member: member[1].prompt_ids):
         # The prompt's last token predicts the first of each completion, and stays with it.
-        shared = len(prompt) - 1
+        shared = len(prompt) - 1 if share_prompts else 0
         run = Members()
         for number, rollout in members:
             if run.rollouts and (not shared or run.rows + len(rollout.token_ids) > budget):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -53,6 +55,20 @@ class Parity:
             values = f"generator {float(generator[index])!r}, trainer {float(trainer[index])!r}"
             place, self.sequence = _locate(rollouts, index)
             self.first = f"{place}: {values}"
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able, for `take`."""
+        return dataclasses.asdict(self)
+
+    def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Becomes what several ranks have compared; `first` is that of the first rank with a difference."""
+        self.tokens_checked = sum(part["tokens_checked"] for part in parts)
+        self.tokens_different = sum(part["tokens_different"] for part in parts)
+        self.max_delta = max(part["max_delta"] for part in parts)
+        one = next((part for part in parts if part["first"]), None)
+        if one is not None:
+            tokens, prompt_length = one["sequence"] or ([], 0)
+            self.first, self.sequence = one["first"], (tokens, prompt_length)
 
     def metrics(self) -> dict[str, float]:
         return {

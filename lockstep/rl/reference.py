@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +13,11 @@ from lockstep.config import RLConfig
 from lockstep.data import Tokenizer, load_tokenizer
 from lockstep.errors import UserError
 from lockstep.hub import is_model
-from lockstep.model import Decoder, load_model
+from lockstep.model import Decoder, read_config
+from lockstep.parallel import World
+from lockstep.rl.actors.models import frozen_model
+from lockstep.rl.actors.replicas import Replicas
+from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.microbatches import score_sampled
 from lockstep.rl.rollouts import Rollout
 from lockstep.train import Trainer
@@ -21,7 +27,7 @@ START, AVERAGE = "start", "average"
 """Of `RLConfig.kl_reference`; anything else is a folder."""
 
 
-def load_reference(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Decoder | None:
+def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
     """The model that the KL divergence is measured from; None where it has no weight.
 
     Raises UserError for a folder whose model has another vocabulary.
@@ -29,22 +35,22 @@ def load_reference(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> De
     if config.kl_coefficient == 0:
         return None
     if config.kl_reference in (START, AVERAGE):
-        return load_model(config.model, config.dtype, model.device)
-    return load_with_vocabulary(config.kl_reference, "kl_reference", config, model, tokenizer)
+        return frozen_model(config.model, config, world)
+    return load_with_vocabulary(config.kl_reference, "kl_reference", config, world, tokenizer)
 
 
-def load_teacher(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Decoder | None:
+def load_teacher(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
     """The model to distil from; None where there is none. Raises UserError as `load_reference` does."""
-    return load_with_vocabulary(config.teacher, "teacher", config, model, tokenizer) if config.teacher else None
+    return load_with_vocabulary(config.teacher, "teacher", config, world, tokenizer) if config.teacher else None
 
 
-def load_with_vocabulary(folder: str, setting: str, config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> Decoder:
+def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder:
     """A model of the policy's vocabulary, without gradient. Raises UserError, naming `setting`, for any other."""
     if not is_model(folder):
         raise UserError(f"{setting} {folder}: no such model; give a folder with one")
-    other = load_model(folder, config.dtype, model.device)
+    other = frozen_model(folder, config, world)
     theirs = load_tokenizer(folder, other.config.vocab_size)
-    sizes = other.config.vocab_size, model.config.vocab_size
+    sizes = other.config.vocab_size, read_config(Path(config.model)).vocab_size
     if sizes[0] != sizes[1] or theirs.vocabulary() != tokenizer.vocabulary():
         difference = f"{sizes[0]} tokens, not {sizes[1]}" if sizes[0] != sizes[1] else "other tokens under its numbers"
         raise UserError(
@@ -54,25 +60,38 @@ def load_with_vocabulary(folder: str, setting: str, config: RLConfig, model: Dec
     return other
 
 
-def assign_reference_scores(rollouts: Sequence[Rollout], reference: Decoder, config: RLConfig) -> None:
+def assign_reference_scores(
+    rollouts: Sequence[Rollout], reference: Decoder, config: RLConfig, replicas: Replicas
+) -> None:
     """The reference's log-probability of each sampled token."""
-    for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config)):
+    for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config, replicas)):
         rollout.reference_logprobs = scores
 
 
-def assign_teacher_scores(rollouts: Sequence[Rollout], teacher: Decoder, config: RLConfig) -> None:
+def assign_teacher_scores(rollouts: Sequence[Rollout], teacher: Decoder, config: RLConfig, replicas: Replicas) -> None:
     """The teacher's log-probability of each sampled token."""
-    for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config)):
+    for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config, replicas)):
         rollout.teacher_logprobs = scores
 
 
-def score_rollouts(model: Decoder, rollouts: Sequence[Rollout], config: RLConfig) -> list[list[float]]:
-    """The model's log-probability of each sampled token of each rollout, at the run's temperature."""
+def score_rollouts(
+    model: Decoder, rollouts: Sequence[Rollout], config: RLConfig, replicas: Replicas
+) -> list[list[float]]:
+    """The model's log-probability of each sampled token of each rollout, at the run's temperature.
+
+    Groups are shared out between the replicas, so that a group's prompt is computed once.
+    """
+    groups = [list(members) for _, members in groupby(rollouts, key=lambda rollout: rollout.group)]
 
     def log_probs(row: PackedRow) -> Tensor:
         return target_log_probs(model, row, config.temperature)[0]
 
-    return score_sampled(rollouts, config.train.tokens_per_microbatch, model.device, log_probs)
+    def of_groups(numbers: list[int]) -> list[list[list[float]]]:
+        own = [rollout for number in numbers for rollout in groups[number]]
+        scores = iter(score_sampled(own, config.train.tokens_per_microbatch, model.device, log_probs))
+        return [[next(scores) for _ in groups[number]] for number in numbers]
+
+    return [scores for group in replicas.spread(groups, of_groups) for scores in group]
 
 
 def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer) -> MovingAverage | None:
@@ -94,6 +113,11 @@ class MovingAverage:
         self.averages = trainer.optimizer.averages
         for name, master in self.masters.items():
             self.averages[name] = master.detach().clone()
+        self._transfer: WeightTransfer | None = None
+        if trainer.world.mesh is not None:
+            # What is frozen is as it was in the policy, and so in the reference.
+            frozen = {n: p.detach() for n, p in trainer.model.named_parameters() if n not in self.averages}
+            self._transfer = WeightTransfer(frozen | self.averages, reference, trainer.world)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -106,6 +130,9 @@ class MovingAverage:
     @torch.no_grad()
     def write(self) -> None:
         """Rounds the averages into the reference's weights; also after they were read from a checkpoint."""
+        if self._transfer is not None:
+            self._transfer(0)
+            return
         for name, parameter in self.reference.named_parameters():
             if name in self.averages:
                 parameter.copy_(self.averages[name])

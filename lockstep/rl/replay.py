@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.checkpoints import STATE, step_name
-from lockstep.config import AlarmConfig, ObserveConfig, RLConfig, from_toml, to_toml
+from lockstep.config import AlarmConfig, ObserveConfig, ParallelConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.observe.run_folder import CONFIG
+from lockstep.parallel import refuse_ranks
 from lockstep.rl.controller import compute_again
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.recorded import read_lines, refuse_unknown_tokens, rollout_of
@@ -42,6 +43,8 @@ SAMPLED = ("tokens", "generator's log-probabilities", "conversations")
 """Taken from the file, unless they are sampled again."""
 NOT_COMPARED = (
     "time",
+    "ranks",
+    "pipeline/",
     "rollout/tokens_per_second",
     "rollout/environment_seconds",
     "rollout/tool_seconds/",
@@ -102,6 +105,7 @@ def replay(
     folder = RunFolder(Path(run))
     recorded = _recorded(folder, step)
     step = recorded["step"]
+    refuse_ranks("replay")
     rollouts_file = folder.rollouts_path(step)
     before = read_lines(rollouts_file)
     if not sample and any("messages" in line for line in before):
@@ -113,6 +117,11 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         again = RunFolder(Path(name) / "run")
         config = _config(folder, step, again.path)
+        if (ranks := recorded.get("ranks", 1)) > 1 and not config.train.deterministic_layout:
+            raise UserError(
+                f"step {step} of {folder.path} was made on {ranks} ranks, which add up gradients in another order than "
+                "one process does; only runs with train.deterministic_layout can be computed again in one"
+            )
         if not sample:
             refuse_unknown_tokens(rollouts_file, before, read_config(local_folder(config.model)).vocab_size)
         (again.path / "checkpoints").mkdir(parents=True)
@@ -180,6 +189,7 @@ def _config(folder: RunFolder, step: int, output: Path) -> RLConfig:
         on_parity_error="warn",
         alarms=AlarmConfig(),
         observe=ObserveConfig(deterministic=config.observe.deterministic),
+        parallel=ParallelConfig(reduction_chunks=config.parallel.reduction_chunks),
     )
 
 

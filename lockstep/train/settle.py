@@ -40,14 +40,13 @@ def settle(config: Config, world: World) -> Config:
     if why:
         announce(f"dtype auto: {dtype}, {why}")
     settled: Any = {"arithmetic": arithmetic, "dtype": dtype}
-    if isinstance(config, PretrainConfig):
-        settled["parallel"] = dataclasses.replace(config.parallel, reduction_chunks=_chunks(config, world))
-    else:
+    settled["parallel"] = dataclasses.replace(config.parallel, reduction_chunks=_chunks(config, world))
+    if isinstance(config, RLConfig):
         settled |= dataclasses.asdict(algorithm_of(config))
     return dataclasses.replace(config, **settled)
 
 
-def _chunks(config: PretrainConfig, world: World) -> int:
+def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
     """The run's; a warning names those of the model's own run where they are others."""
     folder = Path(config.model)
     own = read_config(folder).reduction_chunks if folder.is_dir() else 1

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.config import CheckpointConfig, EngineConfig, RLConfig, TrainConfig, algorithm_of, from_toml
+from lockstep.config import (
+    CheckpointConfig,
+    EngineConfig,
+    ParallelConfig,
+    RLConfig,
+    TrainConfig,
+    algorithm_of,
+    from_toml,
+)
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.parity import Parity, ParityError
@@ -68,6 +76,7 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
     )
     assert len(rollouts[0]["token_ids"]) == len(rollouts[0]["log_probs"])
     settled = asdict(algorithm_of(config)) | {"arithmetic": summary["arithmetic"]}
+    settled["parallel"] = ParallelConfig(reduction_chunks=1)
     assert from_toml(folder / "config.toml", RLConfig()) == replace(config, **settled)
     assert "Parity of trainer and generator" in (folder / "report.html").read_text()
 

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 import torch
 
-from lockstep.config import RLConfig
+from lockstep.config import ParallelConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.model import arithmetic_of
 from lockstep.rl.algorithms import PolicyLossInputs, policy_loss
@@ -44,7 +44,7 @@ def test_a_run_on_a_given_device_takes_the_models_dtype_and_records_its_arithmet
     assert said.rstrip().endswith("4 samples to go, of up to 4 tokens") and config.dtype == "auto"
 
 
-def test_several_ranks_are_refused(model_folder, monkeypatch):
+def test_degrees_that_do_not_fit_the_number_of_ranks_are_refused(model_folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="rl runs in one process so far, but torchrun started 4"):
-        reinforce(RLConfig(model=str(model_folder)))
+    with pytest.raises(UserError, match="tensor 8 = 8 ranks, but 4 run"):
+        reinforce(RLConfig(model=str(model_folder), parallel=ParallelConfig(tensor=8)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +42,7 @@ class _Playing:
 
 
 def play(
-    examples: Sequence[Example],
+    groups: Mapping[int, Example],
     samples: int,
     seed: Sequence[int],
     environment: ConversationEnvironment,
@@ -53,6 +53,8 @@ def play(
 ) -> list[Rollout]:
     """`samples` conversations about each example, one group after the other; of each, its rows one after the other.
 
+    groups: the examples by their groups' numbers.
+
     They are held in worker processes where `grader` has them, else in this one. A draw depends on `seed`, the group,
     the conversation's place in it and the turn, not on who answers when. One whose `converse` fails before the model
     has said anything is a rollout without tokens. Raises UserError for messages that the chat template refuses, for a
@@ -60,7 +62,7 @@ def play(
     """
     playing = [
         _Playing(example, group, episode, Transcript(rendering))
-        for group, example in enumerate(examples)
+        for group, example in groups.items()
         for episode in range(samples)
     ]
     sampling: dict[int, tuple[Asked, Sample]] = {}

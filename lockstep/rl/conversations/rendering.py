@@ -12,7 +12,7 @@ from lockstep.data import Tokenizer
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
-from lockstep.model import Decoder
+from lockstep.model import TrainableModel
 from lockstep.observe import log
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Message, ToolCall
 from lockstep.rl.environment import Environment, Example
@@ -158,7 +158,9 @@ class Rendering:
         return tuple(token for token in self.tokens(after)[:1] if token in special)
 
 
-def open_rendering(config: RLConfig, environment: Environment, tokenizer: Tokenizer, model: Decoder) -> Rendering:
+def open_rendering(
+    config: RLConfig, environment: Environment, tokenizer: Tokenizer, model: TrainableModel
+) -> Rendering:
     """The rendering that `config.chat` asks for. Raises UserError where it is always and the model has no template."""
     template = None if config.chat == "never" else load_chat_template(local_folder(config.model))
     if config.chat == "always" and template is None:

@@ -1,0 +1,146 @@
+"""How long new weights take from the trainer's ranks to the generators, against a copy of as many bytes in memory.
+
+Two processes of one thread each (FSDP 2, TP 2 and two stages of a pipeline), bfloat16, models of 5M to 0.6B parameters.
+GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending, checksums of all
+tensors, and the copy into the generator's. Run: python benchmarks/weight_sync.py [--size 110M] [--plot FILE.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+TIMES = 7
+LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
+SIZES: dict[str, dict[str, int]] = {
+    "5M": dict(vocab_size=8192, dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=768),
+    "30M": dict(vocab_size=32000, dim=384, num_layers=8, num_heads=6, num_kv_heads=2, head_dim=64, intermediate_size=1024),
+    "110M": dict(
+        vocab_size=32000, dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, intermediate_size=2048
+    ),
+    "0.6B": dict(
+        vocab_size=151936, dim=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128, intermediate_size=3072
+    ),
+}  # fmt: skip
+
+
+def measure(size: str, degrees: dict[str, int]) -> dict[str, float]:
+    """This rank's medians, in seconds; runs on each of the two ranks."""
+    import torch
+
+    from lockstep.config import CompileConfig, ParallelConfig
+    from lockstep.model import ModelConfig, initialize
+    from lockstep.model.shard import local_part
+    from lockstep.parallel import close_world, generator_model, open_world, parallel_model
+    from lockstep.rl.actors.weights import WeightTransfer
+
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(**degrees)
+    world = open_world(parallel, "cpu")
+    shape = ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES[size])  # type: ignore[arg-type]
+    fill = partial(initialize, seed=0)
+    trained = parallel_model(shape, torch.bfloat16, world, parallel, CompileConfig(), fill)
+    generator = generator_model(shape, torch.bfloat16, world, parallel, fill)
+    transfer = WeightTransfer(dict(trained.named_parameters()), generator, world)
+    parts = [local_part(parameter.detach())[0] for parameter in generator.parameters()]
+    copies = [torch.empty_like(part) for part in parts]
+
+    def copy() -> None:
+        for part, room in zip(parts, copies):
+            room.copy_(part)
+
+    found = {"bytes": float(sum(part.nbytes for part in parts))}
+    for name, work in (("transfer", partial(transfer, 1)), ("copy", copy)):
+        seconds = []
+        for _ in range(TIMES):
+            world.barrier()
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        found[name] = statistics.median(seconds[1:])
+    found["rank"] = world.rank
+    close_world(world)
+    return found
+
+
+def run(size: str, layout: str) -> dict[str, float]:
+    """Rank 0's medians."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--rank-of", layout, "--size", size],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in ranks]
+    found: dict[str, float] = json.loads(outputs[0].strip().splitlines()[-1])
+    return found
+
+
+def plot(results: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for layout in LAYOUTS:
+        points = [(of[layout]["bytes"] / 2**20, of[layout]["transfer"]) for of in results.values()]
+        axes.plot(*zip(*points), marker="o", label=layout)
+    copies = [(of["FSDP 2"]["bytes"] / 2**20, of["FSDP 2"]["copy"]) for of in results.values()]
+    axes.plot(*zip(*copies), marker="o", linestyle="--", color="gray", label="copy in memory")
+    axes.set(xscale="log", yscale="log", xlabel="weights of a rank's generator, MiB", ylabel="seconds")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, help="one size instead of all")
+    parser.add_argument("--plot", type=Path, help="picture to write")
+    parser.add_argument("--rank-of", choices=LAYOUTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        print(json.dumps(measure(options.size, LAYOUTS[options.rank_of])))
+        return
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    print(f"{'model':>6} {'layout':>8} {'MiB':>8} {'transfer':>10} {'GB/s':>6} {'copy':>9} {'GB/s':>6}")
+    for size in [options.size] if options.size else SIZES:
+        for layout in LAYOUTS:
+            found = results.setdefault(size, {})[layout] = run(size, layout)
+            rates = [found["bytes"] / found[name] / 1e9 for name in ("transfer", "copy")]
+            print(
+                f"{size:>6} {layout:>8} {found['bytes'] / 2**20:8.1f} {found['transfer']:8.3f} s {rates[0]:6.2f} "
+                f"{found['copy']:7.3f} s {rates[1]:6.2f}",
+                flush=True,
+            )
+    if options.plot:
+        plot(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()

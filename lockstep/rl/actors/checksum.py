@@ -1,0 +1,53 @@
+"""A checksum of a tensor that its parts add up to, however the tensor is cut."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 8
+"""Bytes that are multiplied at once, where rows are cut at multiples of them."""
+ROWS_BYTES = 1 << 20
+"""Of a part, looked at together: they stay in the processor's cache."""
+
+
+def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
+    """Σ bits · odd number of the place, modulo 2^64, over the elements of `part`, as an int64 of no dimensions.
+
+    `part` stands at `place` in a tensor of `shape`: the sums of parts that make the whole add up to the whole's. The
+    factors depend on row and column, so elements that changed places show, and one flipped bit always does: it changes
+    the sum by a power of two times an odd number.
+    """
+    if len(shape) < 2:
+        part, place, shape = part.reshape(-1, 1), (*place, slice(0, 1))[-2:], torch.Size((*shape, 1)[-2:])
+    row_starts = _rows(place, shape)
+    columns, words = place[-1], WORD // part.element_size()
+    bits = part.detach().reshape(-1, part.shape[-1]).contiguous()
+    if shape[-1] % words == 0 and columns.start % words == 0 and columns.stop % words == 0:
+        bits, columns = bits.view(torch.int64), slice(columns.start // words, columns.stop // words)
+    else:
+        bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
+    of_columns = _odd_numbers(torch.arange(columns.start, columns.stop, device=part.device))
+    of_rows = _odd_numbers(~row_starts.to(part.device))
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    step = max(1, ROWS_BYTES // max(1, WORD * bits.shape[1]))
+    for first in range(0, len(bits), step):
+        sums = (bits[first : first + step].long() * of_columns).sum(1)
+        total += (sums * of_rows[first : first + step]).sum()
+    return total
+
+
+def _rows(place: tuple[slice, ...], shape: torch.Size) -> Tensor:
+    """The number of each row of a part in the whole, all dimensions but the last taken together."""
+    numbers = torch.zeros(1, dtype=torch.int64)
+    for size, own in zip(shape[:-1], place[:-1]):
+        numbers = (numbers[:, None] * size + torch.arange(own.start, own.stop)).reshape(-1)
+    return numbers
+
+
+def _odd_numbers(numbers: Tensor) -> Tensor:
+    """A well-mixed odd number for each (the finalizer of SplitMix64, Steele, Lea and Flood, 2014)."""
+    mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15
+    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
+    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) | 1

@@ -1,0 +1,64 @@
+"""The models of a run on this rank: the policy as it is trained and as it samples, and those that only score."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from lockstep.config import ParallelConfig, RLConfig, algorithm_of
+from lockstep.errors import UserError
+from lockstep.model import Decoder, TrainableModel, load_weights, read_config, refuse_few_bytes, resolve_dtype
+from lockstep.model.known_operators import refuse_unknown_operators
+from lockstep.parallel import World, apply_compile, generator_model, parallel_model
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.environment import Environment
+
+
+def policy_model(config: RLConfig, world: World) -> TrainableModel:
+    """This rank's part of the policy, laid out as `config.parallel` says. Raises UserError as `parallel_model` does."""
+    folder = Path(config.model)
+    shape = read_config(folder)
+    refuse_few_bytes(folder, shape)
+    fill = partial(load_weights, path=folder)
+    kind = resolve_dtype(config.dtype)
+    return parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)
+
+
+def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> Decoder:
+    """What the generator of this rank reads: the policy itself in one process, else a copy cut over the tensor axis.
+
+    Raises UserError where its forward uses operators that are not known to be invariant.
+    """
+    if isinstance(policy, Decoder) and world.mesh is None:
+        refuse_unknown_operators(policy)
+        return policy
+    model = frozen_model(config.model, config, world)
+    if world.tensor_group is None:
+        refuse_unknown_operators(model)
+    apply_compile(model, config.compile)
+    return model
+
+
+def frozen_model(folder: str, config: RLConfig, world: World) -> Decoder:
+    """A folder's model in the run's dtype, cut over the tensor axis alone: one that only samples, or only scores."""
+    shape = read_config(Path(folder))
+    refuse_few_bytes(Path(folder), shape)
+    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
+    fill = partial(load_weights, path=folder)
+    return generator_model(shape, resolve_dtype(config.dtype), world, parallel, fill)
+
+
+def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) -> None:
+    """Raises UserError for what a run on several ranks does not do yet."""
+    if world.size == 1:
+        return
+    if algorithm_of(config).advantage == "gae":
+        raise UserError(
+            f"algorithm {config.algorithm} trains a value head, which is in one process so far; start it without "
+            "torchrun, or choose another algorithm"
+        )
+    if isinstance(environment, ConversationEnvironment) and config.parallel.tensor > 1:
+        raise UserError(
+            f"{type(environment).__name__} holds conversations, whose ranks cannot share a generator so far; leave "
+            "parallel.tensor at 1 (parallel.data_shard, context and pipeline are free)"
+        )

@@ -1,0 +1,42 @@
+"""Rollouts as plain data, between ranks: everything but the example, which every rank has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.rl.environment import Example
+from lockstep.rl.rewards.calling import Outcome
+from lockstep.rl.rollouts import Conversation, Rollout
+
+FIELDS = [field.name for field in dataclasses.fields(Rollout) if field.name not in ("example", "conversation")]
+
+
+def plain_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """JSON-able. The rows of a conversation share it, and still do after `rollouts_of`."""
+    conversations: dict[int, Conversation] = {
+        id(rollout.conversation): rollout.conversation for rollout in rollouts if rollout.conversation is not None
+    }
+    places = {identity: place for place, identity in enumerate(conversations)}
+    return {
+        "rollouts": [{name: getattr(rollout, name) for name in FIELDS} for rollout in rollouts],
+        "conversations": [dataclasses.asdict(conversation) for conversation in conversations.values()],
+        "held_in": [places.get(id(rollout.conversation)) for rollout in rollouts],
+    }
+
+
+def rollouts_of(plain: dict[str, Any], examples: Sequence[Example]) -> list[Rollout]:
+    """The inverse of `plain_rollouts`; a rollout's group is the number of its example."""
+    conversations = [
+        Conversation(**{**fields, "outcome": fields["outcome"] and Outcome(**fields["outcome"])})
+        for fields in plain["conversations"]
+    ]
+    return [
+        Rollout(
+            example=examples[fields["group"]],
+            conversation=None if place is None else conversations[place],
+            **fields,
+        )
+        for fields, place in zip(plain["rollouts"], plain["held_in"])
+    ]

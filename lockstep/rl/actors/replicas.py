@@ -1,0 +1,68 @@
+"""Generators side by side, on the ranks that train: who samples which prompts, and everybody's rollouts everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lockstep.parallel import World
+from lockstep.parallel.messages import from_all
+from lockstep.rl.actors.plain import plain_rollouts, rollouts_of
+from lockstep.rl.environment import Example
+from lockstep.rl.rewards.calling import Outcome
+from lockstep.rl.rollouts import Rollout
+
+PATIENCE = timedelta(days=7)
+"""How long the ranks that have sampled wait for one that still does; one that dies is noticed at once."""
+
+Value = TypeVar("Value")
+
+
+class Replicas:
+    """The generators of a run: one for each group of tensor-parallel ranks. In one process there is one."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.ranks = world.tensor_ranks
+        self.count = world.size // len(self.ranks)
+        # Ranks of a tensor group are neighbours.
+        self.index = world.rank // len(self.ranks)
+        self.leads = world.rank == self.ranks[0]
+        """Whether this rank speaks for its generator, whose ranks all sample the same."""
+        self._group = None if world.mesh is None else dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def own(self, examples: Sequence[Any]) -> list[int]:
+        """The numbers of those that this generator takes: every `count`-th."""
+        return list(range(self.index, len(examples), self.count))
+
+    def everyones(
+        self, examples: Sequence[Example], rollouts: list[Rollout], outcomes: Sequence[Outcome] = ()
+    ) -> tuple[list[Rollout], list[Outcome]]:
+        """All generators' rollouts of `examples`, in their order, and what the rewards came to; on every rank."""
+        if self._group is None:
+            return rollouts, list(outcomes)
+        own = [plain_rollouts(rollouts), [dataclasses.asdict(outcome) for outcome in outcomes]] if self.leads else None
+        shares = [share for share in self.gather(own) if share is not None]
+        everyone = [rollout for rollouts, _ in shares for rollout in rollouts_of(rollouts, examples)]
+        return (
+            sorted(everyone, key=lambda rollout: rollout.group),
+            [Outcome(**outcome) for _, outcomes in shares for outcome in outcomes],
+        )
+
+    def spread(self, items: Sequence[Any], work: Callable[[list[int]], list[Value]]) -> list[Value]:
+        """`work`'s value (JSON-able) for each of `items`, on every rank; it is given the numbers of its own."""
+        if self.count == 1:
+            return work(list(range(len(items))))
+        values = work(self.own(items))
+        found: list[Any] = [None] * len(items)
+        for replica, share in enumerate(self.gather(values)[:: len(self.ranks)]):
+            found[replica :: self.count] = share
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (JSON-able) on every rank, however long the slowest takes."""
+        return [value] if self._group is None else from_all(value, self._group)

@@ -1,0 +1,256 @@
+"""Weights on their way from the trainer's layout to a generator's: part by part, never whole in one place, and checked.
+
+Every rank says once what it holds of each tensor and what it wants; from then on each knows which parts it sends and
+receives. A tensor's checksum is the sum of its parts' (`checksum`), so that both layouts have the same one: the
+generators take new weights only where every tensor's is the trainer's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import RunStopped, UserError
+from lockstep.model import Decoder
+from lockstep.model.shard import local_part
+from lockstep.observe import log
+from lockstep.parallel import World
+from lockstep.parallel.exchange import gather_rows
+from lockstep.parallel.messages import from_all
+from lockstep.rl.actors.checksum import checksum
+
+BUCKET = 1 << 26
+"""Bytes of tensors, as they are whole, that travel together."""
+TRIES = 3
+"""Times that weights are sent, where they do not arrive as they were."""
+
+Box = tuple[tuple[int, int], ...]
+"""Of a tensor, along each dimension: first index, and the one behind the last."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Part of a tensor that one rank has or wants."""
+
+    box: Box
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What goes from one rank to another, of one tensor."""
+
+    name: str
+    box: Box
+    source: int
+    target: int
+
+
+class WeightTransfer:
+    """From tensors that lie on the ranks of `world` in any layout to `model`, which each rank has a part of.
+
+    All ranks make it, and call its methods, together. `tensors`: by the model's names; what a rank has no part of is
+    not among its own. Raises UserError where they are not the tensors of `model`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], model: Decoder, world: World):
+        assert world.mesh is not None
+        self.tensors, self.model, self.world = tensors, model, world
+        self.rank = world.rank
+        own = {name: _held(tensor) for name, tensor in tensors.items()}
+        wanted = {name: _held(parameter) for name, parameter in model.named_parameters()}
+        everyone = from_all([_plain(own), _plain(wanted)])
+        held = [_read(of_rank[0]) for of_rank in everyone]
+        self.wanted = [_read(of_rank[1]) for of_rank in everyone]
+        self._holders = _by_box(held)
+        self.names = list(self.wanted[0])
+        self.pieces = {name: self._pieces(name, held) for name in self.names}
+        # A part that several ranks hold counts once in a checksum: that of the first of them.
+        self._sums_sent = {n for n, part in own.items() if self._holders[n][part.box][0] == self.rank}
+
+    def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
+        shapes = {part[name].shape for part in held if name in part}
+        if shapes != {self.wanted[0][name].shape}:
+            found = " and ".join(str(list(shape)) for shape in sorted(shapes)) or "not there"
+            raise UserError(
+                f"weights cannot travel: {name} is {found} in the trainer, but {list(self.wanted[0][name].shape)} in "
+                "the generator"
+            )
+        pieces = []
+        for target, wants in enumerate(self.wanted):
+            box, covered = wants[name].box, 0
+            for part, ranks in self._holders[name].items():
+                if (common := _common(part, box)) is not None:
+                    source = target if target in ranks else ranks[target % len(ranks)]
+                    pieces.append(Piece(name, common, source, target))
+                    covered += _volume(common)
+            assert covered == _volume(box), (
+                f"{name}: the ranks hold {covered} of {_volume(box)} elements, or hold twice"
+            )
+        return pieces
+
+    def _first_copies(self, names: list[str]) -> Tensor:
+        """Of each rank of this generator, the first one that wants the same part of each tensor; `[ranks, names]`."""
+        boxes = [[self.wanted[rank][name].box for name in names] for rank in self.world.tensor_ranks]
+        columns = [[of_rank[index] for of_rank in boxes] for index in range(len(names))]
+        firsts = [[column.index(box) for column, box in zip(columns, of_rank)] for of_rank in boxes]
+        return torch.tensor(firsts, device=self.model.device)
+
+    def __call__(self, version: int) -> None:
+        """Makes the model's weights those of the trainer; they stay as they are until all new ones have arrived whole.
+
+        Raises RunStopped, naming the tensors, where they do not after `TRIES`.
+        """
+        for attempt in range(1, TRIES + 1):
+            arrived, damaged = self._exchange()
+            if not damaged:
+                self._take(arrived)
+                return
+            said = f"{damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
+            log.warning(
+                "weights of version %d: %s did not arrive as sent (try %d of %d)", version, said, attempt, TRIES
+            )
+        raise RunStopped(
+            f"weights of version {version} did not arrive as they were sent, {TRIES} times over: {said}; the "
+            "generators keep those that they had, and the run ends here. --resume continues from the newest checkpoint",
+            exit_code=1,
+        )
+
+    def _exchange(self) -> tuple[dict[str, Tensor], list[str]]:
+        """This rank's part of each new tensor, and the names of those that are not the trainer's, on any rank."""
+        arrived: dict[str, Tensor] = {}
+        damaged: list[str] = []
+        for names in self._buckets():
+            sent = self._rounded(names)
+            arrived |= self._send(names, sent)
+            damaged += self._damaged(names, sent, arrived)
+        return arrived, damaged
+
+    def _buckets(self) -> Iterator[list[str]]:
+        names: list[str] = []
+        size = 0
+        for name in self.names:
+            bytes_of_tensor = math.prod(self.wanted[0][name].shape) * self.model.dtype.itemsize
+            if names and size + bytes_of_tensor > BUCKET:
+                yield names
+                names, size = [], 0
+            names.append(name)
+            size += bytes_of_tensor
+        yield names
+
+    def _rounded(self, names: list[str]) -> dict[str, Tensor]:
+        """What this rank holds of the tensors, as the generator's forward is to read it."""
+        return {
+            name: local_part(self.tensors[name].detach())[0].to(self.model.device, self.model.dtype)
+            for name in names
+            if name in self.tensors
+        }
+
+    def _send(self, names: list[str], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: local_part(p.detach())[0] for name, p in self.model.named_parameters() if name in set(names)}
+        arrived = {name: torch.empty_like(part, memory_format=torch.contiguous_format) for name, part in own.items()}
+        going: dict[int, list[Tensor]] = defaultdict(list)
+        coming: dict[int, list[Tensor]] = defaultdict(list)
+        for piece in (piece for name in names for piece in self.pieces[name]):
+            if piece.source == self.rank:
+                going[piece.target].append(_at(sent[piece.name], piece.box, _box_of(self.tensors[piece.name])))
+            if piece.target == self.rank:
+                coming[piece.source].append(_at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box))
+        # What stays here is copied; what travels goes in one message to each rank.
+        for from_here, to_here in zip(going.pop(self.rank, []), coming.pop(self.rank, [])):
+            to_here.copy_(from_here)
+        self._travel(going, coming)
+        return arrived
+
+    def _travel(self, going: Mapping[int, list[Tensor]], coming: Mapping[int, list[Tensor]]) -> None:
+        ranks, device = range(self.world.size), self.model.device
+        sizes = [[sum(part.nbytes for part in parts.get(rank, [])) for rank in ranks] for parts in (going, coming)]
+        leaving = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
+        entering = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=device)
+        for room, part in _rooms(leaving, going, ranks):
+            room.copy_(part)
+        dist.all_to_all_single(entering, leaving, sizes[1], sizes[0])
+        for room, part in _rooms(entering, coming, ranks):
+            part.copy_(room)
+
+    def _damaged(self, names: list[str], sent: Mapping[str, Tensor], arrived: Mapping[str, Tensor]) -> list[str]:
+        """The tensors whose checksum is another in some generator than in the trainer; the same list on every rank."""
+        expected = torch.zeros(len(names), dtype=torch.int64, device=self.model.device)
+        found = torch.zeros_like(expected)
+        for index, name in enumerate(names):
+            if name in self._sums_sent:
+                expected[index] = _checksum(sent[name], _held(self.tensors[name]))
+            found[index] = _checksum(arrived[name], self.wanted[self.rank][name])
+        dist.all_reduce(expected)
+        group = self.world.tensor_group
+        of_ranks = found[None] if group is None else gather_rows(found[None], group)
+        firsts = self._first_copies(names)
+        is_first = firsts == torch.arange(len(firsts), device=firsts.device)[:, None]
+        different = (of_ranks != of_ranks.gather(0, firsts)).any(0) | ((of_ranks * is_first).sum(0) != expected)
+        different = different.to(torch.uint8)
+        dist.all_reduce(different, dist.ReduceOp.MAX)
+        return [name for name, other in zip(names, different.tolist()) if other]
+
+    @torch.no_grad()
+    def _take(self, arrived: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            local_part(parameter.detach())[0].copy_(arrived[name])
+
+
+def _checksum(part: Tensor, held: Held) -> Tensor:
+    return checksum(part, tuple(slice(*bounds) for bounds in held.box), torch.Size(held.shape))
+
+
+def _held(tensor: Tensor) -> Held:
+    return Held(_box_of(tensor), tuple(tensor.shape))
+
+
+def _box_of(tensor: Tensor) -> Box:
+    return tuple((own.start, own.stop) for own in local_part(tensor.detach())[1])
+
+
+def _plain(parts: Mapping[str, Held]) -> dict[str, Any]:
+    return {name: [list(part.box), list(part.shape)] for name, part in parts.items()}
+
+
+def _read(parts: Mapping[str, Any]) -> dict[str, Held]:
+    return {name: Held(tuple((a, b) for a, b in box), tuple(shape)) for name, (box, shape) in parts.items()}
+
+
+def _by_box(held: list[dict[str, Held]]) -> dict[str, dict[Box, list[int]]]:
+    """The ranks that hold each part of each tensor."""
+    holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, parts in enumerate(held):
+        for name, part in parts.items():
+            holders[name][part.box].append(rank)
+    return holders
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """What both boxes have; None where there is nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _at(part: Tensor, box: Box, of: Box) -> Tensor:
+    """The view of `box` in a part that stands at `of`."""
+    return part[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, of))]
+
+
+def _rooms(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: range) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where each part stands in a message, shaped as it is, with the part."""
+    start = 0
+    for part in (part for rank in ranks for part in parts.get(rank, [])):
+        yield message[start : start + part.nbytes].view(part.dtype).view(part.shape), part
+        start += part.nbytes

@@ -1,0 +1,158 @@
+"""Weights come from every layout of the trainer to every layout of a generator, and what is damaged is never taken."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.errors import RunStopped, UserError
+from lockstep.model import build_model, initialize, preset
+from lockstep.model.shard import local_part
+from lockstep.parallel import close_world, generator_model, open_world, parallel_model
+from lockstep.rl.actors import weights
+from lockstep.rl.actors.weights import WeightTransfer
+from tests.parallel.launch import launch
+
+SHAPE = preset("qwen3:micro", 131)  # which no number of ranks divides
+LAYOUTS = {
+    "FSDP 2": (2, ParallelConfig()),
+    "DDP 2": (2, ParallelConfig(data_replicate=2)),
+    "TP 2": (2, ParallelConfig(tensor=2)),
+    "CP 2": (2, ParallelConfig(context=2)),
+    "PP 2": (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv")),
+    "FSDP 3": (3, ParallelConfig()),
+    "FSDP 2 x TP 2": (4, ParallelConfig(tensor=2)),
+    "HSDP 2 x 2": (4, ParallelConfig(data_replicate=2)),
+    "TP 4, heads copied": (4, ParallelConfig(tensor=4)),
+    "TP 2 x PP 2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "full DTensor": (4, ParallelConfig(context=2, tensor=2, full_dtensor=True)),
+}
+
+
+def _models(parallel, dtype):
+    """A trainer's model with one seed, and a generator's with another."""
+    world = open_world(parallel, "cpu")
+    shape = replace(SHAPE, reduction_chunks=4)
+    trained = parallel_model(shape, torch.float32, world, parallel, CompileConfig(), partial(initialize, seed=1))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            local_part(parameter)[0].mul_(1.0001)  # so that rounding to the generator's dtype shows
+    return world, trained, generator_model(shape, dtype, world, parallel, partial(initialize, seed=2))
+
+
+def _parts(model):
+    """Copies of this rank's parts, and where they stand."""
+    return {name: (part.clone(), place) for name, (part, place) in _local(model).items()}
+
+
+def _local(model):
+    return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def travel(parallel, dtype):
+    world, trained, generator = _models(parallel, dtype)
+    transfer = WeightTransfer(dict(trained.named_parameters()), generator, world)
+    for version in (1, 2):  # of what has arrived before, nothing is in the way
+        transfer(version)
+    found = _parts(generator)
+    close_world(world)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_generator_has_the_bits_of_the_trainers_weights_rounded(layout, dtype):
+    ranks, parallel = LAYOUTS[layout]
+    whole = build_model(SHAPE, dtype=torch.float32, seed=1)
+    expected = {name: (parameter.detach() * 1.0001).to(dtype) for name, parameter in whole.named_parameters()}
+    for parts in launch(ranks, travel, parallel, dtype):
+        assert parts.keys() == expected.keys()
+        for name, (part, place) in parts.items():
+            assert torch.equal(part, expected[name][place]), name
+
+
+def _flip_a_bit(arrived):
+    arrived["layers.1.mlp.up_proj.weight"].view(torch.uint8)[1, 5] ^= 4
+
+
+def _leave_one_out(arrived):
+    arrived["norm.weight"].zero_()
+
+
+def _swap_two(arrived):
+    one, other = "layers.0.mlp.up_proj.weight", "layers.0.mlp.gate_proj.weight"
+    arrived[one], arrived[other] = arrived[other], arrived[one]
+
+
+def _swap_layers(arrived):
+    one, other = "layers.0.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight"
+    arrived[one], arrived[other] = arrived[other], arrived[one]
+
+
+DAMAGES = {
+    "a flipped bit": (_flip_a_bit, "layers.1.mlp.up_proj.weight"),
+    "one left out": (_leave_one_out, "norm.weight"),
+    "two swapped": (_swap_two, "layers.0.mlp.gate_proj.weight"),
+    "two layers swapped": (_swap_layers, "layers.0.self_attn.q_proj.weight"),
+}
+
+
+def damaged(parallel, damage, times):
+    """What a transfer says whose message is damaged on rank 1 so many times, and whether the weights stayed."""
+    world, trained, generator = _models(parallel, torch.bfloat16)
+    transfer = WeightTransfer(dict(trained.named_parameters()), generator, world)
+    before, send, left = _parts(generator), transfer._send, [times]
+
+    def torn(names, sent):
+        arrived = send(names, sent)
+        if world.rank == 1 and left[0]:
+            left[0] -= 1
+            DAMAGES[damage][0](arrived)
+        return arrived
+
+    transfer._send = torn
+    said = ""
+    try:
+        transfer(7)
+    except RunStopped as error:
+        said = str(error)
+    stayed = all(torch.equal(part, before[name][0]) for name, (part, _) in _local(generator).items())
+    close_world(world)
+    return said, stayed
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2)], ids=["FSDP 2", "TP 2"])
+def test_damaged_weights_are_named_and_the_generators_keep_their_own(damage, parallel):
+    for said, stayed in launch(2, damaged, parallel, damage, weights.TRIES):
+        assert "weights of version 7 did not arrive as they were sent, 3 times over" in said
+        assert DAMAGES[damage][1] in said and stayed
+
+
+def test_what_arrives_whole_at_the_second_try_is_taken():
+    for said, stayed in launch(2, damaged, ParallelConfig(), "a flipped bit", 1):
+        assert not said and not stayed
+
+
+def unlike(change):
+    world, trained, generator = _models(ParallelConfig(), torch.bfloat16)
+    tensors = dict(trained.named_parameters())
+    name = "layers.0.mlp.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = torch.zeros(3, 5)
+    try:
+        WeightTransfer(tensors, generator, world)
+    except UserError as error:
+        return str(error)
+    finally:
+        close_world(world)
+
+
+@pytest.mark.parametrize(("change", "said"), [("missing", "is not there in the trainer"), ("shape", "is [3, 5] in")])
+def test_tensors_that_are_not_the_generators_are_named(change, said):
+    for message in launch(2, unlike, change):
+        assert f"weights cannot travel: layers.0.mlp.up_proj.weight {said}" in message
