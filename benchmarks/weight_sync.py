@@ -1,8 +1,8 @@
 """How long new weights take from the trainer's ranks to the generators, against a copy of as many bytes in memory.
 
 Two processes of one thread each (FSDP 2, TP 2 and two stages of a pipeline), bfloat16, models of 5M to 0.6B parameters.
-GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending, checksums of all
-tensors, and the copy into the generator's. Run: python benchmarks/weight_sync.py [--size 110M] [--plot FILE.png]
+GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending, checksums of
+all tensors, and the copy into the generator's. Run: python benchmarks/weight_sync.py [--size 110M] [--plot FILE.png]
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from typing import Any
 TIMES = 7
 LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
 SIZES: dict[str, dict[str, int]] = {
-    "5M": dict(vocab_size=8192, dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=768),
-    "30M": dict(vocab_size=32000, dim=384, num_layers=8, num_heads=6, num_kv_heads=2, head_dim=64, intermediate_size=1024),
+    "5M": dict(
+        vocab_size=8192, dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=768
+    ),
+    "30M": dict(
+        vocab_size=32000, dim=384, num_layers=8, num_heads=6, num_kv_heads=2, head_dim=64, intermediate_size=1024
+    ),
     "110M": dict(
         vocab_size=32000, dim=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64, intermediate_size=2048
     ),
