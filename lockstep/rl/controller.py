@@ -47,7 +47,7 @@ from lockstep.rl.critic import assign_values, make_critic, refuse_run_without_va
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.ledger import Ledger
 from lockstep.rl.load_environment import GIVEN, check_environment, given_name, load_environment
-from lockstep.rl.prompts import PromptLoader, examples_of
+from lockstep.rl.prompts import PromptLoader, examples_of, refuse_other_examples
 from lockstep.rl.reference import (
     assign_reference_scores,
     assign_teacher_scores,
@@ -123,6 +123,8 @@ def _reinforce(
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
     refuse_on_ranks(config, environment, world)
+    for split, examples in (("train", prompts.examples), ("validation", held_out)):
+        refuse_other_examples(split, examples, world)
     model = policy_model(config, world)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, world, tokenizer)

@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep.errors import UserError
 from lockstep.observe import log
+from lockstep.parallel import World
 from lockstep.rl.environment import Environment, Example, source_file, user_line
 
 MOST_EXAMPLES = 1_000_000
@@ -44,7 +45,7 @@ class PromptLoader:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, for `restore`."""
-        return {"position": self.position, "examples": self._fingerprint()}
+        return {"position": self.position, "examples": fingerprint(self.examples)}
 
     def restore(self, state: Any) -> None:
         """Goes on from `state`. Raises UserError where the examples are others than those that it was saved with.
@@ -54,24 +55,38 @@ class PromptLoader:
         position = state.get("position") if isinstance(state, dict) else None
         if type(position) is not int or position < 0 or not isinstance(state.get("examples"), str):
             raise ValueError(f"its place among the prompts is {state!r:.80}, which this version does not write")
-        if (now := self._fingerprint()) != (then := state["examples"]):
+        if (now := fingerprint(self.examples)) != (then := state["examples"]):
             raise UserError(
                 f"the environment's training examples are others than when the run was saved (then {then}, now {now}: "
                 "number and digest); resume with the same, or start a new run"
             )
         self.position = position
 
-    def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for example in self.examples:
-            digest.update(repr((example.prompt, example.answer)).encode())
-        return f"{len(self.examples)} {digest.hexdigest()[:16]}"
-
     def _order(self, epoch: int) -> np.ndarray:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
             self._permutation = np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
         return self._permutation
+
+
+def fingerprint(examples: Sequence[Example]) -> str:
+    """The number of examples, and a digest of their prompts and answers in order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr((example.prompt, example.answer)).encode())
+    return f"{len(examples)} {digest.hexdigest()[:16]}"
+
+
+def refuse_other_examples(split: str, examples: Sequence[Example], world: World) -> None:
+    """Raises UserError where ranks have read other examples than the first: each would take them for the same."""
+    first, *others = world.gather(fingerprint(examples))
+    different = [rank for rank, own in enumerate(others, 1) if own != first]
+    if different:
+        raise UserError(
+            f'the environment\'s examples of "{split}" on rank {different[0]} are not those of rank 0 '
+            f"({others[different[0] - 1]}, not {first}: number and digest); let `examples` yield the same on every "
+            "rank: seed what it draws, sort what it lists"
+        )
 
 
 def examples_of(environment: Environment, split: str) -> list[Example]:

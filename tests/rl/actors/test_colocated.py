@@ -37,6 +37,12 @@ class Vowels(rl.Environment):
     def reward(self, example, completion):
         return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion))}
 
+class Unseeded(Vowels):
+    def examples(self, split):
+        import os
+        for word in WORDS if os.environ["RANK"] == "0" else WORDS[::-1]:
+            yield rl.Example(prompt=word, answer="")
+
 class Talk(rl.ConversationEnvironment):
     def examples(self, split):
         for word in WORDS:
@@ -191,12 +197,13 @@ def test_without_one_order_ranks_agree_with_one_process_in_every_token_and_nearl
             "algorithm ppo trains a value head, which is in one process so far",
         ),
         (dict(environment="Talk", parallel=ParallelConfig(tensor=2)), "whose ranks cannot share a generator so far"),
+        (dict(environment="Unseeded"), 'examples of "train" on rank 1 are not those of rank 0'),
         (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 run; start 4 with torchrun"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(task, model_folder, tmp_path, changes, said):
     if "environment" in changes:
-        changes = changes | {"environment": f"{task}:Talk"}
+        changes = changes | {"environment": f"{task}:{changes['environment']}"}
     if changes.get("algorithm") == "ppo":
         changes = changes | {"train": TrainConfig()}
     config = config_of(task, model_folder, tmp_path / "run", **{"parallel": ParallelConfig(), **changes})
