@@ -145,8 +145,9 @@ def curves_svg(run: Path, only: Sequence[Panel] | None = None) -> list[Curve]:
     for panel in panels_of(metrics) if only is None else _with_data(only, metrics):
         # The page's own font, so that a curve's file is small and its text sharp.
         with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-            figure = Figure(figsize=(3.9, 2.3), layout="constrained")
-            _draw(figure.add_subplot(), panel, metrics, title=False)
+            figure = Figure(figsize=(3.9, 2.3))
+            # Room for any tick label; measuring the labels takes as long as drawing them.
+            _draw(figure.add_axes((0.2, 0.19, 0.78, 0.78)), panel, metrics, title=False)
             buffer = io.StringIO()
             figure.savefig(buffer, format="svg", transparent=True)
         text = buffer.getvalue()
