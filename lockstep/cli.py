@@ -53,6 +53,17 @@ def main(arguments: list[str] | None = None) -> int:
         if _is_first_rank():
             print(f"lockstep: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
+    except RuntimeError as error:
+        if not _is_lost_rank(error):
+            raise
+        # Its traceback is in the rank's log.
+        print(
+            f"lockstep: rank {os.environ['RANK']}: another rank has ended or cannot be reached "
+            f"({printable(str(error).splitlines()[0])[:200]}); the run ends here. What that rank says is the cause; "
+            "--resume continues from the newest checkpoint",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130
@@ -60,6 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
         # Whoever read the output, such as `head`, has ended. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _is_lost_rank(error: RuntimeError) -> bool:
+    """Whether it is how gloo and NCCL say that a connection has ended."""
+    said = str(error)
+    signs = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
+    return "RANK" in os.environ and any(sign in said for sign in signs)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

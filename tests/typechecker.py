@@ -17,17 +17,19 @@ LONGEST = 4
 """Items of a tuple or list that are looked at one by one; a call with a longer one is always checked."""
 MOST = 2_000
 """Kinds of calls remembered of a function."""
+DEEPEST = 4
+"""Lists within lists that are looked into; some hold themselves."""
 
 
-def kind_of(value):
+def kind_of(value, depth=0):
     """All that a check of `value` depends on; None where the check looks into it."""
     kind = type(value)
     if issubclass(kind, (torch.Tensor, np.ndarray)):
         return kind, value.shape, value.dtype
     if kind is str:
         return kind, value  # of a Literal its value counts
-    if kind in (tuple, list) and len(value) <= LONGEST:
-        kinds = tuple(map(kind_of, value))
+    if kind in (tuple, list) and len(value) <= LONGEST and depth < DEEPEST:
+        kinds = tuple(kind_of(item, depth + 1) for item in value)
         return None if None in kinds else (kind, kinds)
     return None if kind is type or issubclass(kind, (tuple, list, dict, set, frozenset)) else kind
 

@@ -22,7 +22,8 @@ def tensor_problems(tensor: int, chunks: int) -> Iterator[str]:
     if chunks & (chunks - 1) or 0 < chunks < tensor:
         yield (
             f"parallel.reduction_chunks is {chunks}; it must be a power of two, and no less than parallel.tensor "
-            f"({tensor}): leave it at 0"
+            f"({tensor}): leave it at 0 (a resumed run keeps its own: --parallel.reduction-chunks 0 changes it, and "
+            "with it the bits from there on)"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -69,17 +70,27 @@ class PromptLoader:
         return self._permutation
 
 
-def fingerprint(examples: Sequence[Example]) -> str:
-    """The number of examples, and a digest of their prompts and answers in order."""
+def fingerprint(examples: Sequence[Example], whole: bool = False) -> str:
+    """The number of examples, and a digest of their prompts and answers in order, or of all that JSON can say."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr((example.prompt, example.answer)).encode())
+        if whole:
+            digest.update(_in_json((example.id, dict(example.metadata))).encode())
     return f"{len(examples)} {digest.hexdigest()[:16]}"
+
+
+def _in_json(value: Any) -> str:
+    """What cannot be said in JSON by its type alone: its own words may name its place in memory."""
+    try:
+        return json.dumps(value, sort_keys=True, default=lambda value: type(value).__name__)
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__name__
 
 
 def refuse_other_examples(split: str, examples: Sequence[Example], world: World) -> None:
     """Raises UserError where ranks have read other examples than the first: each would take them for the same."""
-    first, *others = world.gather(fingerprint(examples))
+    first, *others = world.gather(fingerprint(examples, whole=True))
     different = [rank for rank, own in enumerate(others, 1) if own != first]
     if different:
         raise UserError(

@@ -61,25 +61,27 @@ def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: Wor
 
 
 def assign_reference_scores(
-    rollouts: Sequence[Rollout], reference: Decoder, config: RLConfig, replicas: Replicas
+    rollouts: Sequence[Rollout], reference: Decoder, config: RLConfig, replicas: Replicas | None = None
 ) -> None:
     """The reference's log-probability of each sampled token."""
     for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config, replicas)):
         rollout.reference_logprobs = scores
 
 
-def assign_teacher_scores(rollouts: Sequence[Rollout], teacher: Decoder, config: RLConfig, replicas: Replicas) -> None:
+def assign_teacher_scores(
+    rollouts: Sequence[Rollout], teacher: Decoder, config: RLConfig, replicas: Replicas | None = None
+) -> None:
     """The teacher's log-probability of each sampled token."""
     for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config, replicas)):
         rollout.teacher_logprobs = scores
 
 
 def score_rollouts(
-    model: Decoder, rollouts: Sequence[Rollout], config: RLConfig, replicas: Replicas
+    model: Decoder, rollouts: Sequence[Rollout], config: RLConfig, replicas: Replicas | None = None
 ) -> list[list[float]]:
     """The model's log-probability of each sampled token of each rollout, at the run's temperature.
 
-    Groups are shared out between the replicas, so that a group's prompt is computed once.
+    Groups are shared out between `replicas`, so that a group's prompt is computed once; None: all are scored here.
     """
     groups = [list(members) for _, members in groupby(rollouts, key=lambda rollout: rollout.group)]
 
@@ -91,7 +93,8 @@ def score_rollouts(
         scores = iter(score_sampled(own, config.train.tokens_per_microbatch, model.device, log_probs))
         return [[next(scores) for _ in groups[number]] for number in numbers]
 
-    return [scores for group in replicas.spread(groups, of_groups) for scores in group]
+    scored = replicas.spread(groups, of_groups) if replicas else of_groups(list(range(len(groups))))
+    return [scores for group in scored for scores in group]
 
 
 def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer) -> MovingAverage | None:

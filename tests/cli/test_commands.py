@@ -170,11 +170,11 @@ def test_generate_prints_only_its_result_on_stdout(model_folder):
     assert line.startswith(f"generate: {model_folder}, ") and line.endswith("arithmetic | up to 3 tokens to go")
 
 
-@pytest.mark.parametrize("command", ["rl", "demo"])
-def test_commands_of_one_process_are_refused_under_torchrun_by_name(command, model_folder, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["parity --matrix covering", "demo"])
+def test_commands_of_one_process_are_refused_under_torchrun_by_name(command, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = [] if command == "demo" else ["--model", str(model_folder)]
-    assert main([command, *model]) == 2
+    assert main(command.split()) == 2
+    command = command.removesuffix(" covering")
     assert f"{command} runs in one process so far, but torchrun started 2" in capsys.readouterr().err
 
 

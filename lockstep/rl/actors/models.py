@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.errors import UserError
+from lockstep.hub import local_folder
 from lockstep.model import Decoder, TrainableModel, load_weights, read_config, refuse_few_bytes, resolve_dtype
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.parallel import World, apply_compile, generator_model, parallel_model
@@ -16,7 +16,7 @@ from lockstep.rl.environment import Environment
 
 def policy_model(config: RLConfig, world: World) -> TrainableModel:
     """This rank's part of the policy, laid out as `config.parallel` says. Raises UserError as `parallel_model` does."""
-    folder = Path(config.model)
+    folder = local_folder(config.model)
     shape = read_config(folder)
     refuse_few_bytes(folder, shape)
     fill = partial(load_weights, path=folder)
@@ -41,10 +41,11 @@ def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> De
 
 def frozen_model(folder: str, config: RLConfig, world: World) -> Decoder:
     """A folder's model in the run's dtype, cut over the tensor axis alone: one that only samples, or only scores."""
-    shape = read_config(Path(folder))
-    refuse_few_bytes(Path(folder), shape)
+    path = local_folder(folder)
+    shape = read_config(path)
+    refuse_few_bytes(path, shape)
     parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
-    fill = partial(load_weights, path=folder)
+    fill = partial(load_weights, path=path)
     return generator_model(shape, resolve_dtype(config.dtype), world, parallel, fill)
 
 

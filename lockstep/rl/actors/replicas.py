@@ -17,7 +17,7 @@ from lockstep.rl.rewards.calling import Outcome
 from lockstep.rl.rollouts import Rollout
 
 PATIENCE = timedelta(days=7)
-"""How long the ranks that have sampled wait for one that still does; one that dies is noticed at once."""
+"""How long the ranks that have sampled wait for one that still does. One that has died they notice as they wait."""
 
 Value = TypeVar("Value")
 

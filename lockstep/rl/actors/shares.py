@@ -13,20 +13,26 @@ from lockstep.model import TrainableModel
 from lockstep.parallel import Pipeline, World
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.batch import PolicyBatch, PolicyLoss
+from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.rollouts import Rollout
 from lockstep.train.context import shard_row
 
 
 def token_budget(rollouts: Sequence[Rollout], config: RLConfig, world: World) -> int:
-    """Tokens of a micro-batch: as set, or so few that every data-parallel rank gets one.
+    """Tokens of a micro-batch: as set, or so few that every data-parallel rank gets one, where that can be had.
 
     With `train.deterministic_layout` as set: micro-batches, and with them the sums over them, must not depend on ranks.
     """
     budget = config.train.tokens_per_microbatch
     if config.train.deterministic_layout or world.data_size == 1:
         return budget
-    tokens = sum(len(r.prompt_ids) + len(r.token_ids) for r in rollouts)
-    return min(budget, math.ceil(tokens / world.data_size))
+    packed = microbatches(rollouts, budget, shares_prompts(config))
+    while len(packed) < world.data_size and budget > 1:
+        # A prompt is computed once more in each micro-batch, so an even share of today's rows may not be few enough.
+        rows = sum(members.rows for members in packed)
+        budget = max(1, min(math.ceil(rows / world.data_size), budget - budget // 8 - 1))
+        packed = microbatches(rollouts, budget, shares_prompts(config))
+    return budget
 
 
 def own_batches(batches: Sequence[PolicyBatch], world: World, model: TrainableModel) -> list[PolicyBatch]:

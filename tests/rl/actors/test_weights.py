@@ -131,6 +131,32 @@ def test_damaged_weights_are_named_and_the_generators_keep_their_own(damage, par
         assert DAMAGES[damage][1] in said and stayed
 
 
+def every_bit(parallel):
+    """For each tensor whether a flipped bit on any rank is noticed, in one process group."""
+    world, trained, generator = _models(parallel, torch.bfloat16)
+    transfer = WeightTransfer(dict(trained.named_parameters()), generator, world)
+    send, noticed = transfer._send, {}
+    for rank in range(world.size):
+        for name in transfer.names:
+
+            def torn(names, sent, rank=rank, name=name):
+                arrived = send(names, sent)
+                if world.rank == rank and name in arrived:
+                    arrived[name].view(torch.uint8).reshape(-1)[-1] ^= 128
+                return arrived
+
+            transfer._send = torn
+            noticed[rank, name] = transfer._exchange()[1] == [name]
+    close_world(world)
+    return noticed
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2)], ids=["FSDP 2", "TP 2"])
+def test_a_flipped_sign_in_any_tensor_on_any_rank_is_noticed(parallel):
+    for noticed in launch(2, every_bit, parallel):
+        assert noticed and all(noticed.values()), [key for key, seen in noticed.items() if not seen]
+
+
 def test_what_arrives_whole_at_the_second_try_is_taken():
     for said, stayed in launch(2, damaged, ParallelConfig(), "a flipped bit", 1):
         assert not said and not stayed
