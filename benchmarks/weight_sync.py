@@ -46,8 +46,10 @@ def measure(size: str, degrees: dict[str, int]) -> dict[str, float]:
     from lockstep.model.shard import local_part
     from lockstep.parallel import close_world, generator_model, open_world, parallel_model
     from lockstep.rl.actors.weights import WeightTransfer
+    from lockstep.train.host_memory import keep_freed_memory
 
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a run's trainer does
     parallel = ParallelConfig(**degrees)
     world = open_world(parallel, "cpu")
     shape = ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES[size])  # type: ignore[arg-type]
