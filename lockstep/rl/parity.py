@@ -67,8 +67,7 @@ class Parity:
         self.max_delta = max(part["max_delta"] for part in parts)
         one = next((part for part in parts if part["first"]), None)
         if one is not None:
-            tokens, prompt_length = one["sequence"] or ([], 0)
-            self.first, self.sequence = one["first"], (tokens, prompt_length)
+            self.first, self.sequence = one["first"], one["sequence"] and tuple(one["sequence"])
 
     def metrics(self) -> dict[str, float]:
         return {

@@ -8,6 +8,7 @@ from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import Decoder, TrainableModel, load_weights, read_config, refuse_few_bytes, resolve_dtype
+from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.parallel import World, apply_compile, generator_model, parallel_model
 from lockstep.rl.conversations.protocol import ConversationEnvironment
@@ -30,7 +31,10 @@ def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> De
     Raises UserError where its forward uses operators that are not known to be invariant.
     """
     if isinstance(policy, Decoder) and world.mesh is None:
+        # Of the layers as they are written: compiled ones hide their operators.
+        compiled, policy.halves = policy.halves, Block
         refuse_unknown_operators(policy)
+        policy.halves = compiled
         return policy
     model = frozen_model(config.model, config, world)
     if world.tensor_group is None:
