@@ -74,6 +74,8 @@ class Completion:
     finish_reason: FinishReason
     cut_logprobs: list[float] = field(default_factory=list)
     """log p of each among the tokens that top_k, top_p and min_p left: what it was drawn with. Empty without a cut."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that each was sampled from, where they may change in between; else empty."""
 
 
 @dataclass
