@@ -22,8 +22,6 @@ from lockstep.rl.actors.boxes import Box
 
 MARKS = 4096
 """Bytes before the slots."""
-LINE = 64
-"""Parts begin at multiples of as many bytes."""
 
 
 class ShelfMemory:
@@ -72,14 +70,6 @@ class ShelfMemory:
         self._content.close()
         if self.place is not None:
             os.close(self.place[1])
-
-
-def offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Where parts of so many bytes lie in a slot, and the bytes of all."""
-    found, end = {}, 0
-    for name, size in sizes.items():
-        found[name], end = end, end + -(-size // LINE) * LINE
-    return found, end
 
 
 def _rounded(size: int) -> int:
