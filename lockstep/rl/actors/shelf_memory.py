@@ -64,6 +64,12 @@ class ShelfMemory:
         start = MARKS + slot * _rounded(self.size) + offset
         return self._bytes[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
+    def hide(self) -> None:
+        """From now on nobody can open it who has not; it goes when the last of them ends."""
+        if self.place is not None:
+            os.close(self.place[1])
+            self.place = None
+
     def close(self) -> None:
         """Gives the memory back; no room of it may be used any more."""
         del self._bytes, self._marks

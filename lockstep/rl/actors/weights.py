@@ -38,6 +38,7 @@ from lockstep.rl.actors.boxes import (
     read_parts,
     volume,
 )
+from lockstep.rl.actors.shared_parts import SharedParts, share_parts
 
 BUCKET = 1 << 26
 """Bytes of tensors, as they are whole, that travel together."""
@@ -69,7 +70,7 @@ class WeightTransfer:
         own = {name: held_part(tensor) for name, tensor in tensors.items()}
         wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
         everyone = from_all([plain_parts(own), plain_parts(wanted)])
-        held = [read_parts(of_rank[0]) for of_rank in everyone]
+        self.held = held = [read_parts(of_rank[0]) for of_rank in everyone]
         self.wanted = [read_parts(of_rank[1]) for of_rank in everyone]
         self._holders = holders_of(held)
         self.names = list(self.wanted[0])
@@ -80,6 +81,8 @@ class WeightTransfer:
         self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
         self._arrived: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}
+        on_cpu = model.device.type == "cpu"
+        self._shared = share_parts(held, list(self._buckets()), model.dtype, self.rank, on_cpu)
 
     def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
@@ -132,6 +135,8 @@ class WeightTransfer:
                     expected[index] = checksum_of(sent[name], self._own[name])
                 found[index] = checksum_of(arrived_now[name], self.wanted[self.rank][name])
             arrived |= arrived_now
+            if self._shared is not None:
+                self._shared.next_bucket()
         return arrived, self._damaged(expected, found)
 
     def _buckets(self) -> Iterator[list[str]]:
@@ -149,6 +154,8 @@ class WeightTransfer:
     def _rounded(self, names: list[str]) -> dict[str, Tensor]:
         """What this rank holds of the tensors, as the generator's forward is to read it."""
         parts = {name: local_values(self.tensors[name].detach()) for name in names if name in self.tensors}
+        if self._shared is not None:
+            return {name: self._shared.room(self.rank, name).copy_(part) for name, part in parts.items()}
         places, size = offsets({name: part.numel() * self.model.dtype.itemsize for name, part in parts.items()})
         memory = self._kept("rounded", size)
         rounded = {}
@@ -167,6 +174,9 @@ class WeightTransfer:
                 for name, part in self._parts.items()
             }
         arrived = {name: self._arrived[name] for name in names}
+        if self._shared is not None:
+            self._copy(arrived, self._shared)
+            return arrived
         going: dict[int, list[Tensor]] = defaultdict(list)
         coming: dict[int, list[Tensor]] = defaultdict(list)
         for piece in (piece for name in names for piece in self.pieces[name]):
@@ -179,6 +189,12 @@ class WeightTransfer:
             to_here.copy_(from_here)
         self._travel(going, coming)
         return arrived
+
+    def _copy(self, arrived: Mapping[str, Tensor], shared: SharedParts) -> None:
+        shared.wait_for_all()
+        for piece in (piece for name in arrived for piece in self.pieces[name] if piece.target == self.rank):
+            content = at(shared.room(piece.source, piece.name), piece.box, self.held[piece.source][piece.name].box)
+            at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box).copy_(content)
 
     def _travel(self, going: Mapping[int, list[Tensor]], coming: Mapping[int, list[Tensor]]) -> None:
         ranks = range(self.world.size)
