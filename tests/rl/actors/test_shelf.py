@@ -267,7 +267,7 @@ def test_weights_of_another_model_are_refused_at_once(change, said):
 
 
 @pytest.mark.parametrize("way", ["memory", "TCP"])
-def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, monkeypatch):
+def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, monkeypatch, caplog):
     shelf, reader = pair
     edition = _through_json(shelf.publish(1))
     edition = edition if way == "memory" else _by_tcp(edition)
@@ -287,6 +287,7 @@ def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, m
     monkeypatch.setattr(shelf_reader, "at", overtaken)
     taken = reader.take(edition)
     assert taken.outcome == "late" and "rank 0" in taken.said and _stayed(reader)
+    assert "(try 1 of 3)" in caplog.text and "did not arrive" not in caplog.text
 
 
 @pytest.mark.parametrize("times", [1, 3])

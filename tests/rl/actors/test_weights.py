@@ -54,6 +54,7 @@ def _local(model):
 
 def travel(parallel, dtype, shared=True):
     os.environ["LOCKSTEP_SHARED_MEMORY"] = str(int(shared))
+    weights.BUCKET = 1 << 14  # several of them
     world, trained, generator = _models(parallel, dtype)
     transfer = WeightTransfer(dict(trained.named_parameters()), generator, world)
     assert (transfer._shared is not None) == shared
