@@ -221,9 +221,9 @@ class Fleet:
             self._work.heard(remote.name, remote.did)
             for request_id, index, new in parts:
                 if self._asked.get(request_id) == remote.name:
-                    request = self._requests[request_id]
-                    request.first_at = request.first_at or time.monotonic()
-                    _extend(request.samples[index], new)
+                    asked = self._requests[request_id]
+                    asked.first_at = asked.first_at or time.monotonic()
+                    _extend(asked.samples[index], new)
             for request_id in {part[0] for part in parts}:
                 request = self._requests.get(request_id)
                 if request and not request.unfinished and self._asked.get(request_id) == remote.name:
