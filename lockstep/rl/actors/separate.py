@@ -75,7 +75,10 @@ class SeparateGenerators:
         opening.callback(path.unlink, missing_ok=True)
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
-        self._shelf = Shelf(dict(self._model.named_parameters()), resolve_dtype(config.dtype), world, key, host)
+        # Generators that finish what they have begun take a version when others have been laid out after it.
+        slots = 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
+        tensors = dict(self._model.named_parameters())
+        self._shelf = Shelf(tensors, resolve_dtype(config.dtype), world, key, host, slots)
         opening.callback(self._shelf.close)
         if not world.is_main:
             return

@@ -203,7 +203,7 @@ class _Source:
         if pieces and (place := place_of(plain["place"])) is not None:
             # Not where it is on another host, or in a container in which processes do not see each other.
             with contextlib.suppress(OSError):
-                self._memory = ShelfMemory.opened(place, plain["size"])
+                self._memory = ShelfMemory.opened(place, plain["size"], plain["slots"])
 
     def read(self, edition: Edition, arrived: Mapping[str, Tensor], wanted: Mapping[str, Held]) -> None:
         """Raises _Failed."""
