@@ -23,6 +23,7 @@ from lockstep.observe import (
     OnMetrics,
     Progress,
     RunFolder,
+    Timeline,
     announce,
     claim_run,
     in_short,
@@ -42,6 +43,7 @@ from lockstep.rl.alarms import Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
+from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.critic import assign_values, make_critic, refuse_run_without_values, train_settings, value_metrics
 from lockstep.rl.environment import Environment, Example
@@ -56,7 +58,7 @@ from lockstep.rl.reference import (
     moving_average,
 )
 from lockstep.rl.rewards import Outcome, refuse_too_many
-from lockstep.rl.rewards.workers import open_grader
+from lockstep.rl.rewards.workers import open_grader, own_limit
 from lockstep.rl.rollouts import Rollout, write_rollouts
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
@@ -130,15 +132,20 @@ def _reinforce(
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     rendering = open_rendering(config, environment, tokenizer, model)
+    converses = isinstance(environment, ConversationEnvironment)
     # In one process the engine samples from the very tensors that the trainer's forward reads.
     sampling = sampling_model(config, world, model)
     engine = Engine(sampling, config.engine, tokenizer)
+    timeline = Timeline(world.rank, config.observe.timeline_steps)
+    timeline.counters.append(lambda: engine.statistics.steps)
     replicas = Replicas(world)
     critic = make_critic(config, model)
     beside = critic.parameters_by_name() if critic else {}
     trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, beside)
     average = moving_average(config, reference, trainer)
-    transfer = None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world)
+    transfer = (
+        None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world, timeline.moved)
+    )
 
     require_observers(config.observe, model.device)
     claimed, run = (
@@ -162,7 +169,8 @@ def _reinforce(
         run.truncate(start or -1)
         run.record(to_toml(config))
 
-    grader = opened.enter_context(open_grader(config, environment, is_given, run.path))
+    grader = opened.enter_context(open_grader(config, environment, is_given, run.path, timeline.moved))
+    patience, everyone = own_limit(config.rewards, grader), "the other ranks" if world.size > 1 else ""
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
@@ -178,26 +186,29 @@ def _reinforce(
         fitting_threads(model.config, config.train.tokens_per_microbatch),
         StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
-        Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics) as observer,
+        Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics, timeline) as observer,
         (progress or Progress("rl", config.steps, "step")) if world.is_main else nullcontext() as bar,
     ):
-        trainer.timeline = observer.timeline
+        trainer.timeline = timeline
         if bar is not None:
             bar.advance(min(start, config.steps))
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0 and not only:
-            own = replicas.own(held_out)
-            judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
-            validation, _ = replicas.everyones(held_out, judged)
+            with timeline.span("validation", patience=patience):
+                own = replicas.own(held_out)
+                judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+            with timeline.span("wait", everyone):
+                validation, _ = replicas.everyones(held_out, judged)
             world.on_main(partial(write_rollouts, run.validation_path(0), validation))
             metrics = validation_metrics(validation, environment)
             observer.write(0, metrics | watch.enter(0, metrics))
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
-                stopwatch = Stopwatch(observer.timeline)
+                stopwatch = Stopwatch(timeline)
                 ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
                 for extra_round in range(algorithm.extra_rounds + 1):
+                    stopwatch.begin("time/generate", patience=patience if converses else 0.0)
                     asked = prompts.next(ledger.missing)
                     if recorded:
                         drawn = recorded(asked)
@@ -206,12 +217,12 @@ def _reinforce(
                         drawn = collect(
                             asked, environment, engine, tokenizer, config, step, extra_round, rendering, grader, own
                         )
-                    stopwatch.lap("time/generate")
+                    stopwatch.begin("time/reward", patience=patience)
                     graded = assign_rewards(drawn, environment, config.rewards, grader)
-                    stopwatch.lap("time/reward")
+                    stopwatch.begin("time/wait", everyone)
                     drawn, graded = replicas.everyones(asked, drawn, graded)
                     outcomes += graded
-                    stopwatch.lap("time/wait")
+                    stopwatch.begin("time/train")
                     ledger.add(drawn)
                     ledger.drop_failed()
                     if algorithm.extra_rounds or algorithm.advantage == "best":
@@ -222,11 +233,11 @@ def _reinforce(
                 ledger.keep_some()
                 charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
                 if reference:
-                    assign_reference_scores(ledger.trained, reference, config, replicas)
+                    assign_reference_scores(ledger.trained, reference, config, replicas, timeline.moved)
                 if teacher:
-                    assign_teacher_scores(ledger.trained, teacher, config, replicas)
+                    assign_teacher_scores(ledger.trained, teacher, config, replicas, timeline.moved)
                 if critic:
-                    assign_values(ledger.trained, model, critic, config)
+                    assign_values(ledger.trained, model, critic, config, timeline.moved)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
@@ -245,27 +256,30 @@ def _reinforce(
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 if average:
                     average.update()
-                stopwatch.lap("time/train")
+                stopwatch.begin("time/weight_sync")
                 if transfer:
                     transfer(step)
                 engine.weights_changed(step)
-                stopwatch.lap("time/weight_sync")
+                stopwatch.end()
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
-                    own = replicas.own(held_out)
-                    judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
-                    validation, _ = replicas.everyones(held_out, judged)
+                    with timeline.span("validation", patience=patience):
+                        own = replicas.own(held_out)
+                        judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+                    with timeline.span("wait", everyone):
+                        validation, _ = replicas.everyones(held_out, judged)
                     world.on_main(partial(write_rollouts, run.validation_path(step), validation))
                     metrics |= validation_metrics(validation, environment)
                 observer.write(step, metrics | watch.enter(step, metrics))
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts))
                 if not only and (stopped_by or checkpoints.due(step)):
-                    checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
+                    with timeline.span("checkpoint"):
+                        checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
             if bar is not None:
                 bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
