@@ -145,13 +145,20 @@ def test_who_waits_for_one_that_moves_has_not_stopped(tmp_path):
             process.kill()
 
 
+def _stop_itself(run):
+    timeline = Timeline()
+    with SignOfLife(run, "rank_0", timeline, SECONDS / 10), Watchdog(run, 0, 1, SECONDS):
+        time.sleep(SECONDS / 4)  # some looks of the watchdog
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(SECONDS / 4)
+
+
 def test_a_process_is_not_blamed_for_the_time_that_it_was_stopped_itself(tmp_path):
-    rank = CONTEXT.Process(target=_wait_for_rollouts, args=(tmp_path, SECONDS + 1.5, "frozen"), daemon=True)
+    rank = CONTEXT.Process(target=_stop_itself, args=(tmp_path,), daemon=True)
     rank.start()
     try:
-        while "rank_0" not in read_actors(tmp_path):
+        while not (actors := read_actors(tmp_path)) or actors["rank_0"].process != "stopped":
             time.sleep(0.01)
-        os.kill(rank.pid, signal.SIGSTOP)
         time.sleep(SECONDS + 0.5)
         os.kill(rank.pid, signal.SIGCONT)
         rank.join(60)
