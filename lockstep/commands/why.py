@@ -22,6 +22,7 @@ from lockstep.observe.actors import (
     read_actors,
     stopped_words,
     table,
+    verdict,
     waits,
     waits_words,
     where_words,
@@ -29,11 +30,14 @@ from lockstep.observe.actors import (
 from lockstep.observe.run_folder import CONFIG, RunFolder
 from lockstep.observe.run_lock import LOCK
 from lockstep.observe.sign_of_life import STACKS_SIGNAL, stacks_path
+from lockstep.observe.watchdog import LEFT
 
 ANSWER_SECONDS = 3.0
 """For a process to write its stacks."""
-FRAMES = 12
-"""Of a stack, the innermost, that are printed."""
+FRAMES = 10
+"""Of a stack that are printed."""
+INNERMOST = 2
+"""Of a stack that are printed even where they are an installed package's."""
 BRIEF = 10.0
 """Seconds without progress that are nothing to speak of."""
 
@@ -75,9 +79,7 @@ class Explanation:
         for actor in self.actors:
             stack = self.stacks[actor.name]
             lines += ["", f"{actor.title}{': ' + stack.said if stack.said else ', innermost call first:'}"]
-            lines += [f"  {frame}" for frame in stack.frames[:FRAMES]]
-            if len(stack.frames) > FRAMES:
-                lines.append(f"  … {len(stack.frames) - FRAMES} more")
+            lines += [f"  {frame}" for frame in _shown(stack.frames)]
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -165,7 +167,9 @@ def _summary(run: Path, holding: Sequence[Actor], actors: Sequence[Actor], moves
         return f"the run moves, and nobody holds it up: step {max(actor.step for actor in actors)}"
     limit = _watchdog_seconds(run)
     first = holding[0]
-    if first.ended:
+    if ended := verdict(actors):
+        said = ended
+    elif first.ended:
         said = f"{first.title} ended in step {first.step}, in {first.phase}: {first.ended}"
     elif first.lost or not first.answers or 0 < limit < first.still:
         said = "; ".join(map(stopped_words, holding))
@@ -212,8 +216,8 @@ def _stack(run: Path, actor: Actor, asked: int | None, until: float) -> Stack:
     if asked is not None:
         frames = _answer(path, asked, actor.thread, until)
         return Stack(frames) if frames else Stack(said=f"it has not answered within {ANSWER_SECONDS:g} s")
-    left = frames_of(_text(path, 0), actor.thread)
-    if left:
+    text = _text(path, 0)
+    if text.startswith(f"{LEFT} {actor.pid}\n") and (left := frames_of(text, actor.thread)):
         return Stack(left, "its stack as the watchdog left it, innermost call first:")
     if actor.process == "stopped":
         return Stack(said="a stopped process cannot answer; let it continue, and ask again")
@@ -250,6 +254,17 @@ def frames_of(stacks: str, thread: int) -> list[str]:
         else:
             inside = False
     return frames
+
+
+def _shown(frames: Sequence[str]) -> list[str]:
+    """The innermost frames, and those around them that are not of installed packages."""
+    lines: list[str] = []
+    for index, frame in enumerate(frames):
+        if index < INNERMOST or "-packages/" not in frame:
+            lines.append(re.sub(r'".*-packages/', '"', frame))
+        elif lines[-1] != "…":
+            lines.append("…")
+    return lines[:FRAMES] + ["…"] * (len(lines) > FRAMES)
 
 
 def _size(path: Path) -> int:

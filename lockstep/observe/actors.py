@@ -21,6 +21,9 @@ NAME = re.compile(r"[a-z]+_[0-9]+")
 LOST = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
 """How gloo and NCCL say that a connection has ended: another rank has, before."""
 
+BY_WATCHDOG = "ended by the watchdog: "
+"""The beginning of what actors say that it has ended."""
+
 
 @dataclass
 class Actor:
@@ -213,9 +216,12 @@ def _ring(actors: list[Actor]) -> list[Actor]:
 
 
 def _first_lost(lost: list[Actor]) -> list[Actor]:
-    """The cause: a process that is stopped, an error of its own, an end without a word, an error about others."""
+    """The cause: a process that is stopped, or that the watchdog has named; an error of its own; an end without a word;
+    an error about others."""
+    said = verdict(lost)
     for kind in (
         [a for a in lost if a.process == "stopped"],
+        [a for a in lost if f"{a.title} stopped in" in said],
         sorted((a for a in lost if a.ended and not _is_about_others(a)), key=lambda a: a.time)[:1],
         [a for a in lost if a.process == "gone"],
     ):
@@ -225,7 +231,12 @@ def _first_lost(lost: list[Actor]) -> list[Actor]:
 
 
 def _is_about_others(actor: Actor) -> bool:
-    return any(sign in actor.ended for sign in LOST)
+    return any(sign in actor.ended for sign in (*LOST, BY_WATCHDOG))
+
+
+def verdict(actors: Iterable[Actor]) -> str:
+    """Whom the watchdog has named, in its words; empty where it has not ended the run."""
+    return next((a.ended for a in actors if a.ended.startswith(BY_WATCHDOG)), "")
 
 
 def stopped_words(actor: Actor) -> str:

@@ -49,7 +49,7 @@ class Observer:
         self._profiling = Profiling(config, run, rank)
         self._garbage = GarbageCollection(config.gc_every)
         self._sign = SignOfLife(run, f"rank_{rank}", self.timeline, interval(faults.watchdog_seconds))
-        self._watchdog = Watchdog(run, rank, ranks, faults.watchdog_seconds)
+        self._watchdog = Watchdog(self._sign, rank, ranks, faults.watchdog_seconds)
         self._metrics: MetricsWriter | None = None
         self._opened = ExitStack()
 

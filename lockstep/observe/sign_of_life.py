@@ -44,10 +44,11 @@ class SignOfLife:
     """
 
     def __init__(self, run: Path, name: str, timeline: Timeline, seconds: float = BEAT):
-        self.name, self.timeline, self.seconds = name, timeline, seconds
+        self.run, self.name, self.timeline, self.seconds = run, name, timeline, seconds
         self.path, self._stacks_path = heartbeat_path(run, name), stacks_path(run, name)
         self._collectives: dict[str, Any] = {}
         self._moved, self._moves = time.time(), (0, 0)
+        self._end = ""
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="sign of life", daemon=True)
@@ -81,7 +82,7 @@ class SignOfLife:
         log.removeHandler(self._listener)
         faulthandler.unregister(STACKS_SIGNAL)
         if error is not None:
-            self._beat(f"{type(error).__name__}: {error}".splitlines()[0])
+            self.end(f"{type(error).__name__}: {error}")
         os.close(self._file)
         if error is None:
             # An actor that has ended has not stopped: what it would stand still at is gone.
@@ -94,6 +95,11 @@ class SignOfLife:
                 self._stacks_path.unlink()
             self.path.parent.rmdir()  # where nothing else is in it
 
+    def end(self, why: str) -> None:
+        """Says why the actor ends; what is read of it from now on."""
+        self._end = why.splitlines()[0]
+        self._beat()
+
     def _beat_on(self) -> None:
         while not self._ended.wait(self.seconds):
             self._collectives = collectives()
@@ -102,7 +108,7 @@ class SignOfLife:
                 # A file system of several machines shows them what one has written only then.
                 os.fsync(self._file)
 
-    def _beat(self, ended: str = "") -> None:
+    def _beat(self) -> None:
         line, now = self.timeline, time.time()
         with self._lock:
             moves = line.progress, line.work
@@ -118,7 +124,7 @@ class SignOfLife:
                 "moved": self._moved,
                 "time": now,
                 "message": line.message[:MESSAGE],
-                "ended": ended[:MESSAGE],
+                "ended": self._end[:MESSAGE],
                 "collectives": self._collectives,
             }
             written = json.dumps(content)
@@ -137,7 +143,7 @@ class _Listener(logging.Handler):
         self.timeline = timeline
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.timeline.message = record.getMessage()
+        self.timeline.message = record.getMessage().partition("\n")[0]
 
 
 def heartbeat_path(run: Path, name: str) -> Path:

@@ -8,17 +8,21 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.observe.actors import Actor, held_up_by, read_actor, read_actors, stopped_words, table
+from lockstep.observe.actors import BY_WATCHDOG, Actor, held_up_by, read_actor, read_actors, stopped_words, table
 from lockstep.observe.logs import log
-from lockstep.observe.sign_of_life import heartbeat_path, stacks_path
+from lockstep.observe.sign_of_life import SignOfLife, heartbeat_path, stacks_path
 
 EXIT_CODE = 124
 """Of a run that the watchdog ended, as of timeout(1)."""
 VERDICT = "stopped"
 """In `logs/`, from rank 0 to the others; gone before a run begins again."""
+
+LEFT = "left by the watchdog of process"
+"""The first line of its stacks, with the process's number."""
 
 
 @dataclass
@@ -45,8 +49,9 @@ class Watchdog:
     into `logs/`, and ends with EXIT_CODE, whereupon torchrun starts them anew.
     """
 
-    def __init__(self, run: Path, rank: int, ranks: int, seconds: float):
-        self.run, self.rank, self.ranks, self.seconds = run, rank, ranks, seconds
+    def __init__(self, sign: SignOfLife, rank: int, ranks: int, seconds: float):
+        self.sign, self.rank, self.ranks, self.seconds = sign, rank, ranks, seconds
+        self.run = sign.run
         self.interval = interval(seconds)
         self._seen: dict[str, _Seen] = {}
         self._looked = time.monotonic()
@@ -114,19 +119,23 @@ class Watchdog:
         return actor.silent > self.seconds or actor.still > self.seconds + actor.patience
 
     def _end_run(self, stopped: Sequence[Actor]) -> None:
-        for actor in stopped:
+        words = "; ".join(map(stopped_words, stopped))
+        if stopped:
+            where = ", ".join(str(stacks_path(self.run, actor.name)) for actor in stopped)
+            others = f"\nwho waits for whom:\n{table(self._actors())}" if len(self._seen) > 1 else ""
             log.critical(
-                "%s. See %s; this ends the run with exit code %d, and --resume continues it",
-                stopped_words(actor),
-                stacks_path(self.run, actor.name),
+                "%s. See %s; this ends the run with exit code %d, and --resume continues it%s",
+                words,
+                where,
                 EXIT_CODE,
+                others,
             )
-        if stopped and self.rank == 0 and len(self._seen) > 1:
-            log.critical("who waits for whom (lockstep why shows it of a run that goes on):\n%s", table(self._actors()))
-        if self.ranks > 1 and self.rank == 0:
-            # Found by the others at their next look, so that they leave their stacks too before torchrun ends them.
-            self._verdict.touch()
-        dump_stacks(self.run, self.rank)
+        with suppress(OSError):  # a full disk must not keep the run from ending
+            if self.ranks > 1 and self.rank == 0:
+                # Found by the others at their next look, so that they leave their stacks too before torchrun ends them.
+                self._verdict.write_text(words)
+            self.sign.end(BY_WATCHDOG + (words or self._verdict.read_text()))
+            dump_stacks(self.run, self.rank)
         time.sleep(4 * self.interval)
         os._exit(EXIT_CODE)
 
@@ -140,6 +149,8 @@ def dump_stacks(run: Path, rank: int) -> None:
     path = stacks_path(run, f"rank_{rank}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
+        file.write(f"{LEFT} {os.getpid()}\n")
+        file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     collectives = _collectives()
     if collectives:

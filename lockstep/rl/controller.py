@@ -222,6 +222,7 @@ def _reinforce(
                     stopwatch.begin("time/wait", everyone)
                     drawn, graded = replicas.everyones(asked, drawn, graded)
                     outcomes += graded
+                    timeline.message = f"{len(drawn)} rollouts, graded"
                     stopwatch.begin("time/train")
                     ledger.add(drawn)
                     ledger.drop_failed()
@@ -260,6 +261,7 @@ def _reinforce(
                 if transfer:
                     transfer(step)
                 engine.weights_changed(step)
+                timeline.message = f"weights of version {step}"
                 stopwatch.end()
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.observe.actors import read_actors
+from lockstep.observe.actors import held_up_by, read_actors
 from lockstep.observe.run_folder import open_run
 from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.timeline import Timeline
@@ -29,7 +29,7 @@ def _train(run, rank, port, how):
     from lockstep.observe.logs import open_logs
 
     sign = SignOfLife(run, f"rank_{rank}", timeline, SECONDS / 10)
-    with open_logs(run, rank, 2), sign, Watchdog(run, rank, 2, SECONDS):
+    with open_logs(run, rank, 2), sign, Watchdog(sign, rank, 2, SECONDS):
         for step in range(1, 100):
             timeline.begin(step)
             with timeline.span("forward"):
@@ -66,6 +66,8 @@ def test_the_rank_that_stopped_is_named(tmp_path, how):
             processes[1].join(60)
             assert processes[1].exitcode == EXIT_CODE
             assert "in _train" in (tmp_path / "logs" / "stacks_rank_1.txt").read_text()
+            actors = list(read_actors(tmp_path).values())
+            assert [actor.name for actor in held_up_by(actors, actors)] == ["rank_1"], "also once all have ended"
     finally:
         for process in processes:
             process.kill()
@@ -73,7 +75,7 @@ def test_the_rank_that_stopped_is_named(tmp_path, how):
 
 def test_a_run_that_goes_on_is_left_alone_and_its_files_are_removed(tmp_path):
     timeline = Timeline()
-    with SignOfLife(tmp_path, "rank_0", timeline, 0.05), Watchdog(tmp_path, 0, 2, 0.5):
+    with SignOfLife(tmp_path, "rank_0", timeline, 0.05) as sign, Watchdog(sign, 0, 2, 0.5):
         for step in range(8):
             timeline.begin(step)
             time.sleep(0.1)
@@ -96,7 +98,8 @@ def _wait_for_rollouts(run, seconds, how):
     timeline = Timeline()
     from lockstep.observe.logs import open_logs
 
-    with open_logs(run, 0, 2), SignOfLife(run, "rank_0", timeline, SECONDS / 10), Watchdog(run, 0, 1, SECONDS):
+    sign = SignOfLife(run, "rank_0", timeline, SECONDS / 10)
+    with open_logs(run, 0, 2), sign, Watchdog(sign, 0, 1, SECONDS):
         timeline.begin(1)
         until = time.monotonic() + seconds
         if how == "idle":
@@ -147,7 +150,7 @@ def test_who_waits_for_one_that_moves_has_not_stopped(tmp_path):
 
 def _stop_itself(run):
     timeline = Timeline()
-    with SignOfLife(run, "rank_0", timeline, SECONDS / 10), Watchdog(run, 0, 1, SECONDS):
+    with SignOfLife(run, "rank_0", timeline, SECONDS / 10) as sign, Watchdog(sign, 0, 1, SECONDS):
         time.sleep(SECONDS / 4)  # some looks of the watchdog
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(SECONDS / 4)
