@@ -21,6 +21,8 @@ NAME = re.compile(r"[a-z]+_[0-9]+")
 LOST = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
 """How gloo and NCCL say that a connection has ended: another rank has, before."""
 
+GENERATORS = "the generators"
+"""All of them, as what somebody waits for."""
 BY_WATCHDOG = "ended by the watchdog: "
 """The beginning of what actors say that it has ended."""
 
@@ -165,7 +167,8 @@ def waits(actor: Actor, actors: Iterable[Actor]) -> list[Actor]:
         return []
     others = [other for other in actors if other.name != actor.name]
     words = set(NAME.findall(actor.waits_for))
-    if named := [other for other in others if other.name in words]:
+    beside = GENERATORS in actor.waits_for
+    if named := [other for other in others if other.name in words or (beside and not other.is_rank)]:
         return named
     if not actor.is_rank:
         return []

@@ -113,7 +113,9 @@ class Watchdog:
         if self.rank != 0:
             return [actor for actor in actors if actor.silent > self.seconds]
         stuck = {actor.name: actor for actor in actors if self._stands_still(actor)}
-        return [actor for actor in held_up_by(list(stuck.values()), actors) if actor.name in stuck]
+        # A generator that nobody waits for may stop: others do its work.
+        ranks = [actor for actor in stuck.values() if actor.is_rank]
+        return [actor for actor in held_up_by(ranks, actors) if actor.name in stuck]
 
     def _stands_still(self, actor: Actor) -> bool:
         return actor.silent > self.seconds or actor.still > self.seconds + actor.patience

@@ -16,7 +16,6 @@ from lockstep.checkpoint import Checkpoints
 from lockstep.checkpoint.random_state import seed_generators
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
-from lockstep.generate import Engine
 from lockstep.model import arithmetic_of, resolve_dtype
 from lockstep.observe import (
     Observer,
@@ -35,10 +34,10 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
-from lockstep.rl.actors.models import policy_model, refuse_on_ranks, sampling_model
+from lockstep.rl.actors.generators import open_generators
+from lockstep.rl.actors.models import policy_model, refuse_on_ranks
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
-from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.alarms import Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
@@ -133,19 +132,11 @@ def _reinforce(
     teacher = load_teacher(config, world, tokenizer)
     rendering = open_rendering(config, environment, tokenizer, model)
     converses = isinstance(environment, ConversationEnvironment)
-    # In one process the engine samples from the very tensors that the trainer's forward reads.
-    sampling = sampling_model(config, world, model)
-    engine = Engine(sampling, config.engine, tokenizer)
-    timeline = Timeline(world.rank, config.observe.timeline_steps)
-    timeline.counters.append(lambda: engine.statistics.steps)
-    replicas = Replicas(world)
+    replicas = Replicas(world, config.actors.separate)
     critic = make_critic(config, model)
     beside = critic.parameters_by_name() if critic else {}
     trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, beside)
     average = moving_average(config, reference, trainer)
-    transfer = (
-        None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world, timeline.moved)
-    )
 
     require_observers(config.observe, model.device)
     claimed, run = (
@@ -153,15 +144,17 @@ def _reinforce(
         RunFolder(Path(config.output)),
     )
     world.on_main(lambda: opened.enter_context(claimed))
+    # In one process the engine samples from the very tensors that the trainer's forward reads.
+    timeline = Timeline(world.rank, config.observe.timeline_steps)
+    generators = open_generators(config, world, model, tokenizer, run.path, opened, timeline.moved)
+    engine = generators.sampler
+    timeline.counters.append(lambda: generators.progress)
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
     if config.resume and critic:
         refuse_run_without_values(run.path, config)
     if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
         start = state["step"]
-        if transfer:
-            transfer(start)
-        engine.weights_changed(start)
         if average:
             average.write()
     if config.resume and world.is_main:
@@ -169,8 +162,12 @@ def _reinforce(
         run.truncate(start or -1)
         run.record(to_toml(config))
 
+    generators.new_weights(start)
     grader = opened.enter_context(open_grader(config, environment, is_given, run.path, timeline.moved))
     patience, everyone = own_limit(config.rewards, grader), "the other ranks" if world.size > 1 else ""
+    # As long as there may be no generator at all.
+    start_limit = config.actors.start_seconds if config.actors.separate else 0.0
+    asked_of = "the generators" if config.actors.separate else ""
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
@@ -195,7 +192,7 @@ def _reinforce(
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0 and not only:
-            with timeline.span("validation", patience=patience):
+            with timeline.span("validation", asked_of, max(patience, start_limit)):
                 own = replicas.own(held_out)
                 judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
             with timeline.span("wait", everyone):
@@ -208,7 +205,7 @@ def _reinforce(
                 stopwatch = Stopwatch(timeline)
                 ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
                 for extra_round in range(algorithm.extra_rounds + 1):
-                    stopwatch.begin("time/generate", patience=patience if converses else 0.0)
+                    stopwatch.begin("time/generate", asked_of, max(patience * converses, start_limit))
                     asked = prompts.next(ledger.missing)
                     if recorded:
                         drawn = recorded(asked)
@@ -257,10 +254,8 @@ def _reinforce(
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 if average:
                     average.update()
-                stopwatch.begin("time/weight_sync")
-                if transfer:
-                    transfer(step)
-                engine.weights_changed(step)
+                stopwatch.begin("time/weight_sync", asked_of, start_limit)
+                generators.new_weights(step)
                 timeline.message = f"weights of version {step}"
                 stopwatch.end()
 
@@ -269,7 +264,7 @@ def _reinforce(
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
-                    with timeline.span("validation", patience=patience):
+                    with timeline.span("validation", asked_of, max(patience, start_limit)):
                         own = replicas.own(held_out)
                         judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
                     with timeline.span("wait", everyone):
