@@ -10,7 +10,15 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.commands.why import frames_of, why
-from lockstep.config import CheckpointConfig, EngineConfig, FaultConfig, RewardConfig, RLConfig, TrainConfig
+from lockstep.config import (
+    ActorsConfig,
+    CheckpointConfig,
+    EngineConfig,
+    FaultConfig,
+    RewardConfig,
+    RLConfig,
+    TrainConfig,
+)
 from lockstep.errors import UserError
 from lockstep.observe.actors import read_actors
 from lockstep.observe.watchdog import EXIT_CODE
@@ -129,6 +137,19 @@ def test_a_rank_that_is_stopped_is_named_while_it_samples_and_while_it_trains(tm
     log = (run / "logs" / "rank_0.log").read_text()
     assert place in log and "rank 0 stopped" not in log
     assert "rank 0  " in log.split("who waits for whom")[1]
+
+
+def test_a_generator_that_is_stopped_is_named(tmp_path, model_folder, start):
+    actors = ActorsConfig(generators=1, threads=1, silence_seconds=60.0)
+    config = config_of(tmp_path, model_folder, "Vowels", actors=actors)
+    run, (process,) = tmp_path / "run", start(1, config)
+    stopped = stop_in(run, "generator_0", ("sample",), [process])
+    found = wait_for(lambda: (e := why(run)).held_up_by and e.stacks["rank_0"].frames and e, [process])
+    assert [actor.name for actor in found.held_up_by] == ["generator_0"]
+    assert found.summary.startswith(f"generator 0 stopped in step {stopped.step}, in sample: no progress for ")
+    assert found.summary.split("; ")[1].startswith("rank 0 waits for it")
+    assert next(actor for actor in found.actors if actor.is_rank).waits_for == "the generators"
+    os.kill(stopped.pid, signal.SIGCONT)
 
 
 def test_a_rank_that_was_killed_is_the_cause_and_not_the_one_that_lost_it(tmp_path, model_folder, start, capsys):
