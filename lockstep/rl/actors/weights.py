@@ -87,13 +87,11 @@ class WeightTransfer:
         for target, wants in enumerate(self.wanted):
             box, covered = wants[name].box, 0
             for part, ranks in self._holders[name].items():
-                if (common := _common(part, box)) is not None:
+                if (common := common_box(part, box)) is not None:
                     source = target if target in ranks else ranks[target % len(ranks)]
                     pieces.append(Piece(name, common, source, target))
-                    covered += _volume(common)
-            assert covered == _volume(box), (
-                f"{name}: the ranks hold {covered} of {_volume(box)} elements, or hold twice"
-            )
+                    covered += volume(common)
+            assert covered == volume(box), f"{name}: the ranks hold {covered} of {volume(box)} elements, or hold twice"
         return pieces
 
     def _first_copies(self, names: list[str]) -> Tensor:
@@ -233,13 +231,14 @@ def _by_box(held: list[dict[str, Held]]) -> dict[str, dict[Box, list[int]]]:
     return holders
 
 
-def _common(one: Box, other: Box) -> Box | None:
-    """What both boxes have; None where there is nothing."""
+def common_box(one: Box, other: Box) -> Box | None:
+    """What both boxes have in common; None where that is nothing."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
     return common if all(start < stop for start, stop in common) else None
 
 
-def _volume(box: Box) -> int:
+def volume(box: Box) -> int:
+    """Elements in it."""
     return math.prod(stop - start for start, stop in box)
 
 
