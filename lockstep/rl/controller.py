@@ -226,7 +226,7 @@ def _reinforce(
                 if teacher:
                     assign_teacher_scores(ledger.trained, teacher, config, replicas)
                 if critic:
-                    assign_values(ledger.trained, model, critic, config)
+                    assign_values(ledger.trained, sampling, critic, config, replicas)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
