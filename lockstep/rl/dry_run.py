@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep import ops
 from lockstep.checkpoint import folder_if_model
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of, validate
+from lockstep.errors import UserError
 from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
 from lockstep.model import (
     Decoder,
@@ -89,6 +90,8 @@ def foresee(config: RLConfig) -> RLDryRun:
     Raises UserError for bad input.
     """
     validate(config)
+    if config.actors.separate:
+        raise UserError("a dry run counts generators on the ranks that train; leave actors.separate out")
     config = replace(config, model=folder_if_model(config.model))
     # The ranks are somewhere else, unless it is said that they are CPUs.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())

@@ -14,7 +14,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from lockstep.model import Decoder
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
-from lockstep.rl.actors.weights import BUCKET, Box, common_box, volume
+from lockstep.rl.actors.boxes import Box, common, volume
+from lockstep.rl.actors.weights import BUCKET
 
 
 @dataclass
@@ -48,10 +49,10 @@ def foresee_transfer(tensors: Mapping[str, Tensor], model: Decoder, world: World
                 # Ranks of another stage have other tensors.
                 holders = [r for r, place in enumerate(places) if not place["pipeline"] and held_by[r] == held_by[0]]
                 for target, box in enumerate(wanted):
-                    part = common_box(held_by[0], box)
+                    part = common(held_by[0], box)
                     if part is not None and target not in holders and holders[target % len(holders)] == 0:
                         sent_of_bucket += volume(part) * itemsize
-                own = common_box(held_by[0], wanted[0])
+                own = common(held_by[0], wanted[0])
                 kept = volume(own) if own else 0
                 rounded += volume(held_by[0]) * itemsize * (tensors[name].dtype != model.dtype)
             received_of_bucket += (volume(wanted[0]) - kept) * itemsize

@@ -10,8 +10,9 @@ import pytest
 from lockstep.config import EngineConfig, ParallelConfig, RewardConfig, RLConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.parallel import close_world, open_world
+from lockstep.rl.actors.boxes import volume
 from lockstep.rl.actors.models import policy_model, sampling_model
-from lockstep.rl.actors.weights import WeightTransfer, volume
+from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.dry_run import STAGES, dry_run
 from tests.parallel.launch import launch
 
@@ -60,12 +61,13 @@ def bytes_of_rank_0(transfer):
 def measured(config):
     """The peak of all tensors in each stage of the last step, and what rank 0 sends and receives in a sync."""
     from lockstep.rl import controller
+    from lockstep.rl.actors import generators
     from lockstep.rl.bookkeeping import Stopwatch
     from tests.parallel.memory import PeakMemory
 
     os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"
     peaks, sizes = {}, []
-    lap, transfer = Stopwatch.lap, controller.WeightTransfer
+    lap, transfer = Stopwatch.lap, generators.WeightTransfer
 
     def noted(self, name):
         lap(self, name)
@@ -78,7 +80,7 @@ def measured(config):
 
     with pytest.MonkeyPatch.context() as patched, PeakMemory() as peak:
         patched.setattr(Stopwatch, "lap", noted)
-        patched.setattr(controller, "WeightTransfer", kept)
+        patched.setattr(generators, "WeightTransfer", kept)
         controller.reinforce(config)
     return {stage: peaks[f"time/{name}"] for stage, name in zip(STAGES, ("train", "generate", "weight_sync"))}, sizes
 
