@@ -154,7 +154,7 @@ MOST_USED = {
     "sft": "--model --data --output --epochs --tokens-per-step --sequence-length --dtype --train.learning-rate\n"
     "  --validation-data --resume",
     "rl": "--model --environment --algorithm --data --output --steps --prompts-per-step --samples-per-prompt\n"
-    "  --max-new-tokens --train.learning-rate --validation-every --resume",
+    "  --max-new-tokens --train.learning-rate --validation-every --resume --dry-run",
 }
 
 
@@ -261,6 +261,11 @@ def rl(arguments: list[str]) -> int:
     from lockstep.rl.parity import ParityError
 
     config = _run_config("rl", RLConfig, arguments)
+    if config.dry_run:
+        from lockstep.rl.dry_run import foresee
+
+        print(foresee(config).text())
+        return 0
     try:
         folder = reinforce(config)
     except ParityError as error:  # on all ranks alike

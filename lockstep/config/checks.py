@@ -87,8 +87,6 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"loss clip_sequence takes one advantage per completion, and {given} gives each token its own; set "
             'loss = "clip"'
         )
-    if algorithm.advantage == "gae" and config.train.deterministic_layout:
-        yield f"{given} trains a value head, whose gradient train.deterministic_layout has no order for; leave it out"
     if algorithm.advantage != "gae" and config.value_detached:
         yield f"value_detached is set, but {given} has no value function; leave it out, or set algorithm = ppo"
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:

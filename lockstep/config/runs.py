@@ -232,6 +232,9 @@ class RLConfig:
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
+    dry_run: Annotated[int, AtLeast(0)] = 0
+    """Only print the memory of a rank and the bytes of a weight sync, as if so many ranks ran; needs neither them nor
+    the memory. `model` may be `family:size`."""
 
 
 @dataclass

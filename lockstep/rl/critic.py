@@ -17,8 +17,9 @@ from lockstep.config import RLConfig, TrainConfig, algorithm_of, from_toml
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.run_folder import CONFIG
+from lockstep.rl.actors.replicas import Replicas
+from lockstep.rl.actors.scoring import score_groups
 from lockstep.rl.algorithms import explained_variance
-from lockstep.rl.microbatches import score_sampled
 from lockstep.rl.rollouts import Rollout
 from lockstep.train.packing import PackedRow, predicting_states
 
@@ -81,20 +82,22 @@ def train_settings(config: RLConfig) -> TrainConfig:
 
 def assign_values(
     rollouts: Sequence[Rollout],
-    model: TrainableModel,
+    model: ScoringModel,
     critic: ValueHead,
     config: RLConfig,
+    replicas: Replicas | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """V of the state that each token was sampled in, by the weights before the step; `moved` is for `score_sampled`."""
+    """V of the state that each token was sampled in, by the weights before the step, which `model` has.
 
-    assert isinstance(model, ScoringModel)
+    Groups are shared out between `replicas`; None: all are scored here.
+    """
 
     def values(row: PackedRow) -> Tensor:
         return critic(predicting_states(model, row))
 
-    found = score_sampled(rollouts, config.train.tokens_per_microbatch, critic.weight.device, values, moved)
-    for rollout, own in zip(rollouts, found):
+    scored = score_groups(rollouts, config, critic.weight.device, values, replicas, moved)
+    for rollout, own in zip(rollouts, scored):
         rollout.values = own
 
 

@@ -11,7 +11,7 @@ from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
 from lockstep.generate.sampler import Remembering, Sampler
-from lockstep.model import TrainableModel
+from lockstep.model import ScoringModel, TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.actors.models import sampling_model
 from lockstep.rl.actors.weights import WeightTransfer
@@ -100,3 +100,10 @@ def open_generators(
     from lockstep.rl.actors.separate import SeparateGenerators
 
     return opened.enter_context(SeparateGenerators(config, world, model, run))
+
+
+def whole_policy(generators: Generators, policy: TrainableModel) -> ScoringModel:
+    """What a rank computes the policy with alone: its generator's copy where it has one, else the policy itself."""
+    own = generators.sampler.model if isinstance(generators, OwnGenerator) else policy
+    assert isinstance(own, ScoringModel)
+    return own
