@@ -15,7 +15,9 @@ from tests.faults import FAULTS, VARIABLE
 
 # Children are forked from a server that has imported the package but never computed: 0.1 s instead of 4.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lockstep", "lockstep.train.pretrain", "torch.distributed.fsdp"])
+CONTEXT.set_forkserver_preload(
+    ["lockstep", "lockstep.train.pretrain", "torch.distributed.fsdp", "torch._dynamo", "lockstep.parallel.torch_stage"]
+)
 
 
 def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
