@@ -58,6 +58,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if isinstance(config, RLConfig):
         yield from _algorithm_problems(config)
         yield from _alarm_problems(config.alarms)
+        yield from config.actors.problems(config.parallel.reduction_chunks)
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
 

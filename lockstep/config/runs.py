@@ -227,8 +227,7 @@ class RLConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    # Sampling takes as long as it takes, and tells nothing meanwhile.
-    faults: FaultConfig = field(default_factory=lambda: FaultConfig(watchdog_seconds=0.0))
+    faults: FaultConfig = field(default_factory=FaultConfig)
     resume: bool = False
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False

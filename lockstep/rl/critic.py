@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -79,15 +79,21 @@ def train_settings(config: RLConfig) -> TrainConfig:
     return dataclasses.replace(config.train, rules=(own, *config.train.rules))
 
 
-def assign_values(rollouts: Sequence[Rollout], model: TrainableModel, critic: ValueHead, config: RLConfig) -> None:
-    """V of the state that each token was sampled in, by the weights before the step."""
+def assign_values(
+    rollouts: Sequence[Rollout],
+    model: TrainableModel,
+    critic: ValueHead,
+    config: RLConfig,
+    moved: Callable[[], None] = lambda: None,
+) -> None:
+    """V of the state that each token was sampled in, by the weights before the step; `moved` is for `score_sampled`."""
 
     assert isinstance(model, ScoringModel)
 
     def values(row: PackedRow) -> Tensor:
         return critic(predicting_states(model, row))
 
-    found = score_sampled(rollouts, config.train.tokens_per_microbatch, critic.weight.device, values)
+    found = score_sampled(rollouts, config.train.tokens_per_microbatch, critic.weight.device, values, moved)
     for rollout, own in zip(rollouts, found):
         rollout.values = own
 

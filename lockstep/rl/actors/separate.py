@@ -59,6 +59,10 @@ class SeparateGenerators:
         """As `Generators`."""
         return self.sampler.trace_events()
 
+    @property
+    def progress(self) -> int:
+        return self.sampler.heard
+
     def new_weights(self, version: int) -> None:
         """As `Generators`: the first, and all where nothing is sampled ahead, are waited for."""
         edition = self._shelf.publish(version)
@@ -106,4 +110,5 @@ class SeparateGenerators:
             "silence_seconds": config.actors.silence_seconds,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "run": str(self._run.resolve()),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,12 +60,19 @@ class WeightTransfer:
     """From tensors that lie on the ranks of `world` in any layout to `model`, which each rank has a part of.
 
     All ranks make it, and call its methods, together. `tensors`: by the model's names; what a rank has no part of is
-    not among its own. Raises UserError where they are not the tensors of `model`.
+    not among its own. It calls `moved` for each bucket of them that has arrived. Raises UserError where they are not
+    the tensors of `model`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], model: Decoder, world: World):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        model: Decoder,
+        world: World,
+        moved: Callable[[], None] = lambda: None,
+    ):
         assert world.mesh is not None
-        self.tensors, self.model, self.world = tensors, model, world
+        self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
         self.rank = world.rank
         own = {name: held_part(tensor) for name, tensor in tensors.items()}
         wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
@@ -137,6 +144,7 @@ class WeightTransfer:
             arrived |= arrived_now
             if self._shared is not None:
                 self._shared.next_bucket()
+            self.moved()
         return arrived, self._damaged(expected, found)
 
     def _buckets(self) -> Iterator[list[str]]:
