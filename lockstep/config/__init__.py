@@ -4,6 +4,7 @@ A run is described by one flat dataclass with nested ones (`train`, `engine`, `c
 under a field is its help on the command line. `validate` refuses impossible combinations before any work is done.
 """
 
+from lockstep.config.actors import ActorsConfig
 from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of, with_algorithm
 from lockstep.config.checkpoint import CheckpointConfig
@@ -22,6 +23,7 @@ from lockstep.config.train import Arithmetic, Dtype, ModelDtype, TrainConfig
 __all__ = [
     "ALARMS",
     "ALGORITHMS",
+    "ActorsConfig",
     "AlarmConfig",
     "Algorithm",
     "Arithmetic",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from lockstep.config.actors import ActorsConfig
 from lockstep.config.alarms import AlarmConfig
 from lockstep.config.algorithm import AlgorithmName
 from lockstep.config.bounds import Above, AtLeast, AtMost, Below
@@ -218,6 +219,7 @@ class RLConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
+    actors: ActorsConfig = field(default_factory=ActorsConfig)
     validation_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: Annotated[int, Above(0)] = 256

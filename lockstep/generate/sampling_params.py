@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.errors import UserError
 
@@ -63,6 +63,12 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
+def sampling_params_of(plain: dict[str, Any]) -> SamplingParams:
+    """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
+    values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    return SamplingParams(**values)
+
+
 @dataclass
 class Completion:
     """One sample of a prompt."""
@@ -74,6 +80,8 @@ class Completion:
     finish_reason: FinishReason
     cut_logprobs: list[float] = field(default_factory=list)
     """log p of each among the tokens that top_k, top_p and min_p left: what it was drawn with. Empty without a cut."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that each was sampled from, where they may change in between; else empty."""
 
 
 @dataclass

@@ -13,7 +13,8 @@ from torch import Tensor
 from lockstep.config import Algorithm, RewardConfig, RLConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
-from lockstep.generate import Completion, Engine
+from lockstep.generate import Completion
+from lockstep.generate.sampler import Sampler
 from lockstep.observe import log
 from lockstep.rl.algorithms import (
     best_of_group,
@@ -33,13 +34,13 @@ from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards import Grader, Outcome, failures, grade_here, totals
-from lockstep.rl.rollouts import Rollout, episodes_of
+from lockstep.rl.rollouts import Rollout, episodes_of, of_versions
 
 
 def collect(
     examples: Sequence[Example],
     environment: Environment,
-    engine: Engine,
+    engine: Sampler,
     tokenizer: Tokenizer,
     config: RLConfig,
     step: int,
@@ -194,7 +195,7 @@ def _assign(rollouts: Sequence[Rollout], of_tokens: Sequence[list[float]]) -> No
 def evaluate(
     examples: Sequence[Example],
     environment: Environment,
-    engine: Engine,
+    engine: Sampler,
     tokenizer: Tokenizer,
     config: RLConfig,
     grader: Grader | None = None,
@@ -220,7 +221,7 @@ def _sample(
     samples: int,
     seed: list[int],
     environment: Environment,
-    engine: Engine,
+    engine: Sampler,
     rendering: Rendering,
     config: RLConfig,
 ) -> list[Rollout]:
@@ -238,14 +239,14 @@ def _sample(
             cut_logprobs=completion.cut_logprobs,
             finish_reason=completion.finish_reason,
             completion=completion_text(rendering.tokenizer, completion),
-            version=engine.weights_version,
+            **of_versions(completion.versions, engine.weights_version),
         )
         for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params))
         for completion in completions
     ]
 
 
-def encode_prompt(rendering: Rendering, example: Example, engine: Engine, max_new_tokens: int) -> list[int]:
+def encode_prompt(rendering: Rendering, example: Example, engine: Sampler, max_new_tokens: int) -> list[int]:
     """The prompt's tokens. Raises UserError if prompt and completion do not fit the context or the cache."""
     tokens = rendering.prompt(example)
     if problem := unfit(tokens, engine, max_new_tokens):

@@ -1,0 +1,41 @@
+"""Generators in processes of their own, beside the ranks that train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import Above, AtLeast, AtMost
+
+
+@dataclass
+class ActorsConfig:
+    """Generators that sample for a reinforcement run, how many and where."""
+
+    generators: Annotated[int, AtLeast(0)] = 0
+    """Generators that are started on the trainer's host, each a process, or a tensor group of them. 0: the ranks that
+    train sample too, unless `port` lets others join."""
+    tensor: int = 1
+    """Ranks of each generator that share the model: 1, 2, 4 or 8."""
+    threads: Annotated[int, AtLeast(0)] = 0
+    """Of each generator's process; 0: an even share of the CPUs."""
+    host: str = "127.0.0.1"
+    """Address of the trainer's first rank at which generators call; those of other hosts reach no loopback address."""
+    port: Annotated[int, AtLeast(0), AtMost(65535)] = 0
+    """Port that generators call; those that are started elsewhere (`lockstep generator`) join at it while the run goes
+    on. 0: any free one, for those that the run starts itself."""
+    silence_seconds: Annotated[float, Above(0)] = 1.5
+    """A generator that says nothing for so long is taken for dead; they say something five times as often."""
+    start_seconds: Annotated[float, Above(0)] = 120.0
+    """Time that the first generator is given to be ready, and a run without any to get another one."""
+    max_staleness: Annotated[int, AtLeast(0)] = 0
+    """Versions that the weights of a sampled token may be behind those of the step that trains on it: so many steps
+    are sampled ahead, while others are trained. 0: sampling and training take turns."""
+    on_update: Literal["continue", "finish"] = "continue"
+    """What generators do with new weights while they sample: `continue` takes them at once, and rollouts go on with
+    them; `finish` ends what it has begun first, so that the run does not depend on who was how fast."""
+
+    @property
+    def separate(self) -> bool:
+        """Whether others than the training ranks sample."""
+        return self.generators > 0 or self.port > 0

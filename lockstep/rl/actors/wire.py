@@ -1,0 +1,193 @@
+"""Messages between the processes of a run: JSON with bytes beside it, every one signed with the run's key.
+
+Nothing is unpickled, and nothing of a peer is read beyond its greeting until it has shown that it knows the key. What
+is sent can be read on its way by whoever can listen there, but neither changed, nor repeated, nor left out unseen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lockstep.errors import UserError
+
+HEADER = struct.Struct("<IQ")
+"""Bytes of a message's JSON, and of what travels beside it."""
+NONCE = 32
+TAG = 32
+HANDSHAKE_SECONDS = 10.0
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Closed(Exception):
+    """The other side is gone, or what came is not of this run."""
+
+
+class Channel:
+    """One connection, both ways. Any thread may send; one at a time receives. Closed is raised for good."""
+
+    def __init__(self, connection: socket.socket, key: bytes, *, called: bool):
+        """called: whether this side was called; the two sides must differ.
+
+        Raises Closed where the other side does not know the key within `HANDSHAKE_SECONDS`.
+        """
+        self._connection = connection
+        self._sending = threading.Lock()
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(HANDSHAKE_SECONDS)
+        own = secrets.token_bytes(NONCE)
+        self._write(own)
+        other = bytes(self._read(NONCE))
+        # A key of this connection and direction: what was recorded elsewhere, or is sent back, fits nowhere.
+        nonces = (other, own) if called else (own, other)
+        keys = [_signed(key, name, *nonces) for name in (b"from the caller", b"from the called")]
+        self._send_key, self._receive_key = reversed(keys) if called else keys
+        self._sent = self._received = 0
+        self._write(_signed(self._send_key, b"greeting"))
+        if not hmac.compare_digest(self._read(TAG), _signed(self._receive_key, b"greeting")):
+            self.close()
+            raise Closed("it does not have the key of this run")
+        connection.settimeout(None)
+
+    def send(self, message: Any, *beside: Buffer) -> None:
+        """Sends `message` (JSON-able), and bytes that the receiver gets as one piece."""
+        body = json.dumps(message).encode()
+        parts = [memoryview(part).cast("B") for part in beside]
+        header = HEADER.pack(len(body), sum(part.nbytes for part in parts))
+        with self._sending:
+            tag = _signed(self._send_key, self._sent.to_bytes(8, "little"), header, body, *parts)
+            self._sent += 1
+            self._write(header + body)
+            for part in parts:
+                self._write(part)
+            self._write(tag)
+
+    def receive(self, seconds: float | None = None) -> tuple[Any, bytearray]:
+        """The next message and the bytes beside it. Raises TimeoutError where none begins for so long.
+
+        One that stands still in the middle for so long is Closed.
+        """
+        self._connection.settimeout(seconds)
+        header = self._read(HEADER.size, begins=True)
+        length, beside_length = HEADER.unpack(header)
+        body, beside = self._read(length), self._read(beside_length)
+        expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)
+        self._received += 1
+        if not hmac.compare_digest(self._read(TAG), expected):
+            self.close()
+            raise Closed("a message was changed on its way")
+        return json.loads(body), beside
+
+    def close(self) -> None:
+        """Ends the connection; whoever waits on it, on either side, gets Closed."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _write(self, part: Buffer) -> None:
+        try:
+            self._connection.sendall(part)
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def _read(self, length: int, begins: bool = False) -> bytearray:
+        """begins: a timeout here is TimeoutError, for nothing is lost by it."""
+        content = bytearray(length)
+        view = memoryview(content)
+        while view:
+            try:
+                count = self._connection.recv_into(view)
+            except TimeoutError:
+                if begins and len(view) == length:
+                    raise
+                raise Closed("it stopped in the middle of a message") from None
+            except OSError as error:
+                raise Closed(str(error)) from error
+            if count == 0:
+                raise Closed("it is gone")
+            view = view[count:]
+        return content
+
+
+class Listener:
+    """Where others of the run call. Listens on loopback unless told otherwise."""
+
+    def __init__(self, key: bytes, host: str = "127.0.0.1", port: int = 0):
+        """Raises UserError where the address cannot be had."""
+        try:
+            self._socket = socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            problem = f"cannot listen on {host}:{port}: {error.strerror}; choose another port or address"
+            raise UserError(problem) from error
+        self._key = key
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+
+    def accept(self) -> socket.socket:
+        """The next caller, not greeted yet: `Channel(…, called=True)` does, and may be made in another thread.
+
+        Raises Closed when the listener is.
+        """
+        try:
+            return self._socket.accept()[0]
+        except OSError as error:
+            raise Closed(str(error)) from error
+
+    def greet(self, caller: socket.socket) -> Channel:
+        """Raises Closed where the caller does not know the key."""
+        return Channel(caller, self._key, called=True)
+
+    def close(self) -> None:
+        """Stops listening, and ends a waiting `accept`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def call(host: str, port: int, key: bytes, seconds: float = HANDSHAKE_SECONDS) -> Channel:
+    """Calls a listener. Raises Closed where nobody answers there, or nobody who knows the key."""
+    try:
+        connection = socket.create_connection((host, port), timeout=seconds)
+    except OSError as error:
+        raise Closed(f"{host}:{port} does not answer: {error}") from error
+    return Channel(connection, key, called=False)
+
+
+def make_key(path: Path) -> bytes:
+    """A fresh key, kept in a file that only this user may read."""
+    key = secrets.token_bytes(32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(key.hex())
+    return key
+
+
+def read_key(path: Path) -> bytes:
+    """The key in a file that `make_key` wrote. Raises UserError where there is none, or others may read it."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise UserError(f"{path}: others may read this key; chmod 600 it, and start the run anew for a fresh one")
+        key = bytes.fromhex(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: no key of a run ({error}); give the file that the run has written") from error
+    if len(key) != 32:
+        raise UserError(f"{path}: no key of a run; give the file that the run has written")
+    return key
+
+
+def _signed(key: bytes, *parts: Buffer) -> bytes:
+    digest = hashlib.blake2b(key=key, digest_size=TAG)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
