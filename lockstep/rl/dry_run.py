@@ -173,7 +173,10 @@ def _with_generator(
     note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
     transfer = foresee_transfer(dict(trainer.model.named_parameters()), sampling, world) if apart else None
     if transfer:
-        note("arriving weights and messages", transfer.held, SYNC)
+        # A CPU keeps this memory for the next sync: the system would clear every page of new one.
+        note("arriving weights and messages", transfer.held, *(STAGES if on_cpu else (SYNC,)))
+        if on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:
+            note("the moving average's, arriving", transfer.held)
     return RLDryRun(trained, memory, transfer)
 
 

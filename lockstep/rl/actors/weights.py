@@ -236,6 +236,9 @@ class WeightTransfer:
     def _take(self, arrived: Mapping[str, Tensor]) -> None:
         for name, part in self._parts.items():
             part.copy_(arrived[name])
+        if self.model.device.type != "cpu":
+            # An accelerator's allocator gives the same memory again without clearing it, and has use for it meanwhile.
+            self._arrived, self._memory = {}, {}
 
 
 def _rooms(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: range) -> Iterator[tuple[Tensor, Tensor]]:
