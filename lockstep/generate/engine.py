@@ -156,8 +156,12 @@ class Engine:
         finally:
             self.abort(request_id)
 
-    def add(self, prompt: list[int], params: SamplingParams) -> int:
-        """Queues a request; returns its id. Raises UserError for a prompt that can never be computed."""
+    def add(self, prompt: list[int], params: SamplingParams, begun: ListLike[Completion] = ()) -> int:
+        """Queues a request; returns its id. Raises UserError for a prompt that can never be computed.
+
+        begun: its samples as far as another engine has come with them; they go on from there, with the draws that
+        they would have had. At least one of them has not ended.
+        """
         self._check(prompt, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = self._fresh_seed() if params.seed is None else params.seed
@@ -177,8 +181,10 @@ class Engine:
             )
             for index in range(params.n)
         ]
+        for sequence, completion in zip(sequences, begun):
+            sequence.resume(completion)
         self._requests[request_id] = sequences
-        self.scheduler.waiting.extend(sequences)
+        self.scheduler.waiting.extend(sequence for sequence in sequences if sequence.finish_reason is None)
         return request_id
 
     def samples(self, request_id: int) -> ListLike[Sequence]:
@@ -190,6 +196,16 @@ class Engine:
         if self._group is not None:
             dist.broadcast(seed, group=self._group, group_src=0)
         return int(seed)
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of prompt and completion that the model takes."""
+        return self.model.config.max_positions
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache has room for, of one sequence or of many."""
+        return self.allocator.num_pages * ops.PAGE
 
     def abort(self, request_id: int) -> None:
         """Ends a request and frees its pages at once; an id that has ended already is ignored."""

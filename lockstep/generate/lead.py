@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lockstep.config import EngineConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
-from lockstep.generate.sampling_params import SamplingParams
+from lockstep.generate.sampling_params import Completion, SamplingParams, sampling_params_of
 from lockstep.model import Decoder
 from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
 
@@ -31,37 +31,40 @@ class LeadingEngine(Engine):
         self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
         self._signs.start()
 
-    def add(self, prompt: list[int], params: SamplingParams) -> int:
+    def add(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> int:
         self._check(prompt, params)  # what is refused here is not told
-        with self._on_all_ranks("add", prompt, dataclasses.asdict(params)):
-            return super().add(prompt, params)
+        with self.on_all_ranks("add", prompt, dataclasses.asdict(params), [dataclasses.asdict(c) for c in begun]):
+            return super().add(prompt, params, begun)
 
     def abort(self, request_id: int) -> None:
-        with self._on_all_ranks("abort", request_id):
+        with self.on_all_ranks("abort", request_id):
             super().abort(request_id)
 
     def _step(self) -> None:
-        with self._on_all_ranks("step"):
+        with self.on_all_ranks("step"):
             super()._step()
 
     def load_weights(self, folder: Path) -> None:
-        with self._on_all_ranks("load_weights", str(folder)):
+        with self.on_all_ranks("load_weights", str(folder)):
             super().load_weights(folder)
 
     def weights_changed(self, version: int) -> None:
-        with self._on_all_ranks("weights_changed", version):
+        with self.on_all_ranks("weights_changed", version):
             super().weights_changed(version)
 
     def end(self) -> None:
         """Lets the other ranks go; nothing may be asked any more."""
         self._ended.set()
-        with contextlib.suppress(RuntimeError), self._on_all_ranks("end"):  # of one that died; torchrun ends them all
+        with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # of one that died; torchrun ends them all
             pass
         self._signs.join()
 
     @contextlib.contextmanager
-    def _on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Tells the other ranks a call, and makes it: no sign of life may come between what they exchange in it."""
+    def on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Tells the other ranks a call, to be made within: no sign of life may come between what they exchange in it.
+
+        name: a method of the engine, or one of the calls that `follow` was given.
+        """
         with self._calling:
             from_rank_0([name, *arguments])
             yield
@@ -69,23 +72,24 @@ class LeadingEngine(Engine):
     def _tell_signs_of_life(self) -> None:
         with contextlib.suppress(RuntimeError):  # whoever calls the engine next hears of it
             while not self._ended.wait(SIGN_OF_LIFE):
-                with self._on_all_ranks("wait"):
+                with self.on_all_ranks("wait"):
                     pass
 
 
-def follow(engine: Engine) -> None:
-    """On a rank other than 0: makes the calls that rank 0's engine gets, until it ends."""
+def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> None:
+    """On a rank other than 0: makes the calls that rank 0's engine gets, and those of `calls`, until it ends."""
     while True:
         name, *arguments = from_rank_0(None)
         if name == "end":
             return
         if name == "add":
-            prompt, params = arguments
-            values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-            engine.add(prompt, SamplingParams(**values))
+            prompt, params, begun = arguments
+            engine.add(prompt, sampling_params_of(params), [Completion(**completion) for completion in begun])
         elif name == "load_weights":
             # Rank 0 answers whoever asked; the old weights are untouched on every rank.
             with contextlib.suppress(UserError):
                 engine.load_weights(Path(arguments[0]))
         elif name in ("abort", "step", "weights_changed"):
             getattr(engine, name)(*arguments)
+        elif name in calls:
+            calls[name](*arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from lockstep.errors import UserError
 
@@ -61,6 +61,12 @@ class SamplingParams:
     def cuts(self) -> bool:
         """Whether some tokens are left out of the draw."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def sampling_params_of(plain: dict[str, Any]) -> SamplingParams:
+    """The inverse of `dataclasses.asdict`, after JSON has made lists of its tuples."""
+    values: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    return SamplingParams(**values)
 
 
 @dataclass

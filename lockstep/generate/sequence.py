@@ -45,6 +45,14 @@ class Sequence:
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    def resume(self, begun: Completion) -> None:
+        """Takes what another engine has sampled of it."""
+        cut = begun.cut_logprobs or begun.logprobs
+        for token, logprob, cut_logprob in zip(begun.token_ids, begun.logprobs, cut, strict=True):
+            self.append(token, logprob, cut_logprob)
+        if begun.finish_reason != "abort":
+            self.finish_reason = begun.finish_reason
+
     def append(self, token: int, logprob: float, cut_logprob: float) -> None:
         """Takes a sampled token and notices whether it is the last."""
         self.tokens.append(token)

@@ -102,7 +102,7 @@ def share_memory(group: dist.ProcessGroup, patience: timedelta) -> bool:
     """
     wanted = os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0" and hasattr(os, "memfd_create")
     able = wanted and native.library() is not None
-    own = _created(group.size()) if able and group.rank() == 0 else None
+    own = create_memory(_size(group.size())) if able and group.rank() == 0 else None
     where = from_all(own, group)[0]
     memory = _joined(group, where, patience) if able and where is not None else None
     everywhere = all(from_all(memory is not None, group))
@@ -117,21 +117,24 @@ def _size(ranks: int) -> int:
     return PLACES + 2 * ranks * SLOT
 
 
-def _created(ranks: int) -> tuple[int, int, str] | None:
-    """A new file and where others find it: the process, its number there, and its name, which no other file has."""
+def create_memory(size: int) -> tuple[int, int, str] | None:
+    """A new file of `size` zeros in memory, and where others find it; None where the system has none.
+
+    Returned are this process, the file's number in it (to be closed), and its name, which no other file has.
+    """
     name = f"lockstep-{secrets.token_hex(16)}"
     try:
         file = os.memfd_create(name)
-    except OSError:  # forbidden in this container
+    except (AttributeError, OSError):  # another system than Linux, or forbidden in this container
         return None
-    os.ftruncate(file, _size(ranks))
+    os.ftruncate(file, size)
     return os.getpid(), file, name
 
 
 def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: timedelta) -> SharedMemory | None:
     file = where[1] if group.rank() == 0 else None
     try:
-        file = _opened(*where) if file is None else file
+        file = open_memory(*where) if file is None else file
         return SharedMemory(group, file, patience)
     except OSError:  # another host or container, or one in which processes do not see each other
         if file is not None:
@@ -139,12 +142,15 @@ def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: tim
         return None
 
 
-def _opened(process: int, file: int, name: str) -> int:
-    """Another process's file. Raises OSError where this is not it, which can only be so if the process is another."""
+def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> int:
+    """A file that another process has created; the number that it has here.
+
+    Raises OSError where processes do not see each other, or this is not it: then the process is another.
+    """
     path = f"/proc/{process}/fd/{file}"
     if name not in os.readlink(path):
         raise OSError(f"{path} is not {name}")
-    return os.open(path, os.O_RDWR)
+    return os.open(path, flags)
 
 
 def memory_of(group: dist.ProcessGroup, tensor: Tensor) -> SharedMemory | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from lockstep.config import Algorithm, RewardConfig, RLConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
-from lockstep.generate import Completion, Engine
+from lockstep.generate import Completion
+from lockstep.generate.sampler import Sampler
 from lockstep.observe import log
 from lockstep.rl.algorithms import (
     best_of_group,
@@ -39,7 +40,7 @@ from lockstep.rl.rollouts import Rollout, episodes_of
 def collect(
     examples: Sequence[Example],
     environment: Environment,
-    engine: Engine,
+    engine: Sampler,
     tokenizer: Tokenizer,
     config: RLConfig,
     step: int,
@@ -194,7 +195,7 @@ def _assign(rollouts: Sequence[Rollout], of_tokens: Sequence[list[float]]) -> No
 def evaluate(
     examples: Sequence[Example],
     environment: Environment,
-    engine: Engine,
+    engine: Sampler,
     tokenizer: Tokenizer,
     config: RLConfig,
     grader: Grader | None = None,
@@ -220,7 +221,7 @@ def _sample(
     samples: int,
     seed: list[int],
     environment: Environment,
-    engine: Engine,
+    engine: Sampler,
     rendering: Rendering,
     config: RLConfig,
 ) -> list[Rollout]:
@@ -245,7 +246,7 @@ def _sample(
     ]
 
 
-def encode_prompt(rendering: Rendering, example: Example, engine: Engine, max_new_tokens: int) -> list[int]:
+def encode_prompt(rendering: Rendering, example: Example, engine: Sampler, max_new_tokens: int) -> list[int]:
     """The prompt's tokens. Raises UserError if prompt and completion do not fit the context or the cache."""
     tokens = rendering.prompt(example)
     if problem := unfit(tokens, engine, max_new_tokens):

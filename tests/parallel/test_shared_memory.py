@@ -214,8 +214,8 @@ def go_without(why):
     if rank == 1 and why == "no kernels":
         os.environ["LOCKSTEP_NATIVE"] = "0"
     if why == "processes do not see each other":
-        created = shared_memory._created
-        shared_memory._created = lambda ranks: (1, *created(ranks)[1:])  # process 1 is not the one that has it
+        created = shared_memory.create_memory
+        shared_memory.create_memory = lambda size: (1, *created(size)[1:])  # process 1 is not the one that has it
     world, group = opened()
     assert shared_memory.memory_of(group, torch.ones(1)) is None and not held()
     assert torch.equal(gather_rows(torch.full((2,), rank), group), torch.tensor([0, 0, 1, 1]))
@@ -228,9 +228,9 @@ def test_where_one_rank_cannot_share_all_use_gloo(why):
 
 
 def test_another_file_under_the_same_number_is_refused():
-    process, file, _ = shared_memory._created(2)
+    process, file, _ = shared_memory.create_memory(4096)
     try:
         with pytest.raises(OSError, match="is not lockstep-0000"):
-            shared_memory._opened(process, file, "lockstep-" + "0" * 32)
+            shared_memory.open_memory(process, file, "lockstep-" + "0" * 32)
     finally:
         os.close(file)

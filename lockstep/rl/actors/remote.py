@@ -79,5 +79,8 @@ class Reports(Protocol):
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
         """It cannot compute this request, and nor can any other."""
 
+    def unfit(self, remote: Remote, problem: str) -> None:
+        """It cannot be a generator of this run, and never will."""
+
     def lost(self, remote: Remote, why: str) -> None:
         """It is gone, or does not do what it should: others go on with its samples. It is closed by then."""

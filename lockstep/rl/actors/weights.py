@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,23 +23,26 @@ from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.parallel.exchange import gather_rows
 from lockstep.parallel.messages import from_all
-from lockstep.rl.actors.checksum import checksum
+from lockstep.rl.actors.boxes import (
+    Box,
+    Held,
+    at,
+    box_of,
+    checksum_of,
+    common,
+    differing,
+    first_copies,
+    held_part,
+    holders_of,
+    plain_parts,
+    read_parts,
+    volume,
+)
 
 BUCKET = 1 << 26
 """Bytes of tensors, as they are whole, that travel together."""
 TRIES = 3
 """Times that weights are sent, where they do not arrive as they were."""
-
-Box = tuple[tuple[int, int], ...]
-"""Of a tensor, along each dimension: first index, and the one behind the last."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """Part of a tensor that one rank has or wants."""
-
-    box: Box
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ class WeightTransfer:
         assert world.mesh is not None
         self.tensors, self.model, self.world = tensors, model, world
         self.rank = world.rank
-        own = {name: _held(tensor) for name, tensor in tensors.items()}
-        wanted = {name: _held(parameter) for name, parameter in model.named_parameters()}
-        everyone = from_all([_plain(own), _plain(wanted)])
-        held = [_read(of_rank[0]) for of_rank in everyone]
-        self.wanted = [_read(of_rank[1]) for of_rank in everyone]
-        self._holders = _by_box(held)
+        own = {name: held_part(tensor) for name, tensor in tensors.items()}
+        wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
+        everyone = from_all([plain_parts(own), plain_parts(wanted)])
+        held = [read_parts(of_rank[0]) for of_rank in everyone]
+        self.wanted = [read_parts(of_rank[1]) for of_rank in everyone]
+        self._holders = holders_of(held)
         self.names = list(self.wanted[0])
         self.pieces = {name: self._pieces(name, held) for name in self.names}
         # A part that several ranks hold counts once in a checksum: that of the first of them.
@@ -87,21 +89,12 @@ class WeightTransfer:
         for target, wants in enumerate(self.wanted):
             box, covered = wants[name].box, 0
             for part, ranks in self._holders[name].items():
-                if (common := _common(part, box)) is not None:
+                if (shared := common(part, box)) is not None:
                     source = target if target in ranks else ranks[target % len(ranks)]
-                    pieces.append(Piece(name, common, source, target))
-                    covered += _volume(common)
-            assert covered == _volume(box), (
-                f"{name}: the ranks hold {covered} of {_volume(box)} elements, or hold twice"
-            )
+                    pieces.append(Piece(name, shared, source, target))
+                    covered += volume(shared)
+            assert covered == volume(box), f"{name}: the ranks hold {covered} of {volume(box)} elements, or hold twice"
         return pieces
-
-    def _first_copies(self, names: list[str]) -> Tensor:
-        """Of each rank of this generator, the first one that wants the same part of each tensor; `[ranks, names]`."""
-        boxes = [[self.wanted[rank][name].box for name in names] for rank in self.world.tensor_ranks]
-        columns = [[of_rank[index] for of_rank in boxes] for index in range(len(names))]
-        firsts = [[column.index(box) for column, box in zip(columns, of_rank)] for of_rank in boxes]
-        return torch.tensor(firsts, device=self.model.device)
 
     def __call__(self, version: int) -> None:
         """Makes the model's weights those of the trainer; they stay as they are until all new ones have arrived whole.
@@ -160,9 +153,9 @@ class WeightTransfer:
         coming: dict[int, list[Tensor]] = defaultdict(list)
         for piece in (piece for name in names for piece in self.pieces[name]):
             if piece.source == self.rank:
-                going[piece.target].append(_at(sent[piece.name], piece.box, _box_of(self.tensors[piece.name])))
+                going[piece.target].append(at(sent[piece.name], piece.box, box_of(self.tensors[piece.name])))
             if piece.target == self.rank:
-                coming[piece.source].append(_at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box))
+                coming[piece.source].append(at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box))
         # What stays here is copied; what travels goes in one message to each rank.
         for from_here, to_here in zip(going.pop(self.rank, []), coming.pop(self.rank, [])):
             to_here.copy_(from_here)
@@ -186,14 +179,13 @@ class WeightTransfer:
         found = torch.zeros_like(expected)
         for index, name in enumerate(names):
             if name in self._sums_sent:
-                expected[index] = _checksum(sent[name], _held(self.tensors[name]))
-            found[index] = _checksum(arrived[name], self.wanted[self.rank][name])
+                expected[index] = checksum_of(sent[name], held_part(self.tensors[name]))
+            found[index] = checksum_of(arrived[name], self.wanted[self.rank][name])
         dist.all_reduce(expected)
         group = self.world.tensor_group
         of_ranks = found[None] if group is None else gather_rows(found[None], group)
-        firsts = self._first_copies(names)
-        is_first = firsts == torch.arange(len(firsts), device=firsts.device)[:, None]
-        different = (of_ranks != of_ranks.gather(0, firsts)).any(0) | ((of_ranks * is_first).sum(0) != expected)
+        firsts = first_copies([self.wanted[rank] for rank in self.world.tensor_ranks], names)
+        different = differing(of_ranks, torch.tensor(firsts, device=self.model.device), expected)
         different = different.to(torch.uint8)
         dist.all_reduce(different, dist.ReduceOp.MAX)
         return [name for name, other in zip(names, different.tolist()) if other]
@@ -202,50 +194,6 @@ class WeightTransfer:
     def _take(self, arrived: Mapping[str, Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
             local_part(parameter.detach())[0].copy_(arrived[name])
-
-
-def _checksum(part: Tensor, held: Held) -> Tensor:
-    return checksum(part, tuple(slice(*bounds) for bounds in held.box), torch.Size(held.shape))
-
-
-def _held(tensor: Tensor) -> Held:
-    return Held(_box_of(tensor), tuple(tensor.shape))
-
-
-def _box_of(tensor: Tensor) -> Box:
-    return tuple((own.start, own.stop) for own in local_part(tensor.detach())[1])
-
-
-def _plain(parts: Mapping[str, Held]) -> dict[str, Any]:
-    return {name: [list(part.box), list(part.shape)] for name, part in parts.items()}
-
-
-def _read(parts: Mapping[str, Any]) -> dict[str, Held]:
-    return {name: Held(tuple((a, b) for a, b in box), tuple(shape)) for name, (box, shape) in parts.items()}
-
-
-def _by_box(held: list[dict[str, Held]]) -> dict[str, dict[Box, list[int]]]:
-    """The ranks that hold each part of each tensor."""
-    holders: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, parts in enumerate(held):
-        for name, part in parts.items():
-            holders[name][part.box].append(rank)
-    return holders
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    """What both boxes have; None where there is nothing."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
-    return common if all(start < stop for start, stop in common) else None
-
-
-def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
-
-
-def _at(part: Tensor, box: Box, of: Box) -> Tensor:
-    """The view of `box` in a part that stands at `of`."""
-    return part[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, of))]
 
 
 def _rooms(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: range) -> Iterator[tuple[Tensor, Tensor]]:

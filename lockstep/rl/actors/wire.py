@@ -73,10 +73,12 @@ class Channel:
             self._write(tag)
 
     def receive(self, seconds: float | None = None) -> tuple[Any, bytearray]:
-        """The next message and the bytes beside it. Raises TimeoutError where none begins for so long."""
+        """The next message and the bytes beside it. Raises TimeoutError where none begins for so long.
+
+        One that stands still in the middle for so long is Closed.
+        """
         self._connection.settimeout(seconds)
         header = self._read(HEADER.size, begins=True)
-        self._connection.settimeout(None)
         length, beside_length = HEADER.unpack(header)
         body, beside = self._read(length), self._read(beside_length)
         expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.data.chat import ChatTemplateError
 from lockstep.errors import UserError
-from lockstep.generate import Engine, SamplingParams
-from lockstep.generate.sequence import Sequence as Sample
+from lockstep.generate import SamplingParams
+from lockstep.generate.sampler import Sample, Sampler
 from lockstep.rl.conversations.exchange import Again, Asked, Ended
 from lockstep.rl.conversations.hosting import Hosting
 from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
@@ -46,7 +45,7 @@ def play(
     samples: int,
     seed: Sequence[int],
     environment: ConversationEnvironment,
-    engine: Engine,
+    engine: Sampler,
     rendering: Rendering,
     config: RLConfig,
     grader: Grader | None = None,
@@ -116,14 +115,14 @@ def _hosting(
 
 
 def _prompt(
-    one: _Playing, asked: Asked, environment: ConversationEnvironment, engine: Engine, config: RLConfig
+    one: _Playing, asked: Asked, environment: ConversationEnvironment, engine: Sampler, config: RLConfig
 ) -> list[int] | None:
     """What the engine is to continue; None at the limit of turns or of tokens."""
     # One that gives up its replies and asks again would otherwise go on for ever.
     if one.transcript.turns >= environment.turns or one.asks > ASKS_PER_TURN * environment.turns:
         return None
     try:
-        prompt = one.transcript.prompt(asked.messages, engine.model.config.max_positions)
+        prompt = one.transcript.prompt(asked.messages, engine.max_positions)
     except TooLongError as error:
         if one.transcript.rows:
             return None
@@ -136,14 +135,13 @@ def _prompt(
     return None if problem else prompt
 
 
-def unfit(prompt: Sequence[int], engine: Engine, max_new_tokens: int) -> str:
+def unfit(prompt: Sequence[int], engine: Sampler, max_new_tokens: int) -> str:
     """Why the engine cannot continue a prompt of an example, as what follows "its"; empty where it can."""
-    limit, total = engine.model.config.max_positions, len(prompt) + max_new_tokens
+    limit, total = engine.max_positions, len(prompt) + max_new_tokens
     both = f"prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens}"
     if not prompt or total > limit:
         return f"{both} must together be between 1 and the context of {limit}; shorten one of them"
-    if -(-total // ops.PAGE) > engine.allocator.num_pages:
-        cache = engine.allocator.num_pages * ops.PAGE
+    if total > (cache := engine.cache_tokens):
         return f"{both} do not fit in the cache of {cache} tokens; raise engine.cache_tokens, or shorten one of them"
     return ""
 
@@ -172,7 +170,7 @@ def sampling_params(
     )
 
 
-def _reply(one: _Playing, sample: Sample, engine: Engine, rendering: Rendering) -> Reply:
+def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering) -> Reply:
     said = sample.completion()
     if said.finish_reason == "error":
         raise UserError(

@@ -1,0 +1,48 @@
+"""What those who want samples need of a generator: an `Engine` here, or others elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from lockstep.generate.sampling_params import Completion, FinishReason, SamplingParams
+
+
+class Sample(Protocol):
+    """One sample of a request, which goes on until it has a `finish_reason`."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None: not yet."""
+
+    def completion(self) -> Completion:
+        """What has come of it so far."""
+
+
+class Sampler(Protocol):
+    """As `Engine`, whose methods say what they do."""
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that the next request is sampled from."""
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of prompt and completion that the model takes."""
+
+    @property
+    def cache_tokens(self) -> int:
+        """Those that the cache takes."""
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Completion]]: ...
+
+    def add(self, prompt: list[int], params: SamplingParams) -> int: ...
+
+    def samples(self, request_id: int) -> Sequence[Sample]: ...
+
+    def step(self) -> Any:
+        """Lets samples go on."""
+
+    def abort(self, request_id: int) -> None: ...

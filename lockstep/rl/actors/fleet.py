@@ -1,0 +1,249 @@
+"""Generators elsewhere, asked as if they were one engine: each request goes to one, and on to another if that dies.
+
+What a request's samples are depends on its seed and the weights alone, not on who computes them: a generator that goes
+on where another ended draws the tokens that the other would have drawn.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.errors import RunStopped, UserError
+from lockstep.generate import Completion, SamplingParams
+from lockstep.observe import log
+from lockstep.rl.actors.remote import Edition, Remote, RemoteSample, Request
+
+GLANCE = 0.02
+"""Seconds that one `step` waits for news at most."""
+
+
+class Fleet:
+    """The generators of a run. A `Sampler`, and what its remotes tell (`Reports`). Any thread may call it."""
+
+    def __init__(self, max_positions: int, cache_tokens: int, start_seconds: float):
+        """start_seconds: how long there may be no generator at all."""
+        self.max_positions, self.cache_tokens = max_positions, cache_tokens
+        self.start_seconds = start_seconds
+        self.required: set[str] = set()
+        """The names of those that the run has started itself: one that does not fit ends it."""
+        self.weights_version = 0
+        self._edition: Edition | None = None
+        self._changed = threading.Condition(threading.RLock())
+        self._remotes: dict[str, Remote] = {}
+        """Those that are asked, and those that are still loading."""
+        self._versions: dict[str, int] = {}
+        """Of the weights that each has; one that is loading has none."""
+        self._requests: dict[int, Request] = {}
+        """Those that have not ended."""
+        self._asked: dict[int, str] = {}
+        """Who has been given each of them."""
+        self._added: dict[int, Request] = {}
+        """Those whose samples nobody has asked for yet."""
+        self._refused: dict[int, str] = {}
+        self._next_id = 0
+        self._none_since = time.monotonic()
+        self._failure: Exception | None = None
+
+    # A Sampler.
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Completion]]:
+        """As `Engine.generate`. Raises RunStopped where no generator is left."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
+        requests: list[Request] = []
+        try:
+            requests += [self._add(prompt, param) for prompt, param in zip(prompts, each)]
+            with self._changed:
+                while any(request.unfinished for request in requests):
+                    self._raise_problems([request.id for request in requests])
+                    self._changed.wait(GLANCE)
+        finally:
+            for request in requests:
+                self.abort(request.id)
+        for number, request in enumerate(requests):
+            if any(sample.finish_reason == "error" for sample in request.samples):
+                raise UserError(
+                    f"prompt {number}: its logits are not finite (NaN or infinite) with weights version "
+                    f"{self.weights_version}; check the weights, or load those of an earlier checkpoint"
+                )
+        return [[sample.completion() for sample in request.samples] for request in requests]
+
+    def add(self, prompt: list[int], params: SamplingParams) -> int:
+        with self._changed:
+            request = self._add(prompt, params)
+            self._added[request.id] = request
+            return request.id
+
+    def samples(self, request_id: int) -> Sequence[RemoteSample]:
+        """Those of a request, once: it may have ended by now."""
+        return self._added.pop(request_id).samples
+
+    def step(self) -> None:
+        """Waits for news, for a moment. Raises as `generate`."""
+        with self._changed:
+            self._raise_problems(list(self._refused))
+            self._changed.wait(GLANCE)
+
+    def abort(self, request_id: int) -> None:
+        with self._changed:
+            self._requests.pop(request_id, None)
+            self._added.pop(request_id, None)
+            self._refused.pop(request_id, None)
+            if name := self._asked.pop(request_id, None):
+                self._remotes[name].abort(request_id)
+            self._hand_out()
+
+    def _add(self, prompt: list[int], params: SamplingParams) -> Request:
+        seed = secrets.randbits(62) if params.seed is None else params.seed
+        with self._changed:
+            samples = [RemoteSample() for _ in range(params.n)]
+            request = Request(self._next_id, list(prompt), replace(params, seed=seed), samples)
+            self._next_id += 1
+            self._requests[request.id] = request
+            self._hand_out()
+        return request
+
+    def _raise_problems(self, requests: Sequence[int]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        for request in requests:
+            if request in self._refused:
+                raise UserError(self._refused[request])
+        if not self._versions and time.monotonic() - self._none_since > self.start_seconds:
+            raise RunStopped(
+                f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds); their logs are in "
+                "the run's folder, under logs/. --resume continues from the newest checkpoint",
+                exit_code=1,
+            )
+
+    # Its remotes.
+
+    def join(self, remote: Remote) -> None:
+        """A generator that loads; it gets the newest weights first, and work once it has them."""
+        with self._changed:
+            self._remotes[remote.name] = remote
+            if self._edition is not None:
+                remote.new_weights(self._edition)
+
+    def leave(self, name: str) -> Remote | None:
+        """Forgets a generator, whose samples others go on with; returns it, if it was one."""
+        with self._changed:
+            remote = self._remotes.pop(name, None)
+            if self._versions.pop(name, None) is not None and not self._versions:
+                self._none_since = time.monotonic()
+            for request in [request for request, asked in self._asked.items() if asked == name]:
+                del self._asked[request]
+            self._hand_out()
+            return remote
+
+    def new_weights(self, edition: Edition) -> None:
+        """Every generator takes these before what is asked from here on."""
+        with self._changed:
+            self._edition, self.weights_version = edition, edition["version"]
+            for remote in list(self._remotes.values()):
+                remote.new_weights(edition)
+
+    def wait_for_weights(self, seconds: float = float("inf")) -> None:
+        """Returns once one generator is there, and all that are there have the newest weights. Raises as `step`."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            while not self._versions or any(version < self.weights_version for version in self._versions.values()):
+                self._raise_problems([])
+                if time.monotonic() > until:
+                    return
+                self._changed.wait(GLANCE)
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, or asks from now on, gets `error`."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that have joined, ready or not."""
+        with self._changed:
+            return sorted(self._remotes)
+
+    @property
+    def ready(self) -> list[str]:
+        """The names of those that sample."""
+        with self._changed:
+            return sorted(self._versions)
+
+    def _hand_out(self) -> None:
+        """Gives requests that nobody has to the generators with the most room, in the order in which they came."""
+        load = {name: self._samples_at(name) for name in self._versions}
+        for request in self._requests.values():
+            if request.id in self._asked or not load or not request.unfinished:
+                continue
+            name = min(load, key=lambda each: (load[each], each))
+            remote = self._remotes[name]
+            if load[name] and load[name] + request.unfinished > 2 * remote.room:
+                return
+            self._asked[request.id] = name
+            load[name] += request.unfinished
+            remote.ask(request)
+
+    def _samples_at(self, name: str) -> int:
+        return sum(self._requests[request].unfinished for request, asked in self._asked.items() if asked == name)
+
+    # Reports.
+
+    def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
+        with self._changed:
+            if self._remotes.get(remote.name) is not remote:
+                return  # it was given up, and others go on with what it had
+            for request_id, index, new in parts:
+                if self._asked.get(request_id) == remote.name:
+                    _extend(self._requests[request_id].samples[index], new)
+            for request_id in {part[0] for part in parts}:
+                request = self._requests.get(request_id)
+                if request and not request.unfinished and self._asked.get(request_id) == remote.name:
+                    del self._requests[request_id], self._asked[request_id]
+            self._hand_out()
+            self._changed.notify_all()
+
+    def has_weights(self, remote: Remote, version: int) -> None:
+        with self._changed:
+            if self._remotes.get(remote.name) is remote:
+                self._versions[remote.name] = version
+                self._hand_out()
+                self._changed.notify_all()
+
+    def refused(self, remote: Remote, request_id: int, problem: str) -> None:
+        with self._changed:
+            if request_id in self._requests:
+                self._refused[request_id] = problem
+                self._changed.notify_all()
+
+    def unfit(self, remote: Remote, problem: str) -> None:
+        if remote.name in self.required:
+            self.fail(UserError(f"{remote.name}: {problem}"))
+        else:
+            log.warning("%s cannot sample for this run: %s", remote.name, problem)
+
+    def lost(self, remote: Remote, why: str) -> None:
+        with self._changed:
+            if self._remotes.get(remote.name) is not remote:
+                return
+            unfinished = self._samples_at(remote.name)
+            self.leave(remote.name)
+            others = f"{len(self._versions)} others go on with" if self._versions else "the next one gets"
+            log.warning("%s: %s; %s its %d unfinished samples", remote.name, why, others, unfinished)
+            self._changed.notify_all()
+
+
+def _extend(sample: RemoteSample, new: RemoteSample) -> None:
+    sample.token_ids += new.token_ids
+    sample.logprobs += new.logprobs
+    sample.cut_logprobs += new.cut_logprobs
+    sample.versions += new.versions
+    sample.finish_reason = new.finish_reason

@@ -1,0 +1,241 @@
+"""`lockstep generator`: a process, or a tensor group of them, that samples for a run's trainer until that ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from lockstep import __version__
+from lockstep.config import CompileConfig, EngineConfig, ParallelConfig
+from lockstep.data import load_tokenizer
+from lockstep.errors import UserError
+from lockstep.generate import Completion, Engine
+from lockstep.generate.lead import LeadingEngine, follow
+from lockstep.generate.sampling_params import sampling_params_of
+from lockstep.generate.sequence import Sequence
+from lockstep.hub import local_folder
+from lockstep.model import ModelConfig, initialize, read_config, resolve_dtype, set_arithmetic
+from lockstep.observe import announce, log, start_line
+from lockstep.parallel import World, apply_compile, generator_model
+from lockstep.rl.actors.shelf_reader import ShelfReader
+from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
+
+TELL_SECONDS = 0.05
+"""Sampled tokens are told so often, and at once when a sample has ended."""
+
+
+@dataclasses.dataclass
+class _Held:
+    """A request of the trainer's that the engine has, and how many tokens of each sample have been told."""
+
+    request: int
+    sequences: list[Sequence]
+    told: list[int]
+    ended: list[bool]
+
+
+def run_generator(address: str, key: bytes, name: str, world: World) -> int:
+    """Samples for the trainer at `address` (HOST:PORT), who knows `key`, until it ends this; returns the exit code.
+
+    All ranks of a generator call it. name: the one that the trainer expects it by; empty: the trainer gives one.
+    Raises UserError where the trainer cannot be reached, or asks for what cannot be had here.
+    """
+    channels: list[Channel] = []
+    welcome = world.from_main(lambda: _greet(address, key, name, world, channels))
+    if not channels:
+        return _follow(welcome, key, world)
+    try:
+        return _Generator(welcome, channels[0], key, world).run()
+    except Closed as error:
+        log.warning("the trainer at %s: %s; this generator ends", address, error)
+        return 0
+    finally:
+        channels[0].close()
+
+
+def _greet(address: str, key: bytes, name: str, world: World, channels: list[Channel]) -> dict[str, Any]:
+    """What the trainer says of its run; the connection goes into `channels`."""
+    host, _, port = address.rpartition(":")
+    hello = {"name": name, "lockstep": __version__, "tensor": world.size, "pid": os.getpid()}
+    try:
+        channels.append(call(host, int(port), key))
+        channels[0].send(hello | {"host": socket.gethostname()})
+        welcome = channels[0].receive(HANDSHAKE_SECONDS)[0]
+    except (Closed, TimeoutError, ValueError) as error:
+        raise UserError(
+            f"no trainer can be reached at {address!r}: {error}; give HOST:PORT as the run has printed it, and the key "
+            "file that it has written"
+        ) from error
+    if "problem" in welcome:
+        raise UserError(f"the trainer at {address} says: {welcome['problem']}")
+    return dict(welcome)
+
+
+class _Generator:
+    """The rank that talks with the trainer."""
+
+    def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World):
+        self._channel, self._world = channel, world
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
+            threading.Thread(target=work, name="trainer", daemon=True).start()
+        self._held: dict[int, _Held] = {}
+        self._told = 0.0
+        try:
+            self._reader, self._engine = _open(welcome, key, world)
+        except UserError as error:
+            channel.send({"kind": "unfit", "problem": str(error)})
+            raise
+
+    def run(self) -> int:
+        try:
+            self._serve()
+        finally:
+            self._ended.set()
+            if isinstance(self._engine, LeadingEngine):
+                self._engine.end()
+            self._reader.close()
+        return 0
+
+    def _serve(self) -> None:
+        while True:
+            for message in self._messages():
+                kind = message["kind"]
+                if kind == "end":
+                    return
+                if kind == "ask":
+                    self._ask(message)
+                elif kind == "abort":
+                    if held := self._held.pop(message["id"], None):
+                        self._engine.abort(held.request)
+                elif kind == "weights":
+                    self._take(message["edition"])
+            if self._engine.has_work:
+                ended = any(event.finish_reason for event in self._engine.step())
+                if ended or time.monotonic() - self._told > TELL_SECONDS:
+                    self._tell()
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """What has come; where there is nothing to do it waits for something. Raises Closed."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return
+            if isinstance(message, Closed):
+                raise message
+            yield message
+
+    def _ask(self, message: dict[str, Any]) -> None:
+        params = sampling_params_of(message["params"])
+        begun = [_completion(sample) for sample in message["begun"]]
+        try:
+            request = self._engine.add(message["prompt"], params, begun)
+        except UserError as error:
+            self._channel.send({"kind": "refused", "id": message["id"], "problem": str(error)})
+            return
+        sequences = list(self._engine.samples(request))
+        told = [sequence.sampled for sequence in sequences]
+        ended = [sequence.finish_reason is not None for sequence in sequences]
+        self._held[message["id"]] = _Held(request, sequences, told, ended)
+
+    def _take(self, edition: dict[str, Any]) -> None:
+        # Of a token that has been told, the weights are known.
+        self._tell()
+        leads = isinstance(self._engine, LeadingEngine)
+        with self._engine.on_all_ranks("take", edition) if leads else nullcontext():  # type: ignore[attr-defined]
+            taken = self._reader.take(edition)
+        if taken.outcome == "taken":
+            self._engine.weights_changed(edition["version"])
+            self._channel.send({"kind": "has_weights", "version": edition["version"]})
+        elif taken.outcome != "late":  # newer ones are announced already
+            self._channel.send({"kind": "lost", "why": f"weights of version {taken.version}: {taken.said}"})
+
+    def _tell(self) -> None:
+        """What has been sampled since it was last called."""
+        self._told = time.monotonic()
+        version, samples = self._engine.weights_version, []
+        for request_id, held in list(self._held.items()):
+            for index, sequence in enumerate(held.sequences):
+                told, now = held.told[index], sequence.sampled
+                if held.ended[index] or (now == told and sequence.finish_reason is None):
+                    continue
+                held.told[index], held.ended[index] = now, sequence.finish_reason is not None
+                new = {
+                    "token_ids": sequence.tokens[sequence.prompt_length + told :],
+                    "logprobs": sequence.logprobs[told:],
+                    "cut_logprobs": sequence.cut_logprobs[told:],
+                    "versions": [version] * (now - told),
+                    "finish_reason": sequence.finish_reason,
+                }
+                samples.append([request_id, index, new])
+            if all(held.ended):
+                del self._held[request_id]
+        if samples:
+            self._channel.send({"kind": "tokens", "samples": samples})
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._channel.receive()[0])
+        except Closed as error:
+            self._inbox.put(error)
+
+    def _say_alive(self, seconds: float) -> None:
+        try:
+            while not self._ended.wait(seconds):
+                self._channel.send({"kind": "alive"})
+        except Closed:
+            pass  # the thread that receives says so
+
+
+def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReader, Engine]:
+    """The model as the trainer describes it, its weights still to be taken, and the engine over it."""
+    folder, device = local_folder(welcome["model"]), world.device
+    shape = read_config(folder)
+    own, expected = plain_shape(shape), welcome["shape"]
+    if other := [f"{name} {own[name]} and not {expected.get(name)}" for name in own if own[name] != expected.get(name)]:
+        said = ", ".join(other[:3])
+        raise UserError(f"{folder} here is another model than the trainer's: {said}; copy the trainer's folder")
+    arithmetic = set_arithmetic(welcome["arithmetic"], device)
+    if arithmetic != welcome["arithmetic"]:
+        raise UserError(f"the trainer computes in {welcome['arithmetic']}, this processor in {arithmetic}")
+    parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=welcome["reduction_chunks"])
+    model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
+    apply_compile(model, CompileConfig(**welcome["compile"]))
+    tokenizer = load_tokenizer(folder, shape.vocab_size)
+    leads = world.size > 1 and world.is_main
+    engine = (LeadingEngine if leads else Engine)(model, EngineConfig(**welcome["engine"]), tokenizer)
+    work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
+    announce("generator: " + start_line(welcome["model"], shape.num_parameters, device, model.dtype, work, world.size))
+    return ShelfReader(model, world, key), engine
+
+
+def plain_shape(shape: ModelConfig) -> dict[str, Any]:
+    """A model's shape as messages have it."""
+    return dict(json.loads(json.dumps(dataclasses.asdict(shape))))
+
+
+def _follow(welcome: dict[str, Any], key: bytes, world: World) -> int:
+    reader, engine = _open(welcome, key, world)
+    try:
+        follow(engine, {"take": reader.take})
+    finally:
+        reader.close()
+    return 0
+
+
+def _completion(plain: dict[str, Any]) -> Completion:
+    plain = dict(plain)
+    plain["finish_reason"] = plain["finish_reason"] or "abort"
+    return Completion(**plain)

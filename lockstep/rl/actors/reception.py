@@ -1,0 +1,78 @@
+"""Where generators call: they are greeted, told of the run, and join its fleet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep import __version__
+from lockstep.observe import log
+from lockstep.rl.actors.fleet import Fleet
+from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, Listener
+from lockstep.rl.actors.wire_remote import WireRemote
+
+
+class Reception:
+    """Listens, in a thread, for generators that know the run's key. A context manager."""
+
+    def __init__(self, fleet: Fleet, listener: Listener, welcome: Mapping[str, Any], room: int):
+        """welcome: what a generator is told of the run. room: samples that it works on at a time."""
+        self._fleet, self._listener, self._welcome, self._room = fleet, listener, welcome, room
+        self._greeting = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="reception", daemon=True)
+
+    def __enter__(self) -> Reception:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._thread.join()
+        with self._greeting:
+            self._closed = True
+        for name in self._fleet.names:
+            if remote := self._fleet.leave(name):
+                remote.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                caller = self._listener.accept()
+            except Closed:
+                return
+            # Who says nothing holds up nobody else.
+            threading.Thread(target=self._greet, args=(caller,), name="greeting", daemon=True).start()
+
+    def _greet(self, caller: Any) -> None:
+        try:
+            channel = self._listener.greet(caller)
+            hello, _ = channel.receive(HANDSHAKE_SECONDS)
+            self._welcome_in(channel, hello)
+        except (Closed, TimeoutError, KeyError, TypeError, ValueError) as error:
+            log.warning("a caller was turned away: %s", error)
+
+    def _welcome_in(self, channel: Channel, hello: Mapping[str, Any]) -> None:
+        if hello["lockstep"] != __version__:
+            problem = f"it runs lockstep {__version__}, you {hello['lockstep']}; install the same version on both sides"
+            channel.send({"problem": problem})
+            channel.close()
+            raise Closed(f"lockstep {hello['lockstep']} on {hello['host']}, where this is {__version__}")
+        with self._greeting:
+            if self._closed:
+                channel.close()
+                return
+            name = hello["name"] or self._free_name()
+            # One that comes again under its name has been started anew.
+            if before := self._fleet.leave(name):
+                before.close()
+            remote = WireRemote(name, channel, self._room, self._welcome["silence_seconds"])
+            channel.send({**self._welcome, "name": name})
+            remote.start(self._fleet)
+            self._fleet.join(remote)
+        log.info("%s joins, process %d on %s, %d ranks", name, hello["pid"], hello["host"], hello["tensor"])
+
+    def _free_name(self) -> str:
+        taken = {*self._fleet.names, *self._fleet.required}
+        return next(name for number in range(len(taken) + 1) if (name := f"generator_{number}") not in taken)

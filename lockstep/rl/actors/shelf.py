@@ -1,0 +1,166 @@
+"""Weights laid out by the trainer for generators in processes of their own, which take them when they want to.
+
+Each of the trainer's ranks lays its parts, rounded as the generators read them, into memory that processes of its host
+read, and serves the same by TCP to those of other hosts. So a generator can join, leave or be killed at any time: the
+trainer waits for none, and none is in a collective with it. Two slots are written in turns: a reader of one version is
+not disturbed by the writing of the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.model.shard import local_values
+from lockstep.parallel import World
+from lockstep.rl.actors.boxes import at, checksum_of, held_part, holders_of, plain_parts, read_box, read_parts
+from lockstep.rl.actors.shelf_memory import ShelfMemory, offsets
+from lockstep.rl.actors.wire import Channel, Closed, Listener
+
+Edition = dict[str, Any]
+"""Where the weights of one version are, JSON-able.
+
+`version`; `turn` and `slot`, in which they lie; `sums`: each tensor's checksum; `shelf`: what is the same for all
+versions, namely its `id`, the `dtype`, each tensor's shape in `shapes`, and for each of the `ranks` the `address` at
+which it serves, the `place` of its memory (process, file and name there, or null), the bytes of a slot in `size`, and
+its `parts`: [name, box, offset in a slot].
+"""
+
+
+class Shelf:
+    """The weights of a run, for readers in other processes (`ShelfReader`).
+
+    All ranks of `world` make it, and call its methods, together. `tensors`: by the model's names; each rank gives what
+    it has. `dtype` is the generators'. `host`: the address of this host at which readers of other hosts call, who must
+    know the `key`. Raises UserError where it cannot listen there.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, world: World, key: bytes, host: str = "127.0.0.1"
+    ):
+        self._tensors, self._dtype, self._world = tensors, dtype, world
+        held = {name: held_part(tensor) for name, tensor in tensors.items()}
+        everyone = [read_parts(parts) for parts in world.gather(plain_parts(held))]
+        holders = holders_of(everyone)
+        # A part that several ranks hold is laid out by the first of them.
+        self._held = {name: part for name, part in held.items() if holders[name][part.box][0] == world.rank}
+        parts = {name: local_values(tensors[name].detach()) for name in self._held}
+        self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
+        self._memory = ShelfMemory.created(size)
+        self._server = _Server(self, Listener(key, host))
+        self._turn = 0
+        own = {
+            "address": list(self._server.address),
+            "place": self._memory.place,
+            "size": size,
+            "parts": [[name, part.box, self._offsets[name]] for name, part in self._held.items()],
+        }
+        self._description = {
+            "id": world.from_main(lambda: secrets.token_hex(8)),
+            "dtype": str(dtype).removeprefix("torch."),
+            "shapes": {name: part.shape for parts_of in everyone for name, part in parts_of.items()},
+            "ranks": world.gather(own),
+        }
+
+    @torch.no_grad()
+    def publish(self, version: int) -> Edition:
+        """Lays out the weights as they are now; every rank returns what readers need to take them."""
+        self._turn += 1
+        slot = self._turn % 2
+        self._memory.set_mark(slot, -self._turn)
+        sums = {name: self._lay_out(name, slot) for name in self._held}
+        self._memory.set_mark(slot, self._turn)
+        return {
+            "version": version,
+            "turn": self._turn,
+            "slot": slot,
+            "sums": _added(self._world.gather(sums)),
+            "shelf": self._description,
+        }
+
+    def _lay_out(self, name: str, slot: int) -> int:
+        """The checksum of a part that now lies in the slot."""
+        held = self._held[name]
+        room = self._memory.room(slot, self._offsets[name], held.box, self._dtype)
+        room.copy_(local_values(self._tensors[name].detach()))
+        return int(checksum_of(room, held))
+
+    def serve(self, request: Mapping[str, Any]) -> tuple[list[int], list[memoryview]]:
+        """The slot's mark before and after the pieces were read, and the pieces; for the threads that serve."""
+        slot = request["slot"]
+        before = self._memory.mark(slot)
+        pieces = []
+        for name, box in request["pieces"]:
+            part = self._held[name].box
+            room = self._memory.room(slot, self._offsets[name], part, self._dtype)
+            # A copy: what is signed must not change while it is sent.
+            piece = at(room, read_box(box), part).clone(memory_format=torch.contiguous_format)
+            pieces.append(piece.view(-1).view(torch.uint8).numpy().data)
+        return [before, self._memory.mark(slot)], pieces
+
+    def close(self) -> None:
+        """Ends all threads and connections, and gives the memory back."""
+        self._server.close()
+        self._memory.close()
+
+
+class _Server:
+    """Threads that serve a shelf: one for whoever calls, and one for each that has."""
+
+    def __init__(self, shelf: Shelf, listener: Listener):
+        self._shelf, self._listener = shelf, listener
+        self.address = listener.address
+        self._lock, self._callers, self._closed = threading.Lock(), dict[threading.Thread, socket.socket](), False
+        self._thread = threading.Thread(target=self._answer, name="shelf", daemon=True)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        with contextlib.suppress(Closed):
+            while True:
+                caller = self._listener.accept()
+                thread = threading.Thread(target=self._talk, args=(caller,), name="shelf", daemon=True)
+                with self._lock:
+                    self._callers[thread] = caller
+                thread.start()
+
+    def _talk(self, caller: socket.socket) -> None:
+        channel: Channel | None = None
+        try:
+            channel = self._listener.greet(caller)
+            while True:
+                request, _ = channel.receive()
+                marks, pieces = self._shelf.serve(request)
+                channel.send(marks, *pieces)
+        except Closed:
+            pass  # the reader has what it wants, or is gone, or is none of this run
+        finally:
+            caller.close()
+            with self._lock:
+                self._callers.pop(threading.current_thread(), None)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._thread.join()  # from here on nobody is added
+        with self._lock:
+            callers = dict(self._callers)
+        for thread, caller in callers.items():
+            with contextlib.suppress(OSError):
+                caller.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _added(sums: list[dict[str, int]]) -> dict[str, int]:
+    """The sum of each tensor's parts, as int64 has it."""
+    names = {name for of_rank in sums for name in of_rank}
+    return {name: _wrapped(sum(of_rank.get(name, 0) for of_rank in sums)) for name in sorted(names)}
+
+
+def _wrapped(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63

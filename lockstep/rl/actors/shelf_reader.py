@@ -1,0 +1,275 @@
+"""Weights taken from a trainer's shelf into a generator of another process: all of them, whole and right, or none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UserError
+from lockstep.model import Decoder
+from lockstep.model.shard import local_part
+from lockstep.observe import log
+from lockstep.parallel import World
+from lockstep.parallel.messages import from_all
+from lockstep.rl.actors.boxes import (
+    Box,
+    Held,
+    at,
+    checksum_of,
+    common,
+    differing,
+    first_copies,
+    held_part,
+    plain_parts,
+    read_box,
+    read_parts,
+    volume,
+)
+from lockstep.rl.actors.shelf import Edition
+from lockstep.rl.actors.shelf_memory import ShelfMemory, place_of
+from lockstep.rl.actors.wire import Channel, Closed, call
+
+TRIES = 3
+"""Times that weights are read, where they do not arrive as they were laid out."""
+MESSAGE = 1 << 26
+"""Bytes that are asked for at once by TCP."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What has become of an edition. Unless it was "taken", the model has the weights that it had before.
+
+    "late": newer weights were laid out where these lay; ask for a newer edition. "torn": the trainer ended, or was
+    ended, while it laid them out. "damaged": they arrived otherwise than they were laid out. "unreachable": a rank of
+    the trainer cannot be read.
+    """
+
+    version: int
+    outcome: Literal["taken", "late", "torn", "damaged", "unreachable"]
+    said: str = ""
+    """A sentence on what was wrong, which names tensors and ranks; empty where all were taken."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one process reads of one part."""
+
+    name: str
+    box: Box
+    part: Box
+    offset: int
+
+
+class _Failed(Exception):
+    """Why an edition cannot be read, as `Taken` has it."""
+
+    def __init__(self, outcome: str, said: str):
+        super().__init__(said)
+        self.outcome = outcome
+
+
+class ShelfReader:
+    """Takes editions of a trainer's shelf into `model`, which has a part of each tensor on every process of a replica.
+
+    The processes of a replica (the tensor group of `world`) make it, and call its methods, together. `key`: that of the
+    shelf.
+    """
+
+    def __init__(self, model: Decoder, world: World, key: bytes):
+        self._model, self._group, self._key = model, world.tensor_group, key
+        self._own = {name: local_part(parameter.detach())[0] for name, parameter in model.named_parameters()}
+        self._wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
+        self._names = list(self._wanted)
+        everyone = [read_parts(parts) for parts in self._gather(plain_parts(self._wanted))]
+        self._firsts = torch.tensor(first_copies(everyone, self._names))
+        self._arrived: dict[str, Tensor] = {}  # made once: fresh memory for each edition would be cleared for each
+        self._sources: list[_Source] = []
+        self._shelf = ""
+
+    def take(self, edition: Edition) -> Taken:
+        """Makes the model's weights those of `edition`, if on every process all of them arrive whole.
+
+        Raises UserError where they are those of another model, or of another dtype.
+        """
+        if edition["shelf"]["id"] != self._shelf:
+            self._open(edition["shelf"])
+        for attempt in range(1, TRIES + 1):
+            outcome, said = self._read(edition)
+            if outcome == "taken":
+                self._keep()
+                return Taken(edition["version"], outcome)
+            log.warning("weights of version %d: %s (try %d of %d)", edition["version"], said, attempt, TRIES)
+            if outcome in ("late", "torn"):
+                break  # which another try does not mend
+        return Taken(edition["version"], outcome, said)
+
+    def close(self) -> None:
+        """Lets go of the trainer's memory."""
+        for source in self._sources:
+            source.close()
+        self._sources, self._shelf = [], ""
+
+    def _open(self, shelf: Mapping[str, Any]) -> None:
+        self._refuse_another(shelf)
+        self.close()
+        self._sources = [
+            _Source(rank, plain, self._pieces(plain["parts"]), self._model.dtype, self._key)
+            for rank, plain in enumerate(shelf["ranks"])
+        ]
+        self._shelf = shelf["id"]
+        if not self._arrived:
+            self._arrived = {
+                name: torch.empty_like(part, memory_format=torch.contiguous_format) for name, part in self._own.items()
+            }
+
+    def _refuse_another(self, shelf: Mapping[str, Any]) -> None:
+        problems = []
+        own = str(self._model.dtype).removeprefix("torch.")
+        if shelf["dtype"] != own:
+            problems.append(f"they are {shelf['dtype']}, but the generator is {own}")
+        covered = dict.fromkeys(shelf["shapes"], 0)
+        for rank in shelf["ranks"]:
+            for name, box, _ in rank["parts"]:
+                covered[name] += volume(read_box(box))
+        for name in sorted({*self._names, *shelf["shapes"]}):
+            there = tuple(shelf["shapes"][name]) if name in shelf["shapes"] else None
+            here = self._wanted[name].shape if name in self._wanted else None
+            if there != here:
+                found = [str(list(shape)) if shape is not None else "not there" for shape in (there, here)]
+                problems.append(f"{name} is {found[0]} in the trainer, but {found[1]} in the generator")
+            elif covered[name] != torch.Size(there or ()).numel():
+                problems.append(f"the trainer's ranks hold only {covered[name]} elements of {name}, or some twice")
+        if problems:
+            more = f", and {len(problems) - 1} more" if problems[1:] else ""
+            raise UserError(
+                f"the trainer's weights do not fit this generator: {problems[0]}{more}; start the generator with the "
+                "model and dtype of the run"
+            )
+
+    def _pieces(self, parts: list[Any]) -> list[_Piece]:
+        """What this process wants of a rank's parts."""
+        pieces = []
+        for name, plain, offset in parts:
+            part = read_box(plain)
+            if (box := common(part, self._wanted[name].box)) is not None:
+                pieces.append(_Piece(name, box, part, offset))
+        return pieces
+
+    def _read(self, edition: Edition) -> tuple[Literal["taken", "late", "torn", "damaged", "unreachable"], str]:
+        """Reads what this process wants; what all processes of the replica say of theirs."""
+        failed: list[str] = []
+        try:
+            for source in self._sources:
+                source.read(edition, self._arrived, self._wanted)
+        except _Failed as error:
+            failed = [error.outcome, str(error)]
+        sums = [] if failed else [int(checksum_of(self._arrived[name], self._wanted[name])) for name in self._names]
+        everyone = self._gather([failed, sums])
+        for problem, _ in everyone:
+            if problem:
+                return problem[0], problem[1]
+        of_ranks = torch.tensor([sums for _, sums in everyone])
+        expected = torch.tensor([edition["sums"][name] for name in self._names])
+        damaged = [
+            name for name, other in zip(self._names, differing(of_ranks, self._firsts, expected).tolist()) if other
+        ]
+        if damaged:
+            more = f" and {len(damaged) - 1} more" if damaged[1:] else ""
+            return "damaged", f"{damaged[0]}{more} did not arrive as laid out"
+        return "taken", ""
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        for name, part in self._own.items():
+            part.copy_(self._arrived[name])
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [value] if self._group is None else from_all(value, self._group)
+
+
+class _Source:
+    """One rank of the trainer, as it is read: through its memory where that can be opened, else by TCP."""
+
+    def __init__(self, rank: int, plain: Mapping[str, Any], pieces: list[_Piece], dtype: torch.dtype, key: bytes):
+        self._rank, self._pieces, self._dtype, self._key = rank, pieces, dtype, key
+        self._host, self._port = plain["address"]
+        self._memory: ShelfMemory | None = None
+        if pieces and (place := place_of(plain["place"])) is not None:
+            # Not where it is on another host, or in a container in which processes do not see each other.
+            with contextlib.suppress(OSError):
+                self._memory = ShelfMemory.opened(place, plain["size"])
+
+    def read(self, edition: Edition, arrived: Mapping[str, Tensor], wanted: Mapping[str, Held]) -> None:
+        """Raises _Failed."""
+        if not self._pieces:
+            return
+        for piece, content in self._by_memory(edition) if self._memory is not None else self._by_tcp(edition):
+            at(arrived[piece.name], piece.box, wanted[piece.name].box).copy_(content)
+
+    def _by_memory(self, edition: Edition) -> Iterator[tuple[_Piece, Tensor]]:
+        assert self._memory is not None
+        self._check(self._memory.mark(edition["slot"]), edition)
+        for piece in self._pieces:
+            room = self._memory.room(edition["slot"], piece.offset, piece.part, self._dtype)
+            yield piece, at(room, piece.box, piece.part)
+        self._check(self._memory.mark(edition["slot"]), edition)
+
+    def _by_tcp(self, edition: Edition) -> Iterator[tuple[_Piece, Tensor]]:
+        channel: Channel | None = None
+        try:
+            channel = call(self._host, self._port, self._key)
+            for pieces in _messages(self._pieces, self._dtype):
+                channel.send({"slot": edition["slot"], "pieces": [[piece.name, piece.box] for piece in pieces]})
+                marks, content = channel.receive()
+                for mark in marks:
+                    self._check(mark, edition)
+                start = 0
+                for piece in pieces:
+                    shape = [stop - first for first, stop in piece.box]
+                    end = start + volume(piece.box) * self._dtype.itemsize
+                    yield piece, torch.frombuffer(content, dtype=torch.uint8)[start:end].view(self._dtype).view(shape)
+                    start = end
+        except Closed as error:
+            raise _Failed("unreachable", f"rank {self._rank} of the trainer cannot be read: {error}") from error
+        finally:
+            if channel is not None:
+                channel.close()
+
+    def _check(self, mark: int, edition: Edition) -> None:
+        if mark == edition["turn"]:
+            return
+        if abs(mark) > edition["turn"]:
+            raise _Failed("late", f"rank {self._rank} of the trainer has laid out newer weights meanwhile")
+        raise _Failed("torn", f"rank {self._rank} of the trainer has not laid them out to the end")
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def _messages(pieces: list[_Piece], dtype: torch.dtype) -> Iterator[list[_Piece]]:
+    """The pieces, in messages of `MESSAGE` bytes at most; rows of a large one go in several."""
+    together: list[_Piece] = []
+    size = 0
+    for piece in (small for large in pieces for small in _cut(large, dtype)):
+        length = volume(piece.box) * dtype.itemsize
+        if together and size + length > MESSAGE:
+            yield together
+            together, size = [], 0
+        together.append(piece)
+        size += length
+    yield together
+
+
+def _cut(piece: _Piece, dtype: torch.dtype) -> Iterator[_Piece]:
+    (first, stop), *rest = piece.box
+    rows = max(1, MESSAGE // (volume(tuple(rest)) * dtype.itemsize))
+    for start in range(first, stop, rows):
+        box = ((start, min(stop, start + rows)), *rest)
+        yield _Piece(piece.name, box, piece.part, piece.offset)

@@ -1,0 +1,85 @@
+"""A generator that has called: what it is asked goes through its connection, and what it says is told on."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from typing import Any
+
+from lockstep.rl.actors.remote import Edition, RemoteSample, Reports, Request
+from lockstep.rl.actors.wire import Channel, Closed
+
+
+class WireRemote:
+    """A `Remote`. Two threads, one for each direction, so that nobody waits for a generator that does not read."""
+
+    def __init__(self, name: str, channel: Channel, room: int, silence_seconds: float):
+        self.name, self.room, self.silence_seconds = name, room, silence_seconds
+        self._channel = channel
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, reports: Reports) -> None:
+        """From here on it tells what comes, until it is lost or closed."""
+        for work in (self._write, lambda: self._read(reports)):
+            self._threads.append(threading.Thread(target=work, name=self.name, daemon=True))
+            self._threads[-1].start()
+
+    def ask(self, request: Request) -> None:
+        begun = [dataclasses.asdict(sample) for sample in request.samples]
+        params = dataclasses.asdict(request.params)
+        self._outbox.put({"kind": "ask", "id": request.id, "prompt": request.prompt, "params": params, "begun": begun})
+
+    def abort(self, request_id: int) -> None:
+        self._outbox.put({"kind": "abort", "id": request_id})
+
+    def new_weights(self, edition: Edition) -> None:
+        self._outbox.put({"kind": "weights", "edition": edition})
+
+    def close(self) -> None:
+        self._closing.set()
+        self._outbox.put({"kind": "end"})
+        self._outbox.put(None)
+        self._threads[0].join(self.silence_seconds)
+        self._channel.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._channel.send(message)
+        except Closed:
+            pass  # whoever reads hears of it too
+
+    def _read(self, reports: Reports) -> None:
+        try:
+            while True:
+                self._tell(self._channel.receive(self.silence_seconds)[0], reports)
+        except TimeoutError:
+            why = f"it has said nothing for {self.silence_seconds:g} s (actors.silence_seconds)"
+        except Closed as error:
+            why = str(error)
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"it says what is no message ({error!r})"
+        if not self._closing.is_set():
+            self._channel.close()
+            self._outbox.put(None)
+            reports.lost(self, why)
+
+    def _tell(self, message: dict[str, Any], reports: Reports) -> None:
+        kind = message["kind"]
+        if kind == "tokens":
+            reports.sampled(self, [(i, index, RemoteSample(**new)) for i, index, new in message["samples"]])
+        elif kind == "has_weights":
+            reports.has_weights(self, message["version"])
+        elif kind == "refused":
+            reports.refused(self, message["id"], message["problem"])
+        elif kind == "unfit":
+            reports.unfit(self, message["problem"])
+        elif kind == "lost":
+            raise Closed(message["why"])
+        elif kind != "alive":
+            raise ValueError(f"kind {kind!r}")
