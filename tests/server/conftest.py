@@ -64,7 +64,7 @@ class Running:
 def running_server(folder, **options):
     from lockstep.generate.server.serve import Server, build_service
 
-    config = ServeConfig(model=str(folder), port=0, **({"engine": ENGINE} | options))
+    config = ServeConfig(model=str(folder), **({"engine": ENGINE, "port": 0} | options))
     service = build_service(config, folder)
     server = Server(service)
     loop = asyncio.new_event_loop()

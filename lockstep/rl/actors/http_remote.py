@@ -129,9 +129,14 @@ class HttpRemote:
         self._versions.add(version)
         try:
             await self._server.load(self._client, Path(edition["folder"]), version)
-        except HttpError:
+        except HttpError as error:
             if any(not isinstance(order, Request) for order in self._orders._queue):  # type: ignore[attr-defined]
                 return  # superseded, and perhaps deleted by now
+            if self._version < 0:
+                problem = f"it cannot load the weights in {edition['folder']}: {error.message}"
+                self._reports.unfit(self, f"{problem}; give an --output that it sees under the same path")
+                self._end("")
+                return
             raise
         self._version = version
         self._heard = self._loop.time()
