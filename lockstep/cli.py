@@ -309,6 +309,14 @@ def generate(arguments: list[str]) -> int:
     return 0
 
 
+def generator(arguments: list[str]) -> int:
+    """sample for a reinforcement run whose trainer is another process, here or on another host"""
+    from lockstep.commands.generator import GeneratorOptions
+    from lockstep.commands.generator import generator as run
+
+    return run(_parse(GeneratorOptions, arguments, "generator"))
+
+
 def serve(arguments: list[str]) -> int:
     """answer OpenAI's HTTP requests: completions and chat, text or tokens, streamed or not"""
     from lockstep.config import ServeConfig, validate
@@ -533,6 +541,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sft": sft,
     "data": data,
     "rl": rl,
+    "generator": generator,
     "generate": generate,
     "serve": serve,
     "parity": parity,

@@ -13,15 +13,17 @@ class ActorsConfig:
     """Generators that sample for a reinforcement run, how many and where."""
 
     generators: Annotated[int, AtLeast(0)] = 0
-    """Processes, or tensor groups of them, that are started beside the trainer; 0: the ranks that train sample too."""
+    """Generators that are started on the trainer's host, each a process, or a tensor group of them. 0: the ranks that
+    train sample too, unless `port` lets others join."""
     tensor: int = 1
     """Ranks of each generator that share the model: 1, 2, 4 or 8."""
     threads: Annotated[int, AtLeast(0)] = 0
     """Of each generator's process; 0: an even share of the CPUs."""
     host: str = "127.0.0.1"
-    """Address that generators on other hosts call (`lockstep generator`); by default there are none."""
+    """Address of the trainer's first rank at which generators call; those of other hosts reach no loopback address."""
     port: Annotated[int, AtLeast(0), AtMost(65535)] = 0
-    """Port that they call; 0: any free one."""
+    """Port that generators call; those that are started elsewhere (`lockstep generator`) join at it while the run goes
+    on. 0: any free one, for those that the run starts itself."""
     silence_seconds: Annotated[float, Above(0)] = 1.5
     """A generator that says nothing for so long is taken for dead; they say something five times as often."""
     start_seconds: Annotated[float, Above(0)] = 120.0
@@ -30,4 +32,4 @@ class ActorsConfig:
     @property
     def separate(self) -> bool:
         """Whether others than the training ranks sample."""
-        return self.generators > 0
+        return self.generators > 0 or self.port > 0

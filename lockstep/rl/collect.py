@@ -239,7 +239,7 @@ def _sample(
             cut_logprobs=completion.cut_logprobs,
             finish_reason=completion.finish_reason,
             completion=completion_text(rendering.tokenizer, completion),
-            version=engine.weights_version,
+            version=min(completion.versions, default=engine.weights_version),
         )
         for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params))
         for completion in completions

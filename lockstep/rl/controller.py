@@ -16,7 +16,6 @@ from lockstep.checkpoint import Checkpoints
 from lockstep.checkpoint.random_state import seed_generators
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
-from lockstep.generate import Engine
 from lockstep.model import arithmetic_of, resolve_dtype
 from lockstep.observe import (
     Observer,
@@ -34,10 +33,10 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
-from lockstep.rl.actors.models import policy_model, refuse_on_ranks, sampling_model
+from lockstep.rl.actors.generators import open_generators
+from lockstep.rl.actors.models import policy_model, refuse_on_ranks
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
-from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.alarms import Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
@@ -130,15 +129,11 @@ def _reinforce(
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     rendering = open_rendering(config, environment, tokenizer, model)
-    # In one process the engine samples from the very tensors that the trainer's forward reads.
-    sampling = sampling_model(config, world, model)
-    engine = Engine(sampling, config.engine, tokenizer)
-    replicas = Replicas(world)
+    replicas = Replicas(world, config.actors.separate)
     critic = make_critic(config, model)
     beside = critic.parameters_by_name() if critic else {}
     trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, beside)
     average = moving_average(config, reference, trainer)
-    transfer = None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world)
 
     require_observers(config.observe, model.device)
     claimed, run = (
@@ -146,15 +141,15 @@ def _reinforce(
         RunFolder(Path(config.output)),
     )
     world.on_main(lambda: opened.enter_context(claimed))
+    # In one process the engine samples from the very tensors that the trainer's forward reads.
+    generators = open_generators(config, world, model, tokenizer, run.path, opened)
+    engine = generators.sampler
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start = 0
     if config.resume and critic:
         refuse_run_without_values(run.path, config)
     if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
         start = state["step"]
-        if transfer:
-            transfer(start)
-        engine.weights_changed(start)
         if average:
             average.write()
     if config.resume and world.is_main:
@@ -162,6 +157,7 @@ def _reinforce(
         run.truncate(start or -1)
         run.record(to_toml(config))
 
+    generators.new_weights(start)
     grader = opened.enter_context(open_grader(config, environment, is_given, run.path))
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
@@ -246,9 +242,7 @@ def _reinforce(
                 if average:
                     average.update()
                 stopwatch.lap("time/train")
-                if transfer:
-                    transfer(step)
-                engine.weights_changed(step)
+                generators.new_weights(step)
                 stopwatch.lap("time/weight_sync")
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.checkpoints import STATE, step_name
-from lockstep.config import AlarmConfig, ObserveConfig, ParallelConfig, RLConfig, from_toml, to_toml
+from lockstep.config import ActorsConfig, AlarmConfig, ObserveConfig, ParallelConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
 from lockstep.model import read_config
@@ -189,6 +189,7 @@ def _config(folder: RunFolder, step: int, output: Path) -> RLConfig:
         on_parity_error="warn",
         alarms=AlarmConfig(),
         observe=ObserveConfig(deterministic=config.observe.deterministic),
+        actors=ActorsConfig(),
         parallel=ParallelConfig(reduction_chunks=config.parallel.reduction_chunks),
     )
 

@@ -50,7 +50,10 @@ def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
     """The run's; a warning names those of the model's own run where they are others."""
     folder = Path(config.model)
     own = read_config(folder).reduction_chunks if folder.is_dir() else 1
-    chunks = chunks_for(own, config.parallel)
+    parallel = config.parallel
+    if isinstance(config, RLConfig):
+        parallel = dataclasses.replace(parallel, tensor=max(parallel.tensor, config.actors.tensor))
+    chunks = chunks_for(own, parallel)
     if world.is_main and folder.is_dir():
         name_other_chunks(folder, chunks)
     return chunks

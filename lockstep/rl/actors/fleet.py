@@ -15,7 +15,8 @@ from dataclasses import replace
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Completion, SamplingParams
 from lockstep.observe import log
-from lockstep.rl.actors.remote import Edition, Remote, RemoteSample, Request
+from lockstep.rl.actors.remote import Remote, RemoteSample, Request
+from lockstep.rl.actors.shelf import Edition
 
 GLANCE = 0.02
 """Seconds that one `step` waits for news at most."""

@@ -24,6 +24,7 @@ from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.hub import local_folder
 from lockstep.model import ModelConfig, initialize, read_config, resolve_dtype, set_arithmetic
+from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import announce, log, start_line
 from lockstep.parallel import World, apply_compile, generator_model
 from lockstep.rl.actors.shelf_reader import ShelfReader
@@ -202,7 +203,7 @@ class _Generator:
 def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReader, Engine]:
     """The model as the trainer describes it, its weights still to be taken, and the engine over it."""
     folder, device = local_folder(welcome["model"]), world.device
-    shape = read_config(folder)
+    shape = dataclasses.replace(read_config(folder), reduction_chunks=welcome["reduction_chunks"])
     own, expected = plain_shape(shape), welcome["shape"]
     if other := [f"{name} {own[name]} and not {expected.get(name)}" for name in own if own[name] != expected.get(name)]:
         said = ", ".join(other[:3])
@@ -212,6 +213,8 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
         raise UserError(f"the trainer computes in {welcome['arithmetic']}, this processor in {arithmetic}")
     parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=welcome["reduction_chunks"])
     model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
+    if world.size == 1:
+        refuse_unknown_operators(model)
     apply_compile(model, CompileConfig(**welcome["compile"]))
     tokenizer = load_tokenizer(folder, shape.vocab_size)
     leads = world.size > 1 and world.is_main

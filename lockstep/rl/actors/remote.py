@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from lockstep.generate import Completion, SamplingParams
 from lockstep.generate.sampling_params import FinishReason
-
-Edition = dict[str, Any]
-"""Where new weights are to be had, as `Shelf.publish` says it."""
+from lockstep.rl.actors.shelf import Edition
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Generators side by side, on the ranks that train: who samples which prompts, and everybody's rollouts everywhere."""
+"""The ranks that train, as they sample or ask for samples: who takes which prompts, and all rollouts on all ranks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ Value = TypeVar("Value")
 class Replicas:
     """The generators of a run: one for each group of tensor-parallel ranks. In one process there is one."""
 
-    def __init__(self, world: World):
-        self.world = world
+    def __init__(self, world: World, separate: bool = False):
+        """separate: whether generators are other processes, which rank 0 alone asks."""
+        self.world, self.separate = world, separate
         self.ranks = world.tensor_ranks
         self.count = world.size // len(self.ranks)
         # Ranks of a tensor group are neighbours.
         self.index = world.rank // len(self.ranks)
-        self.leads = world.rank == self.ranks[0]
+        self.leads = world.rank == (0 if separate else self.ranks[0])
         """Whether this rank speaks for its generator, whose ranks all sample the same."""
         self._group = None if world.mesh is None else dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def own(self, examples: Sequence[Any]) -> list[int]:
-        """The numbers of those that this generator takes: every `count`-th."""
+        """The numbers of those that this rank asks for: every `count`-th, or all on rank 0 where it alone asks."""
+        if self.separate:
+            return list(range(len(examples))) if self.leads else []
+        return self._every_nth(examples)
+
+    def _every_nth(self, examples: Sequence[Any]) -> list[int]:
         return list(range(self.index, len(examples), self.count))
 
     def everyones(
@@ -57,7 +63,7 @@ class Replicas:
         """`work`'s value (JSON-able) for each of `items`, on every rank; it is given the numbers of its own."""
         if self.count == 1:
             return work(list(range(len(items))))
-        values = work(self.own(items))
+        values = work(self._every_nth(items))
         found: list[Any] = [None] * len(items)
         for replica, share in enumerate(self.gather(values)[:: len(self.ranks)]):
             found[replica :: self.count] = share

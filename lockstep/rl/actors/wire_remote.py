@@ -7,7 +7,8 @@ import queue
 import threading
 from typing import Any
 
-from lockstep.rl.actors.remote import Edition, RemoteSample, Reports, Request
+from lockstep.rl.actors.remote import RemoteSample, Reports, Request
+from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.wire import Channel, Closed
 
 

@@ -1,0 +1,44 @@
+"""`lockstep generator`: samples for the trainer of a run, which may be on another host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class GeneratorOptions:
+    """Sample for a reinforcement run; `lockstep rl` prints the command that joins it."""
+
+    trainer: str
+    """HOST:PORT of the run's trainer."""
+    key: str
+    """File with the run's key: logs/generators.key in the run's folder."""
+    name: str = ""
+    """Under which it is known; empty: generator_N, the next that is free."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    parent: int = 0
+    """Process whose end is this one's end, too; 0: none."""
+
+
+def generator(options: GeneratorOptions) -> int:
+    """Runs the command; returns its exit code. Raises UserError where the run cannot be joined."""
+    from lockstep.config import ParallelConfig
+    from lockstep.parallel import close_world, open_world
+    from lockstep.rl.actors.generator import run_generator
+    from lockstep.rl.actors.wire import read_key
+    from lockstep.rl.processes import die_with_parent
+
+    if options.parent:
+        die_with_parent()
+        if os.getppid() != options.parent:
+            return 1
+    key = read_key(Path(options.key))
+    tensor = int(os.environ.get("WORLD_SIZE", 1))
+    world = open_world(ParallelConfig(tensor=tensor, data_shard=1), options.device)
+    try:
+        return run_generator(options.trainer, key, options.name, world)
+    finally:
+        close_world(world)

@@ -1,0 +1,55 @@
+"""Who samples for a run, and how new weights come there: the ranks that train, or processes of their own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.config import RLConfig
+from lockstep.data import Tokenizer
+from lockstep.generate import Engine
+from lockstep.generate.sampler import Sampler
+from lockstep.model import TrainableModel
+from lockstep.parallel import World
+from lockstep.rl.actors.models import sampling_model
+from lockstep.rl.actors.weights import WeightTransfer
+
+
+class Generators(Protocol):
+    """A run's generators, as each of the trainer's ranks sees them."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """What this rank asks."""
+
+    def new_weights(self, version: int) -> None:
+        """From here on the trainer's weights are sampled from as they are now. All ranks call it.
+
+        Raises RunStopped where they do not arrive as they were sent, or no generator is left.
+        """
+
+
+class OwnGenerator:
+    """An engine on every rank, over the trainer's weights themselves in one process, else over a copy."""
+
+    def __init__(self, config: RLConfig, world: World, model: TrainableModel, tokenizer: Tokenizer):
+        sampling = sampling_model(config, world, model)
+        self.sampler = Engine(sampling, config.engine, tokenizer)
+        self._transfer = None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world)
+
+    def new_weights(self, version: int) -> None:
+        if self._transfer:
+            self._transfer(version)
+        self.sampler.weights_changed(version)
+
+
+def open_generators(
+    config: RLConfig, world: World, model: TrainableModel, tokenizer: Tokenizer, run: Path, opened: ExitStack
+) -> Generators:
+    """The generators that `config.actors` asks for; `opened` ends them. Raises UserError where they cannot be had."""
+    if not config.actors.separate:
+        return OwnGenerator(config, world, model, tokenizer)
+    from lockstep.rl.actors.separate import SeparateGenerators
+
+    return opened.enter_context(SeparateGenerators(config, world, model, run))

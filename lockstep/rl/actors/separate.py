@@ -1,0 +1,89 @@
+"""Generators in processes of their own, which rank 0 of the trainer asks, and which take the weights from all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lockstep import ops
+from lockstep.config import RLConfig
+from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
+from lockstep.observe import announce
+from lockstep.parallel import World
+from lockstep.rl.actors.fleet import Fleet
+from lockstep.rl.actors.generator import plain_shape
+from lockstep.rl.actors.local import LocalGenerators
+from lockstep.rl.actors.reception import Reception
+from lockstep.rl.actors.shelf import Shelf
+from lockstep.rl.actors.wire import Listener, make_key
+
+KEY = "generators.key"
+"""In the run's `logs/`: generators of other hosts need it to join. It is gone when the run ends."""
+
+
+class SeparateGenerators:
+    """As `Generators`. A context manager; leaving it ends the processes that it has started."""
+
+    def __init__(self, config: RLConfig, world: World, model: TrainableModel, run: Path):
+        self._config, self._world, self._model, self._run = config, world, model, run
+        pages = config.engine.cache_tokens // ops.PAGE
+        # Only rank 0's has generators: the others ask for nothing.
+        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds)
+        self._opened = ExitStack()
+
+    def __enter__(self) -> SeparateGenerators:
+        with ExitStack() as opening:
+            self._open(opening)
+            self._opened = opening.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def new_weights(self, version: int) -> None:
+        """As `Generators`: returns once all that are there have them, and one is."""
+        edition = self._shelf.publish(version)
+        self.sampler.weights_version = version
+        if self._world.is_main:
+            self.sampler.new_weights(edition)
+            self.sampler.wait_for_weights()
+
+    def _open(self, opening: ExitStack) -> None:
+        config, world, actors = self._config, self._world, self._config.actors
+        path = self._run / "logs" / KEY
+        key = bytes.fromhex(world.from_main(lambda: make_key(path).hex()))
+        opening.callback(path.unlink, missing_ok=True)
+        loopback = actors.host.startswith("127.") or world.is_main
+        host = actors.host if loopback else socket.gethostname()
+        self._shelf = Shelf(dict(self._model.named_parameters()), resolve_dtype(config.dtype), world, key, host)
+        opening.callback(self._shelf.close)
+        if not world.is_main:
+            return
+        listener = Listener(key, actors.host, actors.port)
+        address = "{}:{}".format(*listener.address)
+        # Entered in this order, so that generators are told to end before they are killed.
+        local = LocalGenerators(actors, self.sampler, address, path, config.device, self._run / "logs")
+        opening.enter_context(local)
+        opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
+        if actors.port:
+            announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")
+
+    def _welcome(self) -> dict[str, Any]:
+        """What a generator is told of the run."""
+        config = self._config
+        return {
+            "model": config.model,
+            "shape": plain_shape(self._model.config),
+            "dtype": config.dtype,
+            "arithmetic": arithmetic_of(self._world.device),
+            "reduction_chunks": config.parallel.reduction_chunks,
+            "engine": dataclasses.asdict(config.engine),
+            "compile": dataclasses.asdict(config.compile),
+            "silence_seconds": config.actors.silence_seconds,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
