@@ -297,7 +297,7 @@ def _half_way(fleet, requests):
     return samples
 
 
-LONG = dataclasses.replace(PARAMS, seed=5, max_tokens=250, stop_token_ids=())
+LONG = dataclasses.replace(PARAMS, seed=5, max_tokens=150, stop_token_ids=())
 
 
 def test_a_server_that_hangs_is_lost_in_time_and_joins_again_once_it_answers(server, model, folder, caplog):
@@ -308,7 +308,7 @@ def test_a_server_that_hangs_is_lost_in_time_and_joins_again_once_it_answers(ser
         samples = _half_way(fleet, [fleet.add(PROMPTS[0], LONG)])
         proxy.thawed.clear()
         known = [len(sample.token_ids) for sample in samples]
-        assert max(known) < 250, "it was done before it froze"
+        assert max(known) < 150, "it was done before it froze"
         while fleet.ready:
             fleet.step()
         assert "it has not answered for 0.5 s" in caplog.text
@@ -353,9 +353,9 @@ def test_requests_wait_where_other_clients_have_taken_all_places(folder, model):
                 next(others.iter_lines())
                 request = fleet.add(PROMPTS[0], dataclasses.replace(PARAMS, seed=3))
                 (first, *_) = fleet.samples(request)
+                busy.wait_until(lambda: 'status="429"' in client.get("/metrics").text)
             while first.finish_reason is None:
                 fleet.step()
-        assert busy.metric('lockstep_requests_total{route="/v1/completions",status="429"}') >= 1
 
 
 def test_a_request_that_the_server_refuses_is_an_error_of_the_user(server, model, folder):
