@@ -45,10 +45,12 @@ class Running:
         with self.http() as client:
             return client.post("/v1/completions", json=body)
 
-    def metric(self, name):
+    def metrics(self):
         with self.http() as client:
-            text = client.get("/metrics").text
-        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, flags=re.M)[1])
+            return client.get("/metrics").text
+
+    def metric(self, name):
+        return float(re.search(rf"^{re.escape(name)} (\S+)$", self.metrics(), flags=re.M)[1])
 
     def all_pages_free(self):
         return self.engine.allocator.num_free == self.engine.allocator.num_pages and not self.engine.has_work

@@ -6,16 +6,48 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
+from lockstep.config import RLConfig
 from lockstep.errors import UserError
 from lockstep.observe import log
+from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.actors.http_remote import SILENCE_SECONDS, HttpRemote
-from lockstep.rl.actors.http_servers import Server, Wanted, find_server
+from lockstep.rl.actors.http_servers import Server, Wanted, find_server, owner_of
 
 RETRY_SECONDS = 5.0
 """Between two looks at whether a server that was lost is back."""
+
+
+def suited_to_servers(config: RLConfig, world: World) -> RLConfig:
+    """`config` with the settings that vLLM needs, where `actors.urls` are servers of vLLM.
+
+    Their log-probabilities are not the trainer's: how far off they are is measured and, unless `off_policy` says
+    otherwise, corrected for. Raises UserError on all ranks where a server does not answer.
+    """
+    if not config.actors.urls or world.from_main(lambda: _are_exact(config)):
+        return config
+    if config.off_policy == "none":
+        log.warning("off_policy is none, so that the difference of vLLM's log-probabilities biases the gradient")
+    return replace(config, off_policy=config.off_policy or "truncate", on_parity_error="measure")
+
+
+def _are_exact(config: RLConfig) -> bool:
+    exact = {url: asyncio.run(owner_of(client_of(url)))[0] == "lockstep" for url in config.actors.urls}
+    if any(exact.values()) and not all(exact.values()):
+        listed = ", ".join(f"{url} ({'lockstep serve' if own else 'vLLM'})" for url, own in exact.items())
+        raise UserError(f"actors.urls: log-probabilities of {listed} differ; give servers of one kind")
+    if not all(exact.values()) and config.actors.processes:
+        raise UserError("actors.urls has vLLM, whose log-probabilities other generators do not have; give one kind")
+    return all(exact.values())
+
+
+def client_of(url: str) -> HttpClient:
+    """With the keys of the environment."""
+    keys = os.environ.get("LOCKSTEP_API_KEY", ""), os.environ.get("LOCKSTEP_ADMIN_KEY", "")
+    return HttpClient(url.rstrip("/"), *keys)
 
 
 class HttpGenerators:
@@ -33,8 +65,7 @@ class HttpGenerators:
         silence_seconds: float = SILENCE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ):
-        keys = os.environ.get("LOCKSTEP_API_KEY", ""), os.environ.get("LOCKSTEP_ADMIN_KEY", "")
-        self._clients = [HttpClient(url.rstrip("/"), *keys) for url in urls]
+        self._clients = [client_of(url) for url in urls]
         self._wanted, self._fleet = wanted, fleet
         self._silence_seconds, self._retry_seconds = silence_seconds, retry_seconds
         self._remotes: dict[str, HttpRemote] = {}
@@ -42,20 +73,8 @@ class HttpGenerators:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_again, name="http generators", daemon=True)
 
-    @property
-    def exact(self) -> bool:
-        """Whether their log-probabilities are the trainer's, bit for bit."""
-        return all(remote.exact for remote in self._remotes.values())
-
     def __enter__(self) -> HttpGenerators:
-        found = [(client, self._find(client)) for client in self._clients]
-        kinds = {server.exact: client.url for client, server in found}
-        if len(kinds) > 1:
-            raise UserError(
-                f"actors.urls has `lockstep serve` ({kinds[True]}) and vLLM ({kinds[False]}), whose log-probabilities "
-                "differ; give one kind"
-            )
-        for client, server in found:
+        for client, server in [(client, self._find(client)) for client in self._clients]:
             self._fleet.required.add(client.url)
             self._join(client, server)
         self._thread.start()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lockstep.rl.actors.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.actors.http_servers import Server
-from lockstep.rl.actors.remote import Edition, RemoteSample, Reports, Request
+from lockstep.rl.actors.remote import RemoteSample, Reports, Request
+from lockstep.rl.actors.shelf import Edition
 
 SILENCE_SECONDS = 10.0
 """A server that does not answer a health check for so long is taken for dead; there is one every fifth of it."""

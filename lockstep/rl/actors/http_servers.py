@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep import ops
 from lockstep.errors import UserError
 from lockstep.generate import SamplingParams
 from lockstep.model.config import ModelConfig
@@ -56,17 +57,21 @@ class Server(Protocol):
 
 async def find_server(client: HttpClient, wanted: Wanted) -> Server:
     """The server that answers, if it can sample for the run. Raises UserError, saying what to change, if it cannot."""
+    owner, model = await owner_of(client)
+    return await (_own_server(client, wanted) if owner == "lockstep" else _vllm_server(client, wanted, model))
+
+
+async def owner_of(client: HttpClient) -> tuple[str, dict[str, Any]]:
+    """`lockstep` or `vllm`, and what it says of its model. Raises UserError where neither answers."""
     models = await _ask(client, "/v1/models", "asks for an API key; set LOCKSTEP_API_KEY to it")
     try:
-        (model,) = models["data"]
+        model = models["data"][0]
         owner = model["owned_by"]
-    except (TypeError, KeyError, ValueError):
-        owner = ""
-    if owner == "lockstep":
-        return await _own_server(client, wanted)
-    if owner == "vllm":
-        return await _vllm_server(client, wanted, model)
-    raise UserError(f"{client.url}: what answers there is neither `lockstep serve` nor vLLM; correct actors.urls")
+    except (TypeError, LookupError):
+        owner = model = None
+    if owner not in ("lockstep", "vllm"):
+        raise UserError(f"{client.url}: what answers there is neither `lockstep serve` nor vLLM; correct actors.urls")
+    return owner, model
 
 
 async def _ask(client: HttpClient, path: str, without_key: str) -> Any:
@@ -160,8 +165,12 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
             _refuse(client, problem, "serve the model that the run starts from")
     for name in ("dtype", "arithmetic", "compile"):
         if found[name] != (own := getattr(wanted, name)):
+            if name == "arithmetic" and wanted.dtype == "float32" and {found[name], own} <= {*ops.ARITHMETICS}:
+                continue  # a CPU's arithmetics differ in bfloat16 alone
             option = "compile.backend" if name == "compile" else name
-            _refuse(client, f"it computes with {option} {found[name]}, but the run with {own}", f"give --{option} {own}")
+            _refuse(
+                client, f"it computes with {option} {found[name]}, but the run with {own}", f"give --{option} {own}"
+            )
     _refuse_short(client, found["context"], wanted, "--engine.cache-tokens")
     limit = found["max_prompt_tokens"]
     if limit and limit < wanted.context - 1:
@@ -169,7 +178,9 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
     places, n = found["max_sequences"] + found["max_waiting"], wanted.params.n
     if n > found["max_n"] or n > places:
         option, most = ("--max-n", found["max_n"]) if n > found["max_n"] else ("--max-waiting", places)
-        _refuse(client, f"it takes {most} samples of a prompt, but the run asks for {n}", f"start it with more {option}")
+        _refuse(
+            client, f"it takes {most} samples of a prompt, but the run asks for {n}", f"start it with more {option}"
+        )
     # A remote is given twice as many as it has room for.
     return OwnServer(max(1, min(found["max_sequences"], places // 2, found["max_requests"] // 2)))
 
@@ -263,5 +274,7 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
 def _refuse_short(client: HttpClient, context: int, wanted: Wanted, option: str) -> None:
     if context < wanted.context:
         change = f"start it with more {option}, or the run with engine.cache_tokens {context}"
-        problem = f"it has room for {context} tokens of prompt and completion, but the run's own limit is {wanted.context}"
+        problem = (
+            f"it has room for {context} tokens of prompt and completion, but the run's own limit is {wanted.context}"
+        )
         _refuse(client, problem, change)

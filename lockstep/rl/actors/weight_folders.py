@@ -45,7 +45,9 @@ class WeightFolders:
             shutil.rmtree(folder, ignore_errors=True)
             incomplete.rename(folder)
 
-        tensors = {f"model/{hugging_face_name(n)}": (p.detach(), self._dtype) for n, p in self._model.named_parameters()}
+        tensors = {
+            f"model/{hugging_face_name(n)}": (p.detach(), self._dtype) for n, p in self._model.named_parameters()
+        }
         problem = ""
         try:
             dcp.save(
