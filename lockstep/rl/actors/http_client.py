@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,7 +49,7 @@ class HttpClient:
         except ValueError:
             return None
 
-    async def events(self, path: str, body: Any) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
         """The server-sent events of an answer, JSON each, up to `[DONE]`. Raises HttpError and Unreachable."""
         async with self._answer("POST", path, body) as parts:
             rest = b""
