@@ -73,6 +73,11 @@ class HttpGenerators:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look_again, name="http generators", daemon=True)
 
+    @property
+    def exact(self) -> bool:
+        """Whether their log-probabilities are the trainer's, bit for bit."""
+        return all(remote.exact for remote in self._remotes.values())
+
     def __enter__(self) -> HttpGenerators:
         for client, server in [(client, self._find(client)) for client in self._clients]:
             self._fleet.required.add(client.url)

@@ -191,8 +191,9 @@ class VllmServer:
     exact = False
     loads_between_requests = True
 
-    def __init__(self, model: str, room: int):
-        self.model, self.room = model, room
+    def __init__(self, model: str, room: int, began_empty: bool):
+        """began_empty: it was started with `--load-format dummy`."""
+        self.model, self.room, self.began_empty = model, room, began_empty
 
     async def sample(self, client: HttpClient, request: Request, version: int) -> AsyncGenerator[Part, None]:
         begun = any(sample.token_ids for sample in request.samples)
@@ -243,6 +244,9 @@ class VllmServer:
                     yield first + choice["index"], RemoteSample(tokens, scores, [], [version] * len(tokens), reason)
 
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
+        if self.began_empty:
+            settings = {"load_config": {"load_format": "auto"}}
+            await client.call("POST", "/collective_rpc", {"method": "update_config", "args": [settings]}, LOAD_SECONDS)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await client.call("POST", "/collective_rpc", body, LOAD_SECONDS)
         # Its keys are of the old weights.
@@ -255,8 +259,10 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
     try:
         found = await client.call("GET", "/server_info?config_format=json", seconds=CHECK_SECONDS)
         config = found["vllm_config"]
-        mode, room = config["model_config"]["logprobs_mode"], config["scheduler_config"]["max_num_seqs"]
-    except (HttpError, TypeError, KeyError) as error:
+        own, room = config["model_config"], int(config["scheduler_config"]["max_num_seqs"])
+        mode, overrides = own["logprobs_mode"], own.get("hf_overrides") or {}
+        device, load_format = config["device_config"]["device"], config["load_config"]["load_format"]
+    except (HttpError, TypeError, KeyError, ValueError) as error:
         raise UserError(
             f"{client.url}: this vLLM has no routes for new weights; start it with VLLM_SERVER_DEV_MODE=1"
         ) from error
@@ -267,8 +273,15 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
     if mode != "processed_logprobs" and (mode != "raw_logprobs" or params.temperature != 1):
         problem = f"its log-probabilities are {mode}, and not those at temperature {params.temperature}"
         _refuse(client, problem, "start it with --logprobs-mode processed_logprobs")
+    if device == "cpu" and wanted.shape.tie_embeddings and overrides.get("tie_word_embeddings", True):
+        # Its head is packed once, from what it began with; only a head with weights of its own is packed anew.
+        _refuse(
+            client,
+            "on a CPU vLLM (0.32) keeps the old head of a model whose head is its embedding",
+            """start it with --hf-overrides '{"tie_word_embeddings": false}' --load-format dummy""",
+        )
     _refuse_short(client, model.get("max_model_len") or wanted.context, wanted, "--max-model-len")
-    return VllmServer(model["id"], int(room))
+    return VllmServer(model["id"], room, load_format == "dummy")
 
 
 def _refuse_short(client: HttpClient, context: int, wanted: Wanted, option: str) -> None:

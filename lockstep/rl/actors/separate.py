@@ -64,11 +64,12 @@ class SeparateGenerators:
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
         if actors.urls:
-            self._folders = WeightFolders(self._run / "weights", self._model, resolve_dtype(config.dtype), world)
-            opening.callback(self._folders.close)
             silence = max(SILENCE_SECONDS, actors.silence_seconds)
             servers = HttpGenerators(actors.urls, self._wanted(), self.sampler, silence)
             world.on_main(lambda: opening.enter_context(servers))
+            dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
+            self._folders = WeightFolders(self._run / "weights", self._model, dtype, world, own_head)
+            opening.callback(self._folders.close)
         if actors.processes:
             self._open_processes(opening)
 

@@ -17,6 +17,7 @@ from lockstep.errors import RunStopped
 from lockstep.model import TrainableModel, hugging_face_name, write_description
 from lockstep.parallel import World
 
+EMBEDDING = "model/model.embed_tokens.weight"
 KEPT = 2
 """Versions: the newest, and the one that a generator may still be reading."""
 
@@ -24,11 +25,12 @@ KEPT = 2
 class WeightFolders:
     """Writes `FOLDER/version_N`, in whatever layout the model is, and deletes older ones. All ranks call its methods.
 
-    A folder that has its name is whole.
+    A folder that has its name is whole. own_head: also writes the head of a model whose head is its embedding.
     """
 
-    def __init__(self, folder: Path, model: TrainableModel, dtype: torch.dtype, world: World):
+    def __init__(self, folder: Path, model: TrainableModel, dtype: torch.dtype, world: World, own_head: bool = False):
         self.folder, self._model, self._dtype, self._world = folder.resolve(), model, dtype, world
+        self._own_head = own_head and model.config.tie_embeddings
         self._group = dist.new_group(backend="gloo") if world.mesh is not None else None
         self._written: list[Path] = []
         self.close()
@@ -45,9 +47,10 @@ class WeightFolders:
             shutil.rmtree(folder, ignore_errors=True)
             incomplete.rename(folder)
 
-        tensors = {
-            f"model/{hugging_face_name(n)}": (p.detach(), self._dtype) for n, p in self._model.named_parameters()
-        }
+        named = self._model.named_parameters()
+        tensors = {f"model/{hugging_face_name(name)}": (parameter.detach(), self._dtype) for name, parameter in named}
+        if self._own_head and EMBEDDING in tensors:
+            tensors["model/lm_head.weight"] = tensors[EMBEDDING]
         problem = ""
         try:
             dcp.save(
