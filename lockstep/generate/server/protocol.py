@@ -128,9 +128,7 @@ class CompletionRequest(SamplingRequest):
     def check_fields(self) -> None:
         super().check_fields()
         if self.begun is not None and (len(self.begun) != (self.n or 1) or self.seed is None):
-            message = (
-                f"begun has the tokens of {len(self.begun)} samples; it takes n, which is {self.n or 1}, and a seed"
-            )
+            message = f"begun has the tokens of {len(self.begun)} samples; give those of all {self.n or 1}, and a seed"
             raise ApiError(400, message, "begun")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of other than n is not supported here; leave it out", "best_of")
