@@ -64,10 +64,13 @@ class HttpGenerators:
         fleet: Fleet,
         silence_seconds: float = SILENCE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
+        finish: bool = False,
     ):
+        """finish: as `HttpRemote`."""
         self._clients = [client_of(url) for url in urls]
         self._wanted, self._fleet = wanted, fleet
         self._silence_seconds, self._retry_seconds = silence_seconds, retry_seconds
+        self._finish = finish
         self._remotes: dict[str, HttpRemote] = {}
         self._said: dict[str, str] = {}
         self._closing = threading.Event()
@@ -97,7 +100,9 @@ class HttpGenerators:
         return asyncio.run(find_server(client, self._wanted))
 
     def _join(self, client: HttpClient, server: Server) -> None:
-        remote = self._remotes[client.url] = HttpRemote(client, server, self._fleet, self._silence_seconds)
+        remote = self._remotes[client.url] = HttpRemote(
+            client, server, self._fleet, self._silence_seconds, finish=self._finish
+        )
         self._fleet.join(remote)
 
     def _look_again(self) -> None:

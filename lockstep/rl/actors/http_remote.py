@@ -39,12 +39,15 @@ class HttpRemote:
         reports: Reports,
         silence_seconds: float = SILENCE_SECONDS,
         still_seconds: float = STILL_SECONDS,
+        finish: bool = False,
     ):
+        """finish: whether what it has been asked ends before it takes new weights."""
         self.name, self.room, self.exact = client.url, server.room, server.exact
         self.gone = threading.Event()
         """Set once it is lost or closed."""
         self._client, self._server, self._reports = client, server, reports
         self._silence_seconds, self._still_seconds = silence_seconds, still_seconds
+        self._finish = finish or server.loads_between_requests
         self._versions: set[int] = set()
         self._version = -1
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -123,7 +126,7 @@ class HttpRemote:
                 await self._load(order)
 
     async def _load(self, edition: Edition) -> None:
-        if self._server.loads_between_requests and self._tasks:
+        if self._finish and self._tasks:
             await asyncio.wait(self._tasks.values())
         version = edition["version"]
         # Its next tokens may be of these before it says so.

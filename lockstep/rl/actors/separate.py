@@ -11,11 +11,12 @@ from typing import Any
 
 from lockstep import ops
 from lockstep.config import RLConfig
+from lockstep.errors import RunStopped
 from lockstep.generate import SamplingParams
 from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
-from lockstep.rl.actors.fleet import Fleet
+from lockstep.rl.actors.fleet import Fleet, RememberingFleet
 from lockstep.rl.actors.generator import plain_shape
 from lockstep.rl.actors.http_generators import HttpGenerators
 from lockstep.rl.actors.http_remote import SILENCE_SECONDS
@@ -49,23 +50,39 @@ class SeparateGenerators:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Whoever still waits for rollouts of a step to come waits for nothing.
+        self.sampler.fail(RunStopped("the run ends", exit_code=1))
         self._opened.close()
 
+    def remembering(self, kept: dict[str, Any]) -> RememberingFleet:
+        """As `Generators`."""
+        return RememberingFleet(self.sampler, kept)
+
+    def metrics(self) -> dict[str, float]:
+        """As `Generators`; on rank 0, which asks them."""
+        return self.sampler.metrics()
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """As `Generators`."""
+        return self.sampler.trace_events()
+
     def new_weights(self, version: int) -> None:
-        """As `Generators`: returns once all that are there have them, and one is."""
+        """As `Generators`: the first, and all where nothing is sampled ahead, are waited for."""
         edition: Edition = self._shelf.publish(version) if self._shelf else {"version": version}
         if self._folders:
             edition["folder"] = str(self._folders.write(version))
         self.sampler.weights_version = version
         if self._world.is_main:
             self.sampler.new_weights(edition)
-            self.sampler.wait_for_weights()
+            if not self._config.actors.max_staleness or not self.sampler.ready:
+                self.sampler.wait_for_weights()
 
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
         if actors.urls:
             silence = max(SILENCE_SECONDS, actors.silence_seconds)
-            servers = HttpGenerators(actors.urls, self._wanted(), self.sampler, silence)
+            finish = actors.on_update == "finish"
+            servers = HttpGenerators(actors.urls, self._wanted(), self.sampler, silence, finish=finish)
             world.on_main(lambda: opening.enter_context(servers))
             dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
             self._folders = WeightFolders(self._run / "weights", self._model, dtype, world, own_head)
@@ -122,6 +139,7 @@ class SeparateGenerators:
             "reduction_chunks": config.parallel.reduction_chunks,
             "engine": dataclasses.asdict(config.engine),
             "compile": dataclasses.asdict(config.compile),
+            "on_update": config.actors.on_update,
             "silence_seconds": config.actors.silence_seconds,
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lockstep.model.shard import local_values
 from lockstep.parallel import World
-from lockstep.rl.actors.boxes import at, checksum_of, held_part, holders_of, plain_parts, read_box, read_parts
-from lockstep.rl.actors.shelf_memory import ShelfMemory, offsets
+from lockstep.rl.actors.boxes import at, checksum_of, held_part, holders_of, offsets, plain_parts, read_box, read_parts
+from lockstep.rl.actors.shelf_memory import ShelfMemory
 from lockstep.rl.actors.wire import Channel, Closed, Listener
 
 Edition = dict[str, Any]

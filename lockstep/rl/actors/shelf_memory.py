@@ -22,8 +22,6 @@ from lockstep.rl.actors.boxes import Box
 
 MARKS = 4096
 """Bytes before the slots."""
-LINE = 64
-"""Parts begin at multiples of as many bytes."""
 
 
 class ShelfMemory:
@@ -66,20 +64,18 @@ class ShelfMemory:
         start = MARKS + slot * _rounded(self.size) + offset
         return self._bytes[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
+    def hide(self) -> None:
+        """From now on nobody can open it who has not; it goes when the last of them ends."""
+        if self.place is not None:
+            os.close(self.place[1])
+            self.place = None
+
     def close(self) -> None:
         """Gives the memory back; no room of it may be used any more."""
         del self._bytes, self._marks
         self._content.close()
         if self.place is not None:
             os.close(self.place[1])
-
-
-def offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Where parts of so many bytes lie in a slot, and the bytes of all."""
-    found, end = {}, 0
-    for name, size in sizes.items():
-        found[name], end = end, end + -(-size // LINE) * LINE
-    return found, end
 
 
 def _rounded(size: int) -> int:
