@@ -43,6 +43,7 @@ class HttpRemote:
     ):
         """finish: whether what it has been asked ends before it takes new weights."""
         self.name, self.room, self.exact = client.url, server.room, server.exact
+        self.did: dict[str, float] = {}
         self.gone = threading.Event()
         """Set once it is lost or closed."""
         self._client, self._server, self._reports = client, server, reports
