@@ -1,5 +1,6 @@
 """Generators behind HTTP, over real servers: the tokens of an engine here, what is refused, and what gets lost."""
 
+import asyncio
 import contextlib
 import dataclasses
 import re
@@ -18,9 +19,10 @@ from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.model.arithmetic import arithmetic_of
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet
-from lockstep.rl.actors.http_generators import HttpGenerators
-from lockstep.rl.actors.http_servers import Wanted
-from lockstep.rl.actors.remote import RemoteSample
+from lockstep.rl.actors.http_generators import HttpGenerators, client_of
+from lockstep.rl.actors.http_remote import HttpRemote
+from lockstep.rl.actors.http_servers import Wanted, find_server
+from lockstep.rl.actors.remote import RemoteSample, Request
 from lockstep.rl.actors.weight_folders import WeightFolders
 from tests.server.conftest import running_server
 
@@ -87,27 +89,53 @@ def test_a_server_gives_the_tokens_and_bits_of_an_engine_here(server, model, fol
     assert bool(found[0][0].cut_logprobs) == bool(cuts)
 
 
+class Recorder:
+    """Reports of one remote about one request."""
+
+    def __init__(self, samples):
+        self.samples, self.changed = samples, threading.Event()
+
+    def sampled(self, remote, parts):
+        for _, index, new in parts:
+            sample = self.samples[index]
+            for name in ("token_ids", "logprobs", "cut_logprobs", "versions"):
+                getattr(sample, name).extend(getattr(new, name))
+            sample.finish_reason = new.finish_reason
+        if all(sample.finish_reason for sample in self.samples):
+            self.changed.set()
+
+    def has_weights(self, remote, version):
+        self.changed.set()
+
+    def wait(self):
+        assert self.changed.wait(20)
+        self.changed.clear()
+
+
+def finished(url, wanted, folder, prompt, samples):
+    """What a remote makes of samples that were begun."""
+    client, reports = client_of(url), Recorder(samples)
+    remote = HttpRemote(client, asyncio.run(find_server(client, wanted)), reports)
+    try:
+        remote.new_weights({"version": 3, "folder": str(folder)})
+        reports.wait()
+        remote.ask(Request(0, prompt, wanted.params, samples))
+        reports.wait()
+    finally:
+        remote.close()
+    return samples
+
+
 def test_samples_that_another_has_begun_go_on_as_they_would_have(server, model, folder):
     params = dataclasses.replace(PARAMS, seed=17, top_p=0.9)
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], params)
-    with _fleet(model, folder, server.url) as (fleet, _):
-        fleet.wait_for_weights()
-        with fleet._changed:
-            request_id = fleet.add(PROMPTS[0], dataclasses.replace(params, max_tokens=1, n=1))
-            fleet.abort(request_id)
-            hand_out, fleet._hand_out = fleet._hand_out, lambda: None
-            request_id = fleet.add(PROMPTS[0], params)
-            samples = fleet.samples(request_id)
-            for sample, whole, known in zip(samples, expected, (7, 0, 100)):
-                for name in ("token_ids", "logprobs", "cut_logprobs"):
-                    setattr(sample, name, getattr(whole, name)[:known])
-                sample.versions = [3] * len(sample.token_ids)
-            samples[2].finish_reason = expected[2].finish_reason
-            fleet._hand_out = hand_out
-            fleet._hand_out()
-        while any(sample.finish_reason is None for sample in samples):
-            fleet.step()
-    assert _plain([[sample.completion() for sample in samples]]) == _plain([expected])
+    samples = [
+        RemoteSample(whole.token_ids[:known], whole.logprobs[:known], whole.cut_logprobs[:known], [3] * known)
+        for whole, known in zip(expected, (7, 0, len(expected[2].token_ids)))
+    ]
+    samples[2].finish_reason = expected[2].finish_reason
+    found = finished(server.url, _wanted(model, params=params), folder, PROMPTS[0], samples)
+    assert _plain([[sample.completion() for sample in found]]) == _plain([expected])
 
 
 def test_what_is_given_up_frees_the_servers_cache(server, model, folder):
@@ -376,22 +404,3 @@ def test_logits_that_are_not_finite_end_a_request_as_an_engine_here_does(server,
     folders = WeightFolders(tmp_path, broken, torch.float32, World(CPU))
     with _fleet(model, folders.write(7), server.url) as (fleet, _), pytest.raises(UserError, match="not finite"):
         fleet.generate(PROMPTS[:1], dataclasses.replace(PARAMS, seed=1))
-
-
-def test_what_is_told_is_told_in_order(server, model, folder):
-    """Tokens of a sample arrive one after the other, though they are gathered."""
-    told = []
-
-    class Recorder(Fleet):
-        def sampled(self, remote, parts):
-            told.extend(parts)
-            super().sampled(remote, parts)
-
-    fleet = Recorder(512, 16384, 20.0)
-    fleet.new_weights({"version": 3, "folder": str(folder)})
-    with HttpGenerators([server.url], _wanted(model), fleet):
-        (found,) = fleet.generate(PROMPTS[:1], dataclasses.replace(PARAMS, seed=1))
-    for index, completion in enumerate(found):
-        parts = [new for _, number, new in told if number == index]
-        assert all(isinstance(new, RemoteSample) for new in parts)
-        assert [token for new in parts for token in new.token_ids] == completion.token_ids

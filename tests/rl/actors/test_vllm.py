@@ -25,9 +25,10 @@ from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.http_generators import HttpGenerators, suited_to_servers
 from lockstep.rl.actors.http_servers import Wanted
-from lockstep.rl.actors.remote import RemoteSample, Request
+from lockstep.rl.actors.remote import RemoteSample
 from lockstep.rl.actors.weight_folders import WeightFolders
 from tests.rl.actors.test_colocated import TASK
+from tests.rl.actors.test_http_remote import finished
 
 PYTHON = Path(__file__).parents[3] / "benchmarks" / ".peers" / "vllm" / "bin" / "python"
 WORLD = World(torch.device("cpu"))
@@ -143,14 +144,8 @@ def test_vllm_is_asked_for_tokens_and_given_weights_between_requests(vllm):
 
 
 def test_samples_that_another_has_begun_get_their_rest_from_vllm(vllm):
-    with _fleet(vllm) as fleet:
-        fleet.wait_for_weights()
-        (remote,) = fleet._remotes.values()
-        samples = [RemoteSample([40, 41], [-1.0, -1.0], [], [3, 3]), RemoteSample([42], [-1.0], [], [3], "stop")]
-        fleet._requests[0], fleet._asked[0] = Request(0, [7], _wanted().params, samples), remote.name
-        remote.ask(fleet._requests[0])
-        while any(sample.finish_reason is None for sample in samples):
-            fleet.step()
+    samples = [RemoteSample([40, 41], [-1.0, -1.0], [], [3, 3]), RemoteSample([42], [-1.0], [], [3], "stop")]
+    finished(vllm.url, _wanted(), "/weights/3", [7], samples)
     assert [sample.token_ids for sample in samples] == [[40, 41, 1, 2], [42]]
     ((_, body),) = [asked for asked in vllm.asked if asked[0] == "/v1/completions"]
     assert (body["prompt"], body["n"], body["max_tokens"]) == ([7, 40, 41], 1, 2)
