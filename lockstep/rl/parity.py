@@ -25,7 +25,7 @@ class Parity:
     tokens_checked: int = 0
     tokens_different: int = 0
     max_delta: float = 0.0
-    sum_delta: float = 0.0
+    sum_delta: float = field(default=0.0, compare=False)
     first: str = field(default="", compare=False)
     """The first difference in words: token, position, both values."""
     sequence: tuple[list[int], int] | None = field(default=None, compare=False)
