@@ -55,8 +55,8 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def accepted(parity: Parity, config: RLConfig, step: int, model: TrainableModel) -> Parity:
-    """Stops the run, or warns, where a step's log-probabilities differ. Raises ParityError."""
-    if parity.tokens_different:
+    """Stops the run, or warns, where a step's log-probabilities differ and should not. Raises ParityError."""
+    if parity.tokens_different and config.on_parity_error != "measure":
         message = (
             f"step {step}: {parity.tokens_different} of {parity.tokens_checked} log-probabilities differ between "
             f"generator and trainer (by up to {parity.max_delta:.3e}); the first is {parity.first}. "
