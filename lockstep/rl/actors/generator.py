@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import queue
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from lockstep import __version__
@@ -32,6 +35,13 @@ from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
 
 TELL_SECONDS = 0.05
 """Sampled tokens are told so often, and at once when a sample has ended."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+END_SECONDS = 1.5
+"""A process that has not ended so long after the trainer is gone is stuck, and is ended where it stands."""
+
+
+class _Leaves(Closed):
+    """A signal has asked this generator to end."""
 
 
 @dataclasses.dataclass
@@ -53,7 +63,7 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
     channels: list[Channel] = []
     welcome = world.from_main(lambda: _greet(address, key, name, world, channels))
     if not channels:
-        return _follow(welcome, key, world)
+        return _follow(welcome, address, key, world)
     try:
         return _Generator(welcome, channels[0], key, world).run()
     except Closed as error:
@@ -87,7 +97,7 @@ class _Generator:
     def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World):
         self._channel, self._world = channel, world
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ended = threading.Event()
+        self._ended, self._over = threading.Event(), threading.Event()
         for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
             threading.Thread(target=work, name="trainer", daemon=True).start()
         self._held: dict[int, _Held] = {}
@@ -95,17 +105,23 @@ class _Generator:
         try:
             self._reader, self._engine = _open(welcome, key, world)
         except UserError as error:
+            self._over.set()
             channel.send({"kind": "unfit", "problem": str(error)})
             raise
 
     def run(self) -> int:
+        _take_signals(lambda: self._inbox.put(_Leaves("a signal")))
         try:
             self._serve()
+        except _Leaves:
+            self._tell()
+            self._channel.send({"kind": "leaves", "why": "it was asked to end, and leaves"})
         finally:
             self._ended.set()
             if isinstance(self._engine, LeadingEngine):
                 self._engine.end()
             self._reader.close()
+            self._over.set()
         return 0
 
     def _serve(self) -> None:
@@ -191,6 +207,7 @@ class _Generator:
                 self._inbox.put(self._channel.receive()[0])
         except Closed as error:
             self._inbox.put(error)
+            _end_unless(self._over)
 
     def _say_alive(self, seconds: float) -> None:
         try:
@@ -229,13 +246,54 @@ def plain_shape(shape: ModelConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(dataclasses.asdict(shape))))
 
 
-def _follow(welcome: dict[str, Any], key: bytes, world: World) -> int:
-    reader, engine = _open(welcome, key, world)
+def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> int:
+    over = threading.Event()
+    threading.Thread(target=_attend, args=(welcome, address, key, world, over), name="trainer", daemon=True).start()
     try:
-        follow(engine, {"take": reader.take})
+        reader, engine = _open(welcome, key, world)
+        # What torchrun is told it tells all ranks; the first one ends the others.
+        _take_signals(lambda: None)
+        try:
+            follow(engine, {"take": reader.take})
+        finally:
+            reader.close()
     finally:
-        reader.close()
+        over.set()
     return 0
+
+
+def _attend(welcome: dict[str, Any], address: str, key: bytes, world: World, over: threading.Event) -> None:
+    """Tells the trainer that this rank lives, which it could not see: only the first one talks with it."""
+    host, _, port = address.rpartition(":")
+    try:
+        channel = call(host, int(port), key)
+        channel.send({"lockstep": __version__, "beside": welcome["name"], "rank": world.rank})
+        while not over.is_set():
+            channel.send({"kind": "alive"})
+            with contextlib.suppress(TimeoutError):
+                channel.receive(welcome["silence_seconds"] / 5)
+        channel.close()
+    except Closed:
+        _end_unless(over)
+
+
+def _end_unless(over: threading.Event) -> None:
+    """Ends this process, whatever its main thread waits for, if that is not `over` soon."""
+    if not over.wait(END_SECONDS):
+        os._exit(1)
+
+
+def _take_signals(leave: Callable[[], None]) -> None:
+    """From here on the first SIGTERM or SIGINT calls `leave`, the second ends the process."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        leave()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, handle)
 
 
 def _completion(plain: dict[str, Any]) -> Completion:
