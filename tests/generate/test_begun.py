@@ -1,5 +1,4 @@
-"""An engine that goes on with what another has begun: the tokens and log-probabilities of one that was not interrupted.
-"""
+"""An engine that goes on with what another has begun has the tokens and log-probabilities of an undisturbed one."""
 
 from dataclasses import replace
 
@@ -31,8 +30,8 @@ def _model():
 MODEL = _model()
 
 
-def _engine(config=EngineConfig(max_tokens_per_step=24, max_sequences=5, cache_tokens=256)):
-    return Engine(MODEL, config, TOKENIZER)
+def _engine():
+    return Engine(MODEL, EngineConfig(max_tokens_per_step=24, max_sequences=5, cache_tokens=256), TOKENIZER)
 
 
 def _prefix(whole, length):

@@ -17,6 +17,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
+
 from lockstep import __version__
 from lockstep.config import CompileConfig, EngineConfig, ParallelConfig
 from lockstep.data import load_tokenizer
@@ -225,9 +227,7 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     if other := [f"{name} {own[name]} and not {expected.get(name)}" for name in own if own[name] != expected.get(name)]:
         said = ", ".join(other[:3])
         raise UserError(f"{folder} here is another model than the trainer's: {said}; copy the trainer's folder")
-    arithmetic = set_arithmetic(welcome["arithmetic"], device)
-    if arithmetic != welcome["arithmetic"]:
-        raise UserError(f"the trainer computes in {welcome['arithmetic']}, this processor in {arithmetic}")
+    _take_arithmetic(welcome["arithmetic"], device)
     parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=welcome["reduction_chunks"])
     model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
     if world.size == 1:
@@ -239,6 +239,18 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape.num_parameters, device, model.dtype, work, world.size))
     return ShelfReader(model, world, key), engine
+
+
+def _take_arithmetic(wanted: str, device: torch.device) -> None:
+    try:
+        own = set_arithmetic(wanted, device)
+    except UserError:
+        own = ""
+    if own != wanted:
+        raise UserError(
+            f"the trainer computes in {wanted}, which a generator on {socket.gethostname()} ({device.type}) cannot; "
+            "start it on a machine like the trainer's, or, for any CPUs, the run with --arithmetic portable"
+        )
 
 
 def plain_shape(shape: ModelConfig) -> dict[str, Any]:

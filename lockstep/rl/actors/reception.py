@@ -93,7 +93,7 @@ class Reception:
             while remote is not None and self._fleet.remote(name) is remote:
                 channel.receive(self._welcome["silence_seconds"])
         except TimeoutError:
-            why = f"has said nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
+            why = f"it has said nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
         except Closed as error:
             why = str(error)
         finally:

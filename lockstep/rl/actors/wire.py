@@ -80,7 +80,7 @@ class Channel:
         One that stands still in the middle for so long is Closed.
         """
         header = self._begin(seconds)
-        self._connection.settimeout(seconds)
+        self._wait_at_most(seconds)
         length, beside_length = HEADER.unpack(header)
         body, beside = self._read(length), self._read(beside_length)
         expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)
@@ -93,10 +93,16 @@ class Channel:
     def _begin(self, seconds: float | None) -> bytearray:
         # In parts: of the time in which both sides stood still, as on a laptop that slept, only one part counts.
         for _ in range(PARTS - 1):
-            self._connection.settimeout(None if seconds is None else seconds / PARTS)
+            self._wait_at_most(None if seconds is None else seconds / PARTS)
             with contextlib.suppress(TimeoutError):
                 return self._read(HEADER.size, begins=True)
         return self._read(HEADER.size, begins=True)
+
+    def _wait_at_most(self, seconds: float | None) -> None:
+        try:
+            self._connection.settimeout(seconds)
+        except OSError as error:  # another thread has closed it
+            raise Closed(str(error)) from error
 
     def close(self) -> None:
         """Ends the connection; whoever waits on it, on either side, gets Closed."""

@@ -22,25 +22,38 @@ def _run(config):
     torch.set_num_threads(1)
     with open(f"{config.output}.log", "ab") as file:
         os.dup2(file.fileno(), 2)
-    reinforce(config)
+    hold = Path(f"{config.output}.hold")
+
+    def wait(step, metrics):
+        while hold.is_file() and step >= int(hold.read_text() or 0):
+            time.sleep(0.005)
+
+    reinforce(config, on_metrics=wait)
 
 
 class Disturbed:
     """The trainer of `config`; `start` starts it again."""
 
-    def __init__(self, config):
+    def __init__(self, config, until=10**6):
         self.config, self.folder = config, Path(config.output)
+        self.hold(until)
         self.start()
+
+    def hold(self, step=10**6):
+        """The run waits after this step, and goes on if it has waited after an earlier one."""
+        new = Path(f"{self.folder}.new")
+        new.write_text(str(step))
+        new.rename(f"{self.folder}.hold")
 
     def start(self):
         self.process = CONTEXT.Process(target=_run, args=(self.config,))
         self.process.start()
 
     @property
-    def steps(self):
-        """Lines of the metrics: the steps that it has done, and the validation before them."""
+    def step(self):
+        """The last that it has done; -1: none, nor the validation before them."""
         path = self.folder / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.is_file() else 0
+        return len(path.read_text().splitlines()) - 1 if path.is_file() else -1
 
     @property
     def said(self):
