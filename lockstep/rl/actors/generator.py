@@ -28,7 +28,7 @@ from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.hub import local_folder
-from lockstep.model import ModelConfig, initialize, read_config, resolve_dtype, set_arithmetic
+from lockstep.model import ModelConfig, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import announce, log, start_line
 from lockstep.parallel import World, apply_compile, generator_model
@@ -242,14 +242,13 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
 
 
 def _take_arithmetic(wanted: str, device: torch.device) -> None:
-    try:
-        own = set_arithmetic(wanted, device)
-    except UserError:
-        own = ""
-    if own != wanted:
+    if device.type == "cpu":  # of a GPU there is nothing to choose
+        with contextlib.suppress(UserError):
+            set_arithmetic(wanted, device)
+    if (own := arithmetic_of(device)) != wanted:
         raise UserError(
-            f"the trainer computes in {wanted}, which a generator on {socket.gethostname()} ({device.type}) cannot; "
-            "start it on a machine like the trainer's, or, for any CPUs, the run with --arithmetic portable"
+            f"the trainer computes in {wanted}, a generator on {socket.gethostname()} in {own}; start it on a machine "
+            "like the trainer's, or, for any CPUs, the run with --arithmetic portable"
         )
 
 
