@@ -1,6 +1,7 @@
 """How long new weights take from the trainer's ranks to the generators, against a copy of as many bytes in memory.
 
-Two processes of one thread each (FSDP 2, TP 2 and two stages of a pipeline), bfloat16, models of 5M to 0.6B parameters.
+Two processes of one thread each, bfloat16, models of 5M to 0.6B parameters. Colocated: both train and generate (FSDP 2,
+TP 2 and two stages of a pipeline). Separate: one trains, and the other takes what it publishes, through memory or TCP.
 GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending, checksums of
 all tensors, and the copy into the generator's. Run: python benchmarks/weight_sync.py [--size 110M] [--plot FILE.png]
 """
@@ -15,12 +16,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 TIMES = 7
+KEY = bytes(32)
 LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
+SEPARATE = ("memory", "TCP")
 SIZES: dict[str, dict[str, int]] = {
     "5M": dict(
         vocab_size=8192, dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=768
@@ -78,8 +82,88 @@ def measure(size: str, degrees: dict[str, int]) -> dict[str, float]:
     return found
 
 
+def measure_separate(size: str, way: str) -> dict[str, float]:
+    """Medians of one trainer that publishes to one replica, in seconds; runs in the trainer's process."""
+    import torch
+
+    from lockstep.parallel import World
+    from lockstep.rl.actors.shelf import Shelf
+
+    torch.set_num_threads(1)
+    model = _model(size)
+    parameters = dict(model.named_parameters())
+    found = {
+        "bytes": float(sum(parameter.nbytes for parameter in parameters.values())),
+        "copy": _copy_seconds([parameter.detach() for parameter in parameters.values()]),
+    }
+    shelf = Shelf(parameters, torch.bfloat16, World(torch.device("cpu")), KEY)
+    command = [sys.executable, __file__, "--replica", "--size", size]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as replica:
+        assert replica.stdin is not None and replica.stdout is not None
+        replica.stdout.readline()
+
+        def transfer() -> None:
+            assert replica.stdin is not None and replica.stdout is not None
+            edition = shelf.publish(1)
+            if way == "TCP":
+                edition["shelf"]["ranks"][0]["place"] = None
+            replica.stdin.write(json.dumps(edition) + "\n")
+            replica.stdin.flush()
+            assert replica.stdout.readline() == "taken\n"
+
+        found["transfer"] = _median(transfer)
+        replica.stdin.close()
+    shelf.close()
+    return found
+
+
+def take_all(size: str) -> None:
+    """The replica's process: takes each edition of a line."""
+    import torch
+
+    from lockstep.parallel import World
+    from lockstep.rl.actors.shelf_reader import ShelfReader
+
+    torch.set_num_threads(1)
+    reader = ShelfReader(_model(size), World(torch.device("cpu")), KEY)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(reader.take(json.loads(line)).outcome, flush=True)
+
+
+def _model(size: str) -> Any:
+    from lockstep.model import ModelConfig, build_model
+
+    return build_model(ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES[size]), dtype="bfloat16")  # type: ignore[arg-type]
+
+
+def _copy_seconds(parts: list[Any]) -> float:
+    copies = [part.clone() for part in parts]
+
+    def copy() -> None:
+        for part, room in zip(parts, copies):
+            room.copy_(part)
+
+    return _median(copy)
+
+
+def _median(work: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
 def run(size: str, layout: str) -> dict[str, float]:
     """Rank 0's medians."""
+    if layout in SEPARATE:
+        command = [sys.executable, __file__, "--rank-of", layout, "--size", size]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+        alone: dict[str, float] = json.loads(done.stdout)
+        return alone
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -113,9 +197,9 @@ def plot(results: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4))
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, *SEPARATE):
         points = [(of[layout]["bytes"] / 2**20, of[layout]["transfer"]) for of in results.values()]
-        axes.plot(*zip(*points), marker="o", label=layout)
+        axes.plot(*zip(*points), marker="o", label=f"separate, {layout}" if layout in SEPARATE else layout)
     copies = [(of["FSDP 2"]["bytes"] / 2**20, of["FSDP 2"]["copy"]) for of in results.values()]
     axes.plot(*zip(*copies), marker="o", linestyle="--", color="gray", label="copy in memory")
     axes.set(xscale="log", yscale="log", xlabel="weights of a rank's generator, MiB", ylabel="seconds")
@@ -128,15 +212,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help="one size instead of all")
     parser.add_argument("--plot", type=Path, help="picture to write")
-    parser.add_argument("--rank-of", choices=LAYOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=[*LAYOUTS, *SEPARATE], help=argparse.SUPPRESS)
+    parser.add_argument("--replica", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.replica:
+        take_all(options.size)
+        return
     if options.rank_of:
-        print(json.dumps(measure(options.size, LAYOUTS[options.rank_of])))
+        way = options.rank_of
+        found = measure_separate(options.size, way) if way in SEPARATE else measure(options.size, LAYOUTS[way])
+        print(json.dumps(found))
         return
     results: dict[str, dict[str, dict[str, Any]]] = {}
     print(f"{'model':>6} {'layout':>8} {'MiB':>8} {'transfer':>10} {'GB/s':>6} {'copy':>9} {'GB/s':>6}")
     for size in [options.size] if options.size else SIZES:
-        for layout in LAYOUTS:
+        for layout in (*LAYOUTS, *SEPARATE):
             found = results.setdefault(size, {})[layout] = run(size, layout)
             rates = [found["bytes"] / found[name] / 1e9 for name in ("transfer", "copy")]
             print(

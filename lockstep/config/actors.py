@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast, AtMost
 
@@ -28,6 +28,12 @@ class ActorsConfig:
     """A generator that says nothing for so long is taken for dead; they say something five times as often."""
     start_seconds: Annotated[float, Above(0)] = 120.0
     """Time that the first generator is given to be ready, and a run without any to get another one."""
+    max_staleness: Annotated[int, AtLeast(0)] = 0
+    """Versions that the weights of a sampled token may be behind those of the step that trains on it: so many steps
+    are sampled ahead, while others are trained. 0: sampling and training take turns."""
+    on_update: Literal["continue", "finish"] = "continue"
+    """What generators do with new weights while they sample: `continue` takes them at once, and rollouts go on with
+    them; `finish` ends what it has begun first, so that the run does not depend on who was how fast."""
 
     @property
     def separate(self) -> bool:

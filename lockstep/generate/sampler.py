@@ -46,3 +46,10 @@ class Sampler(Protocol):
         """Lets samples go on."""
 
     def abort(self, request_id: int) -> None: ...
+
+
+class Remembering(Sampler, Protocol):
+    """A `Sampler` that keeps what it was asked and what came of it."""
+
+    def state(self) -> dict[str, Any]:
+        """Each request's samples as far as they have come, JSON-able, by a digest of the request."""

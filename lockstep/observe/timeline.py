@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -111,12 +112,15 @@ def timeline_path(run: Path, rank: int = 0, ranks: int = 1) -> Path:
     return run / "timeline.json" if ranks == 1 else run / "timeline" / f"rank_{rank}.json"
 
 
-def merge_timelines(run: Path) -> None:
-    """`timeline.json` with every rank's trace, once all have written theirs."""
+def merge_timelines(run: Path, others: Sequence[dict[str, Any]] = ()) -> None:
+    """`timeline.json` with every rank's trace, once all have written theirs, and the events of `others`."""
     paths = sorted((run / "timeline").glob("rank_*.json"))
+    alone = timeline_path(run)
+    sources = paths or ([alone] if others and alone.is_file() else [])
+    if sources:
+        events = [event for path in sources for event in json.loads(path.read_text())["traceEvents"]]
+        alone.write_text(json.dumps({"traceEvents": [*events, *others], "displayTimeUnit": "ms"}))
+    for path in paths:
+        path.unlink()
     if paths:
-        events = [event for path in paths for event in json.loads(path.read_text())["traceEvents"]]
-        timeline_path(run).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        for path in paths:
-            path.unlink()
         paths[0].parent.rmdir()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lockstep import ops
@@ -43,16 +43,23 @@ class PolicyBatch:
     """What the values are to become."""
     before_step: Float[Tensor, "targets"] | None = None
     """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
+    current: Bool[Tensor, "targets"] | None = None
+    """Which tokens were sampled from the weights that the step begins with; None: all."""
     idle: bool = False
     """Whether it only keeps a rank company that has none of the step's micro-batches left: it counts for nothing."""
 
 
 def policy_batches(
-    rollouts: Sequence[Rollout], config: RLConfig, device: str | torch.device = "cpu", budget: int = 0
+    rollouts: Sequence[Rollout],
+    config: RLConfig,
+    device: str | torch.device = "cpu",
+    budget: int = 0,
+    version: int | None = None,
 ) -> list[PolicyBatch]:
     """Packs rollouts into micro-batches of at most `budget` tokens, of whole completions.
 
-    budget: 0 stands for `train.tokens_per_microbatch`.
+    budget: 0 stands for `train.tokens_per_microbatch`. version: of the weights that they are trained with; None: that
+    which sampled them all.
     """
     average = algorithm_of(config).loss_average
     weights = _weights(rollouts, average, config.max_new_tokens)
@@ -63,9 +70,11 @@ def policy_batches(
             torch.tensor(all_of, device=device) if (all_of := [x for r in chosen for x in getattr(r, name)]) else None
             for name in ("reference_logprobs", "cut_logprobs", "values", "returns")
         )
+        stale = [] if version is None else [age for rollout in chosen for age in rollout.staleness(version)]
         batches.append(
             PolicyBatch(
                 rollouts=chosen,
+                current=torch.tensor([age == 0 for age in stale], device=device) if any(stale) else None,
                 row=members.packed(device),
                 old_log_probs=torch.tensor([x for r in chosen for x in r.logprobs], device=device),
                 advantages=torch.tensor([a for r in chosen for a in r.advantages_of_tokens()], device=device),
@@ -126,7 +135,7 @@ class PolicyLoss:
         if batch.idle:
             return log_probs.sum() * 0.0
         if self.compare:
-            self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts)
+            self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts, batch.current)
             _note(batch.rollouts, log_probs.detach(), entropies.detach())
         old, sampler = batch.old_log_probs, None
         if self.algorithm.off_policy != "none":

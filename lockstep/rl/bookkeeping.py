@@ -92,8 +92,21 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / count,
         "diversity/distinct": sum(map(distinct_share, said)) / len(said),
         "diversity/overlap": sum(map(pairwise_overlap, said)) / len(said),
-        "policy/staleness_max": 0.0,
         **_conversations(rows),
+    }
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+    """How many versions behind the weights were that sampled the tokens which `step` trains on: most, and the mean, and
+    where some are behind, the share of the tokens by how many."""
+    behind = Counter(age for rollout in rollouts for age in rollout.staleness(step - 1))
+    if not behind:
+        return {"policy/staleness_max": 0.0}
+    shares = {f"policy/staleness/{age}": count / behind.total() for age, count in sorted(behind.items())}
+    return {
+        "policy/staleness_max": float(max(behind)),
+        "policy/staleness_mean": sum(age * count for age, count in behind.items()) / behind.total(),
+        **(shares if any(behind) else {}),
     }
 
 

@@ -34,7 +34,7 @@ from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards import Grader, Outcome, failures, grade_here, totals
-from lockstep.rl.rollouts import Rollout, episodes_of
+from lockstep.rl.rollouts import Rollout, episodes_of, of_versions
 
 
 def collect(
@@ -239,7 +239,7 @@ def _sample(
             cut_logprobs=completion.cut_logprobs,
             finish_reason=completion.finish_reason,
             completion=completion_text(rendering.tokenizer, completion),
-            version=min(completion.versions, default=engine.weights_version),
+            **of_versions(completion.versions, engine.weights_version),
         )
         for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params))
         for completion in completions

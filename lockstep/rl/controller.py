@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -16,6 +17,7 @@ from lockstep.checkpoint import Checkpoints
 from lockstep.checkpoint.random_state import seed_generators
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
+from lockstep.generate.sampler import Sampler
 from lockstep.model import arithmetic_of, resolve_dtype
 from lockstep.observe import (
     Observer,
@@ -37,10 +39,20 @@ from lockstep.rl.actors.generators import open_generators
 from lockstep.rl.actors.models import policy_model, refuse_on_ranks
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
+from lockstep.rl.ahead import Ahead
 from lockstep.rl.alarms import Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
-from lockstep.rl.bookkeeping import Stopwatch, accepted, due, rollout_metrics, summarize, validation_metrics
+from lockstep.rl.bookkeeping import (
+    Stopwatch,
+    accepted,
+    due,
+    rollout_metrics,
+    staleness_metrics,
+    summarize,
+    validation_metrics,
+)
 from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
+from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.critic import assign_values, make_critic, refuse_run_without_values, train_settings, value_metrics
 from lockstep.rl.environment import Environment, Example
@@ -145,11 +157,11 @@ def _reinforce(
     generators = open_generators(config, world, model, tokenizer, run.path, opened)
     engine = generators.sampler
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
-    start = 0
+    start, under_way = 0, {}
     if config.resume and critic:
         refuse_run_without_values(run.path, config)
     if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
-        start = state["step"]
+        start, under_way = state["step"], state.get("ahead", {})
         if average:
             average.write()
     if config.resume and world.is_main:
@@ -159,6 +171,23 @@ def _reinforce(
 
     generators.new_weights(start)
     grader = opened.enter_context(open_grader(config, environment, is_given, run.path))
+    # Conversations of steps to come are held while this step's are graded, one step after the other.
+    talks, conversing, talking = isinstance(environment, ConversationEnvironment), grader, threading.Lock()
+    if talks and config.actors.max_staleness:
+        conversing = opened.enter_context(open_grader(config, environment, is_given, run.path))
+
+    def draw(asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler) -> list[Rollout]:
+        if recorded:
+            return recorded(asked)
+        with talking if talks else nullcontext():
+            own = replicas.own(asked)
+            return collect(
+                asked, environment, sampler, tokenizer, config, step, extra_round, rendering, conversing, own
+            )
+
+    ahead = Ahead(draw, prompts, engine, config.prompts_per_step, config.actors.max_staleness, generators.remembering)
+    opened.callback(ahead.close)
+    ahead.restore(under_way)
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
@@ -193,15 +222,9 @@ def _reinforce(
             with observer.step(step):
                 stopwatch = Stopwatch(observer.timeline)
                 ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
+                ahead.begin(step, config.steps)
                 for extra_round in range(algorithm.extra_rounds + 1):
-                    asked = prompts.next(ledger.missing)
-                    if recorded:
-                        drawn = recorded(asked)
-                    else:
-                        own = replicas.own(asked)
-                        drawn = collect(
-                            asked, environment, engine, tokenizer, config, step, extra_round, rendering, grader, own
-                        )
+                    asked, drawn = ahead.drawn(step, extra_round, ledger.missing)
                     stopwatch.lap("time/generate")
                     graded = assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.lap("time/reward")
@@ -227,7 +250,9 @@ def _reinforce(
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
                     ledger.keep_some()
-                batches = policy_batches(ledger.trained, config, device, token_budget(ledger.trained, config, world))
+                batches = policy_batches(
+                    ledger.trained, config, device, token_budget(ledger.trained, config, world), step - 1
+                )
                 share = own_batches(batches, world, model)
                 metrics = packing_metrics(batches)
                 for inner in range(config.inner_steps):
@@ -247,6 +272,7 @@ def _reinforce(
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
+                metrics |= staleness_metrics(ledger.trained, step) | generators.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
@@ -259,7 +285,8 @@ def _reinforce(
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts))
                 if not only and (stopped_by or checkpoints.due(step)):
-                    checkpoints.save(step, {"prompts": prompts.state()}, last=step == config.steps)
+                    state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
+                    checkpoints.save(step, state, last=step == config.steps)
             if bar is not None:
                 bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
@@ -270,7 +297,7 @@ def _reinforce(
     # The last checkpoint may still be on its way to the disk.
     world.barrier()
     if world.is_main and not only and (start < config.steps or not run.summary.is_file()):
-        merge_timelines(run.path)
+        merge_timelines(run.path, generators.trace_events())
         summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
             "seconds": {"rl": time.perf_counter() - clock},
             "arithmetic": arithmetic_of(device),

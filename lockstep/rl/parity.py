@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lockstep.rl.rollouts import Rollout
@@ -35,15 +35,19 @@ class Parity:
         generator: Float[Tensor, "tokens"],
         trainer: Float[Tensor, "tokens"],
         rollouts: Sequence[Rollout] = (),
+        comparable: Bool[Tensor, "tokens"] | None = None,
     ) -> None:
         """Compares the bits of both sides' log-probabilities, of the rollouts' sampled tokens one after the other.
 
-        What is not finite counts as different, by infinity, though both sides have it.
+        comparable: those that both sides computed with the same weights; None: all. What is not finite counts as
+        different, by infinity, though both sides have it.
         """
         trainer = trainer.detach()
-        self.tokens_checked += generator.numel()
+        self.tokens_checked += generator.numel() if comparable is None else int(comparable.sum())
         # Equal bits of what is no number prove nothing.
         different = (generator.view(torch.int32) != trainer.view(torch.int32)) | ~generator.isfinite()
+        if comparable is not None:
+            different &= comparable
         count = int(different.sum())
         if not count:
             return

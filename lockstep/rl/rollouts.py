@@ -51,7 +51,7 @@ class Rollout:
     completion: str
     """The last reply's text."""
     version: int
-    """Of the weights that sampled it."""
+    """Of the weights that sampled it; of the oldest where there are several."""
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
@@ -82,6 +82,8 @@ class Rollout:
     """Of each of `token_ids`, whether the model sampled it or its environment said it; empty: all are the model's."""
     episode: int | None = None
     """Of its group: the rows of a conversation whose history was rewritten share it. None: one of its own."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that each sampled token comes from, where they are not all `version`; else empty."""
     conversation: Conversation | None = None
     """Of which this is a row; None: a prompt and its completion."""
 
@@ -103,6 +105,10 @@ class Rollout:
         sampled = self.sampled or [True] * len(self.token_ids)
         return [len(self.prompt_ids) + index for index, own in enumerate(sampled) if own]
 
+    def staleness(self, version: int) -> list[int]:
+        """How many versions behind `version` the weights were that each sampled token comes from."""
+        return [version - own for own in self.versions or [self.version] * self.num_sampled]
+
     def longest_reply(self) -> int:
         """Sampled tokens that stand together, at most."""
         if not self.sampled:
@@ -115,6 +121,12 @@ def episodes_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     numbered = enumerate(rollouts)
     runs = groupby(numbered, lambda each: (each[1].group, each[1].episode, each[0] if each[1].episode is None else -1))
     return [[rollout for _, rollout in run] for _, run in runs]
+
+
+def of_versions(versions: Sequence[int], current: int) -> dict[str, Any]:
+    """`version` and `versions` of a rollout; versions: of each of its tokens, empty where all are `current`."""
+    version = min(versions, default=current)
+    return {"version": version, "versions": [] if set(versions) <= {version} else list(versions)}
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
@@ -143,6 +155,7 @@ def _line(rollout: Rollout) -> dict[str, Any]:
     """What is empty is left out, but for what every rollout has."""
     sometimes = {
         "token_advantages": rollout.token_advantages,
+        "versions": rollout.versions,
         "values": rollout.values,
         "cut_log_probs": rollout.cut_logprobs,
         "dropped": rollout.dropped,

@@ -16,6 +16,8 @@ from lockstep.rl.actors.checksum import checksum
 
 Box = tuple[tuple[int, int], ...]
 """Of a tensor, along each dimension: first index, and the one behind the last."""
+LINE = 64
+"""Parts that lie one behind the other begin at multiples of as many bytes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,14 @@ def volume(box: Box) -> int:
 def at(part: Tensor, box: Box, of: Box) -> Tensor:
     """The view of `box` in a part that stands at `of`."""
     return part[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, of))]
+
+
+def offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where parts of so many bytes begin that lie one behind the other, and the bytes of all."""
+    found, end = {}, 0
+    for name, size in sizes.items():
+        found[name], end = end, end + -(-size // LINE) * LINE
+    return found, end
 
 
 def checksum_of(part: Tensor, held: Held) -> Tensor:

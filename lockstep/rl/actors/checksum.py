@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
+
+from lockstep.ops import native
 
 WORD = 8
 """Bytes that are multiplied at once, where rows are cut at multiples of them."""
@@ -20,16 +24,29 @@ def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tenso
     """
     if len(shape) < 2:
         part, place, shape = part.reshape(-1, 1), (*place, slice(0, 1))[-2:], torch.Size((*shape, 1)[-2:])
-    row_starts = _rows(place, shape)
+    rows = _rows(place, shape)
     columns, words = place[-1], WORD // part.element_size()
     bits = part.detach().reshape(-1, part.shape[-1]).contiguous()
     if shape[-1] % words == 0 and columns.start % words == 0 and columns.stop % words == 0:
         bits, columns = bits.view(torch.int64), slice(columns.start // words, columns.stop // words)
     else:
         bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
-    of_columns = _odd_numbers(torch.arange(columns.start, columns.stop, device=part.device))
-    of_rows = _odd_numbers(~row_starts.to(part.device))
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    if native.usable(part) and not native.is_pretending():
+        return torch.tensor(_native(bits, rows, columns.start))
+    return _plain(bits, rows, columns)
+
+
+def _native(bits: Tensor, rows: Tensor, first_column: int) -> int:
+    function = native.function("checksum" + {2: "_i16", 4: "_i32", 8: "_i64"}[bits.element_size()])
+    function.argtypes, function.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3, ctypes.c_int64
+    found: int = function(bits.data_ptr(), rows.data_ptr(), *bits.shape, first_column)
+    return found
+
+
+def _plain(bits: Tensor, rows: Tensor, columns: slice) -> Tensor:
+    of_columns = _odd_numbers(torch.arange(columns.start, columns.stop, device=bits.device))
+    of_rows = _odd_numbers(~rows.to(bits.device))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     step = max(1, ROWS_BYTES // max(1, WORD * bits.shape[1]))
     for first in range(0, len(bits), step):
         sums = (bits[first : first + step].long() * of_columns).sum(1)

@@ -6,17 +6,21 @@ on where another ended draws the tokens that the other would have drawn.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Completion, SamplingParams
 from lockstep.observe import log
 from lockstep.rl.actors.remote import Remote, RemoteSample, Request
 from lockstep.rl.actors.shelf import Edition
+from lockstep.rl.actors.work_log import WorkLog
 
 GLANCE = 0.02
 """Seconds that one `step` waits for news at most."""
@@ -33,7 +37,7 @@ class Fleet:
         """The names of those that the run has started itself: one that does not fit ends it."""
         self.weights_version = 0
         self._edition: Edition | None = None
-        self._changed = threading.Condition(threading.RLock())
+        self.changed = threading.Condition(threading.RLock())
         self._remotes: dict[str, Remote] = {}
         """Those that are asked, and those that are still loading."""
         self._versions: dict[str, int] = {}
@@ -48,23 +52,35 @@ class Fleet:
         self._next_id = 0
         self._none_since = time.monotonic()
         self._failure: Exception | None = None
+        self._work = WorkLog()
 
-    # A Sampler.
+    # A Sampler. What is asked here is forgotten when it has ended; `remembering` keeps it.
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
         """As `Engine.generate`. Raises RunStopped where no generator is left."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
-        requests: list[Request] = []
+        return self.complete([self.begin(*each) for each in _pairs(prompts, params)])
+
+    def begin(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> Request:
+        """Asks for a prompt's samples, which go on where those of `begun` end."""
+        seed = secrets.randbits(62) if params.seed is None else params.seed
+        samples = [RemoteSample.begun(completion) for completion in begun] or [RemoteSample() for _ in range(params.n)]
+        with self.changed:
+            request = Request(self._next_id, list(prompt), replace(params, seed=seed), samples)
+            self._next_id += 1
+            if request.unfinished:
+                self._requests[request.id] = request
+                self._hand_out()
+        return request
+
+    def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Waits for all samples of all requests. Raises as `generate`; nothing is left of them then."""
         try:
-            requests += [self._add(prompt, param) for prompt, param in zip(prompts, each)]
-            with self._changed:
+            with self.changed:
                 while any(request.unfinished for request in requests):
                     self._raise_problems([request.id for request in requests])
-                    self._changed.wait(GLANCE)
+                    self.changed.wait(GLANCE)
         finally:
             for request in requests:
                 self.abort(request.id)
@@ -77,8 +93,8 @@ class Fleet:
         return [[sample.completion() for sample in request.samples] for request in requests]
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
-        with self._changed:
-            request = self._add(prompt, params)
+        with self.changed:
+            request = self.begin(prompt, params)
             self._added[request.id] = request
             return request.id
 
@@ -88,28 +104,18 @@ class Fleet:
 
     def step(self) -> None:
         """Waits for news, for a moment. Raises as `generate`."""
-        with self._changed:
+        with self.changed:
             self._raise_problems(list(self._refused))
-            self._changed.wait(GLANCE)
+            self.changed.wait(GLANCE)
 
     def abort(self, request_id: int) -> None:
-        with self._changed:
+        with self.changed:
             self._requests.pop(request_id, None)
             self._added.pop(request_id, None)
             self._refused.pop(request_id, None)
             if name := self._asked.pop(request_id, None):
                 self._remotes[name].abort(request_id)
             self._hand_out()
-
-    def _add(self, prompt: list[int], params: SamplingParams) -> Request:
-        seed = secrets.randbits(62) if params.seed is None else params.seed
-        with self._changed:
-            samples = [RemoteSample() for _ in range(params.n)]
-            request = Request(self._next_id, list(prompt), replace(params, seed=seed), samples)
-            self._next_id += 1
-            self._requests[request.id] = request
-            self._hand_out()
-        return request
 
     def _raise_problems(self, requests: Sequence[int]) -> None:
         if self._failure is not None:
@@ -128,14 +134,14 @@ class Fleet:
 
     def join(self, remote: Remote) -> None:
         """A generator that loads; it gets the newest weights first, and work once it has them."""
-        with self._changed:
+        with self.changed:
             self._remotes[remote.name] = remote
             if self._edition is not None:
                 remote.new_weights(self._edition)
 
     def leave(self, name: str) -> Remote | None:
         """Forgets a generator, whose samples others go on with; returns it, if it was one."""
-        with self._changed:
+        with self.changed:
             remote = self._remotes.pop(name, None)
             if self._versions.pop(name, None) is not None and not self._versions:
                 self._none_since = time.monotonic()
@@ -146,7 +152,7 @@ class Fleet:
 
     def new_weights(self, edition: Edition) -> None:
         """Every generator takes these before what is asked from here on."""
-        with self._changed:
+        with self.changed:
             self._edition, self.weights_version = edition, edition["version"]
             for remote in list(self._remotes.values()):
                 remote.new_weights(edition)
@@ -154,23 +160,33 @@ class Fleet:
     def wait_for_weights(self, seconds: float = float("inf")) -> None:
         """Returns once one generator is there, and all that are there have the newest weights. Raises as `step`."""
         until = time.monotonic() + seconds
-        with self._changed:
+        with self.changed:
             while not self._versions or any(version < self.weights_version for version in self._versions.values()):
                 self._raise_problems([])
                 if time.monotonic() > until:
                     return
-                self._changed.wait(GLANCE)
+                self.changed.wait(GLANCE)
 
     def fail(self, error: Exception) -> None:
         """Whoever waits, or asks from now on, gets `error`."""
-        with self._changed:
+        with self.changed:
             self._failure = self._failure or error
-            self._changed.notify_all()
+            self.changed.notify_all()
+
+    def metrics(self) -> dict[str, float]:
+        """What each generator has done since the last call, as `generators/NAME/…`."""
+        with self.changed:
+            return self._work.metrics({name: self._remotes[name].did for name in self._versions})
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """When generators sampled and took weights, as Chrome's trace events; idle is what is left."""
+        with self.changed:
+            return self._work.events()
 
     @property
     def names(self) -> list[str]:
         """Of all that have joined, ready or not."""
-        with self._changed:
+        with self.changed:
             return sorted(self._remotes)
 
     def remote(self, name: str) -> Remote | None:
@@ -180,7 +196,7 @@ class Fleet:
     @property
     def ready(self) -> list[str]:
         """The names of those that sample."""
-        with self._changed:
+        with self.changed:
             return sorted(self._versions)
 
     def _hand_out(self) -> None:
@@ -203,31 +219,35 @@ class Fleet:
     # Reports.
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
-        with self._changed:
+        with self.changed:
             if self._remotes.get(remote.name) is not remote:
                 return  # it was given up, and others go on with what it had
+            self._work.heard(remote.name, remote.did)
             for request_id, index, new in parts:
                 if self._asked.get(request_id) == remote.name:
-                    _extend(self._requests[request_id].samples[index], new)
+                    asked = self._requests[request_id]
+                    asked.first_at = asked.first_at or time.monotonic()
+                    _extend(asked.samples[index], new)
             for request_id in {part[0] for part in parts}:
                 request = self._requests.get(request_id)
                 if request and not request.unfinished and self._asked.get(request_id) == remote.name:
+                    self._work.ended(remote.name, request)
                     del self._requests[request_id], self._asked[request_id]
             self._hand_out()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def has_weights(self, remote: Remote, version: int) -> None:
-        with self._changed:
+        with self.changed:
             if self._remotes.get(remote.name) is remote:
                 self._versions[remote.name] = version
                 self._hand_out()
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
-        with self._changed:
+        with self.changed:
             if request_id in self._requests:
                 self._refused[request_id] = problem
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def unfit(self, remote: Remote, problem: str) -> None:
         if remote.name in self.required:
@@ -236,14 +256,68 @@ class Fleet:
             log.warning("%s cannot sample for this run: %s", remote.name, problem)
 
     def lost(self, remote: Remote, why: str) -> None:
-        with self._changed:
+        with self.changed:
             if self._remotes.get(remote.name) is not remote:
                 return
             unfinished = self._samples_at(remote.name)
             self.leave(remote.name)
             others = f"{len(self._versions)} others go on with" if self._versions else "the next one gets"
             log.warning("%s: %s; %s its %d unfinished samples", remote.name, why, others, unfinished)
-            self._changed.notify_all()
+            self.changed.notify_all()
+
+
+class RememberingFleet:
+    """A `Remembering` sampler: the fleet, for as long as what it was asked here matters."""
+
+    def __init__(self, fleet: Fleet, kept: Mapping[str, Any]):
+        """kept: what an earlier one's `state` has returned; its samples go on from there."""
+        self._fleet, self._kept = fleet, kept
+        self._asked: dict[str, Request] = {}
+        self.max_positions, self.cache_tokens = fleet.max_positions, fleet.cache_tokens
+
+    @property
+    def weights_version(self) -> int:
+        return self._fleet.weights_version
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Completion]]:
+        return self._fleet.complete([self._begin(*each) for each in _pairs(prompts, params)])
+
+    def add(self, prompt: list[int], params: SamplingParams) -> int:
+        return self._begin(prompt, params).id
+
+    def samples(self, request_id: int) -> Sequence[RemoteSample]:
+        return next(request.samples for request in self._asked.values() if request.id == request_id)
+
+    def step(self) -> None:
+        self._fleet.step()
+
+    def abort(self, request_id: int) -> None:
+        self._fleet.abort(request_id)
+
+    def state(self) -> dict[str, Any]:
+        with self._fleet.changed:  # no sample goes on meanwhile
+            return {
+                digest: [asdict(sample.completion()) for sample in request.samples]
+                for digest, request in self._asked.items()
+            }
+
+    def _begin(self, prompt: list[int], params: SamplingParams) -> Request:
+        digest = hashlib.sha256(json.dumps([prompt, asdict(params)]).encode()).hexdigest()
+        begun = [Completion(**plain) for plain in self._kept.get(digest, ())]
+        with self._fleet.changed:
+            request = self._asked[digest] = self._fleet.begin(prompt, params, begun)
+        return request
+
+
+def _pairs(
+    prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[tuple[list[int], SamplingParams]]:
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts):
+        raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
+    return list(zip(prompts, each))
 
 
 def _extend(sample: RemoteSample, new: RemoteSample) -> None:

@@ -11,8 +11,9 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -32,7 +33,8 @@ from lockstep.model import ModelConfig, arithmetic_of, initialize, read_config, 
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import announce, log, start_line
 from lockstep.parallel import World, apply_compile, generator_model
-from lockstep.rl.actors.shelf_reader import ShelfReader
+from lockstep.rl.actors.shelf import Edition
+from lockstep.rl.actors.shelf_reader import ShelfReader, Taken
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
 
 TELL_SECONDS = 0.05
@@ -99,11 +101,17 @@ class _Generator:
     def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World):
         self._channel, self._world = channel, world
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: deque[dict[str, Any]] = deque()
+        """What has come and is not done yet."""
+        self._finishes_first = welcome["on_update"] == "finish"
         self._ended, self._over = threading.Event(), threading.Event()
         for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
             threading.Thread(target=work, name="trainer", daemon=True).start()
         self._held: dict[int, _Held] = {}
         self._told = 0.0
+        self._did: dict[str, float] = {}
+        """What is told of its work; see `Remote.did`."""
+        self._seconds = {"sampling_seconds": 0.0, "weights_seconds": 0.0}
         try:
             self._reader, self._engine = _open(welcome, key, world)
         except UserError as error:
@@ -128,7 +136,9 @@ class _Generator:
 
     def _serve(self) -> None:
         while True:
-            for message in self._messages():
+            self._receive_all()
+            while self._queue and not (self._finishes_first and self._queue[0]["kind"] == "weights" and self._held):
+                message = self._queue.popleft()
                 kind = message["kind"]
                 if kind == "end":
                     return
@@ -140,20 +150,23 @@ class _Generator:
                 elif kind == "weights":
                     self._take(message["edition"])
             if self._engine.has_work:
-                ended = any(event.finish_reason for event in self._engine.step())
+                with self._taking("sampling_seconds"):
+                    ended = any(event.finish_reason for event in self._engine.step())
                 if ended or time.monotonic() - self._told > TELL_SECONDS:
                     self._tell()
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        """What has come; where there is nothing to do it waits for something. Raises Closed."""
-        while True:
-            try:
-                message = self._inbox.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return
+    def _receive_all(self, wait: bool = False) -> None:
+        """Puts what has come in the queue; where there is nothing to do it waits for something. Raises Closed."""
+        wait = wait or not (self._engine.has_work or self._queue)
+        while wait or not self._inbox.empty():
+            message, wait = self._inbox.get(), False
             if isinstance(message, Closed):
                 raise message
-            yield message
+            if message["kind"] in ("end", "abort") and self._finishes_first:
+                # Not behind weights that wait for what is to be ended.
+                self._queue.appendleft(message)
+            else:
+                self._queue.append(message)
 
     def _ask(self, message: dict[str, Any]) -> None:
         params = sampling_params_of(message["params"])
@@ -168,17 +181,42 @@ class _Generator:
         ended = [sequence.finish_reason is not None for sequence in sequences]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
 
-    def _take(self, edition: dict[str, Any]) -> None:
+    def _take(self, edition: Edition) -> None:
         # Of a token that has been told, the weights are known.
         self._tell()
-        leads = isinstance(self._engine, LeadingEngine)
-        with self._engine.on_all_ranks("take", edition) if leads else nullcontext():  # type: ignore[attr-defined]
-            taken = self._reader.take(edition)
+        if not self._finishes_first:
+            edition = self._newest(edition)
+        while (taken := self._read(edition)).outcome == "late":
+            # Newer ones lie there, and are announced, or will be: what was asked since must not be sampled from others.
+            while (newer := self._newest(edition)) is edition:
+                self._receive_all(wait=True)
+            edition = newer
         if taken.outcome == "taken":
             self._engine.weights_changed(edition["version"])
             self._channel.send({"kind": "has_weights", "version": edition["version"]})
-        elif taken.outcome != "late":  # newer ones are announced already
+        else:
             self._channel.send({"kind": "lost", "why": f"weights of version {taken.version}: {taken.said}"})
+
+    def _newest(self, edition: Edition) -> Edition:
+        """The last that is announced in the queue, where there are any, which are taken out; else `edition`."""
+        announced = [message for message in self._queue if message["kind"] == "weights"]
+        for message in announced:
+            self._queue.remove(message)
+        return announced[-1]["edition"] if announced else edition
+
+    def _read(self, edition: Edition) -> Taken:
+        leads = isinstance(self._engine, LeadingEngine)
+        with (
+            self._taking("weights_seconds"),
+            self._engine.on_all_ranks("take", edition) if leads else nullcontext(),  # type: ignore[attr-defined]
+        ):
+            return self._reader.take(edition)
+
+    @contextmanager
+    def _taking(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[what] += time.monotonic() - began
 
     def _tell(self) -> None:
         """What has been sampled since it was last called."""
@@ -200,8 +238,10 @@ class _Generator:
                 samples.append([request_id, index, new])
             if all(held.ended):
                 del self._held[request_id]
+        unfinished = sum(not ended for held in self._held.values() for ended in held.ended)
+        self._did = dataclasses.asdict(self._engine.statistics) | self._seconds | {"held": unfinished}
         if samples:
-            self._channel.send({"kind": "tokens", "samples": samples})
+            self._channel.send({"kind": "tokens", "samples": samples, "did": self._did})
 
     def _receive(self) -> None:
         try:
@@ -214,7 +254,7 @@ class _Generator:
     def _say_alive(self, seconds: float) -> None:
         try:
             while not self._ended.wait(seconds):
-                self._channel.send({"kind": "alive"})
+                self._channel.send({"kind": "alive", "did": self._did})
         except Closed:
             pass  # the thread that receives says so
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
-from lockstep.generate.sampler import Sampler
+from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.model import TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.actors.models import sampling_model
@@ -23,6 +24,16 @@ class Generators(Protocol):
     def sampler(self) -> Sampler:
         """What this rank asks."""
 
+    @property
+    def remembering(self) -> Callable[[dict[str, Any]], Remembering] | None:
+        """Makes samplers for steps that are sampled ahead, which go on from what another's `state` has kept."""
+
+    def metrics(self) -> dict[str, float]:
+        """What generators in processes of their own have done since the last call."""
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """When they did it, as Chrome's trace events."""
+
     def new_weights(self, version: int) -> None:
         """From here on the trainer's weights are sampled from as they are now. All ranks call it.
 
@@ -31,12 +42,23 @@ class Generators(Protocol):
 
 
 class OwnGenerator:
-    """An engine on every rank, over the trainer's weights themselves in one process, else over a copy."""
+    """An engine on every rank, which samples while nothing is trained.
+
+    In one process it reads the trainer's own weights, else a copy of them.
+    """
+
+    remembering = None
 
     def __init__(self, config: RLConfig, world: World, model: TrainableModel, tokenizer: Tokenizer):
         sampling = sampling_model(config, world, model)
         self.sampler = Engine(sampling, config.engine, tokenizer)
         self._transfer = None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        return []
 
     def new_weights(self, version: int) -> None:
         if self._transfer:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +24,18 @@ class RemoteSample:
     """Of the weights that each token was sampled from."""
     finish_reason: FinishReason | None = None
 
+    @classmethod
+    def begun(cls, completion: Completion) -> RemoteSample:
+        """As far as `completion` has come; "abort": not to its end."""
+        reason = None if completion.finish_reason == "abort" else completion.finish_reason
+        return cls(
+            list(completion.token_ids),
+            list(completion.logprobs),
+            list(completion.cut_logprobs),
+            list(completion.versions),
+            reason,
+        )
+
     def completion(self) -> Completion:
         return Completion(
             self.token_ids, self.logprobs, self.finish_reason or "abort", self.cut_logprobs, self.versions
@@ -39,6 +52,10 @@ class Request:
     """With a seed, so that all generators draw the same."""
     samples: list[RemoteSample]
 
+    begun_at: float = field(default_factory=time.monotonic)
+    first_at: float = 0.0
+    """When its first token was known here; 0: not yet."""
+
     @property
     def unfinished(self) -> int:
         return sum(sample.finish_reason is None for sample in self.samples)
@@ -51,6 +68,12 @@ class Remote(Protocol):
     """`generator_0` …"""
     room: int
     """Samples that it works on at a time; twice as many keep it busy."""
+
+    @property
+    def did(self) -> Mapping[str, float]:
+        """What it has done since it began: the engine's `Statistics`, seconds of sampling and of taking weights as
+        `sampling_seconds` and `weights_seconds`, and the samples that it holds now as `held`. Empty: it does not say.
+        """
 
     def ask(self, request: Request) -> None:
         """Begins, or goes on with, those samples of `request` that have not ended."""

@@ -12,10 +12,11 @@ from typing import Any
 
 from lockstep import ops
 from lockstep.config import RLConfig
+from lockstep.errors import RunStopped
 from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
-from lockstep.rl.actors.fleet import Fleet
+from lockstep.rl.actors.fleet import Fleet, RememberingFleet
 from lockstep.rl.actors.generator import plain_shape
 from lockstep.rl.actors.local import LocalGenerators
 from lockstep.rl.actors.reception import Reception
@@ -43,15 +44,30 @@ class SeparateGenerators:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Whoever still waits for rollouts of a step to come waits for nothing.
+        self.sampler.fail(RunStopped("the run ends", exit_code=1))
         self._opened.close()
 
+    def remembering(self, kept: dict[str, Any]) -> RememberingFleet:
+        """As `Generators`."""
+        return RememberingFleet(self.sampler, kept)
+
+    def metrics(self) -> dict[str, float]:
+        """As `Generators`; on rank 0, which asks them."""
+        return self.sampler.metrics()
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """As `Generators`."""
+        return self.sampler.trace_events()
+
     def new_weights(self, version: int) -> None:
-        """As `Generators`: returns once all that are there have them, and one is."""
+        """As `Generators`: the first, and all where nothing is sampled ahead, are waited for."""
         edition = self._shelf.publish(version)
         self.sampler.weights_version = version
         if self._world.is_main:
             self.sampler.new_weights(edition)
-            self.sampler.wait_for_weights()
+            if not self._config.actors.max_staleness or not self.sampler.ready:
+                self.sampler.wait_for_weights()
 
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
@@ -60,7 +76,10 @@ class SeparateGenerators:
         opening.callback(path.unlink, missing_ok=True)
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
-        self._shelf = Shelf(dict(self._model.named_parameters()), resolve_dtype(config.dtype), world, key, host)
+        # Generators that finish what they have begun take a version when others have been laid out after it.
+        slots = 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
+        tensors = dict(self._model.named_parameters())
+        self._shelf = Shelf(tensors, resolve_dtype(config.dtype), world, key, host, slots)
         opening.callback(self._shelf.close)
         if not world.is_main:
             return
@@ -88,6 +107,7 @@ class SeparateGenerators:
             "reduction_chunks": config.parallel.reduction_chunks,
             "engine": dataclasses.asdict(config.engine),
             "compile": dataclasses.asdict(config.compile),
+            "on_update": config.actors.on_update,
             "silence_seconds": config.actors.silence_seconds,
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -2,7 +2,7 @@
 
 Each of the trainer's ranks lays its parts, rounded as the generators read them, into memory that processes of its host
 read, and serves the same by TCP to those of other hosts. So a generator can join, leave or be killed at any time: the
-trainer waits for none, and none is in a collective with it. Two slots are written in turns: a reader of one version is
+trainer waits for none, and none is in a collective with it. Slots are written in turns: a reader of one version is
 not disturbed by the writing of the next.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lockstep.model.shard import local_values
 from lockstep.parallel import World
-from lockstep.rl.actors.boxes import at, checksum_of, held_part, holders_of, plain_parts, read_box, read_parts
-from lockstep.rl.actors.shelf_memory import ShelfMemory, offsets
+from lockstep.rl.actors.boxes import at, checksum_of, held_part, holders_of, offsets, plain_parts, read_box, read_parts
+from lockstep.rl.actors.shelf_memory import ShelfMemory
 from lockstep.rl.actors.wire import Channel, Closed, Listener
 
 Edition = dict[str, Any]
@@ -39,13 +39,19 @@ class Shelf:
 
     All ranks of `world` make it, and call its methods, together. `tensors`: by the model's names; each rank gives what
     it has. `dtype` is the generators'. `host`: the address of this host at which readers of other hosts call, who must
-    know the `key`. Raises UserError where it cannot listen there.
+    know the `key`. `slots`: versions that are there at a time. Raises UserError where it cannot listen there.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], dtype: torch.dtype, world: World, key: bytes, host: str = "127.0.0.1"
+        self,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        world: World,
+        key: bytes,
+        host: str = "127.0.0.1",
+        slots: int = 2,
     ):
-        self._tensors, self._dtype, self._world = tensors, dtype, world
+        self._tensors, self._dtype, self._world, self._slots = tensors, dtype, world, slots
         held = {name: held_part(tensor) for name, tensor in tensors.items()}
         everyone = [read_parts(parts) for parts in world.gather(plain_parts(held))]
         holders = holders_of(everyone)
@@ -53,13 +59,14 @@ class Shelf:
         self._held = {name: part for name, part in held.items() if holders[name][part.box][0] == world.rank}
         parts = {name: local_values(tensors[name].detach()) for name in self._held}
         self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
-        self._memory = ShelfMemory.created(size)
+        self._memory = ShelfMemory.created(size, slots)
         self._server = _Server(self, Listener(key, host))
         self._turn = 0
         own = {
             "address": list(self._server.address),
             "place": self._memory.place,
             "size": size,
+            "slots": slots,
             "parts": [[name, part.box, self._offsets[name]] for name, part in self._held.items()],
         }
         self._description = {
@@ -73,7 +80,7 @@ class Shelf:
     def publish(self, version: int) -> Edition:
         """Lays out the weights as they are now; every rank returns what readers need to take them."""
         self._turn += 1
-        slot = self._turn % 2
+        slot = self._turn % self._slots
         self._memory.set_mark(slot, -self._turn)
         sums = {name: self._lay_out(name, slot) for name in self._held}
         self._memory.set_mark(slot, self._turn)

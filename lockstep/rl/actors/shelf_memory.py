@@ -1,6 +1,6 @@
 """Memory in which one rank lays out its parts of the weights, and which other processes of its host read.
 
-A page of marks, then two slots that are written in turns. A slot's mark is the turn whose weights lie there, and the
+A page of marks, then slots that are written in turns. A slot's mark is the turn whose weights lie there, and the
 negative turn while they are being written: a reader looks at it before and after, and knows what it has read. What the
 processor reorders of that, a checksum of what was read still shows.
 
@@ -22,35 +22,33 @@ from lockstep.rl.actors.boxes import Box
 
 MARKS = 4096
 """Bytes before the slots."""
-LINE = 64
-"""Parts begin at multiples of as many bytes."""
 
 
 class ShelfMemory:
-    """Two slots of `size` bytes, written here or by another process."""
+    """Slots of `size` bytes, written here or by another process."""
 
     def __init__(self, content: mmap.mmap, size: int, place: tuple[int, int, str] | None = None):
         self._content, self.size, self.place = content, size, place
         with warnings.catch_warnings():  # of a tensor that nobody may write: nobody does
             warnings.simplefilter("ignore")
             self._bytes = torch.frombuffer(content, dtype=torch.uint8)
-        self._marks = self._bytes[:16].view(torch.int64)
+        self._marks = self._bytes[:MARKS].view(torch.int64)
 
     @classmethod
-    def created(cls, size: int) -> ShelfMemory:
+    def created(cls, size: int, slots: int = 2) -> ShelfMemory:
         """Fresh memory; `place` says where other processes find it, and is None where they cannot."""
-        place = create_memory(_length(size))
-        content = mmap.mmap(-1 if place is None else place[1], _length(size))
+        place = create_memory(_length(size, slots))
+        content = mmap.mmap(-1 if place is None else place[1], _length(size, slots))
         return cls(content, size, place)
 
     @classmethod
-    def opened(cls, place: tuple[int, int, str], size: int) -> ShelfMemory:
+    def opened(cls, place: tuple[int, int, str], size: int, slots: int = 2) -> ShelfMemory:
         """What another process of this host has created, to be read. Raises OSError where it cannot be had."""
         file = open_memory(*place, flags=os.O_RDONLY)
         try:
-            if os.fstat(file).st_size != _length(size):
+            if os.fstat(file).st_size != _length(size, slots):
                 raise OSError("it has another size")
-            return cls(mmap.mmap(file, _length(size), prot=mmap.PROT_READ), size)
+            return cls(mmap.mmap(file, _length(size, slots), prot=mmap.PROT_READ), size)
         finally:
             os.close(file)
 
@@ -66,6 +64,12 @@ class ShelfMemory:
         start = MARKS + slot * _rounded(self.size) + offset
         return self._bytes[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
+    def hide(self) -> None:
+        """From now on nobody can open it who has not; it goes when the last of them ends."""
+        if self.place is not None:
+            os.close(self.place[1])
+            self.place = None
+
     def close(self) -> None:
         """Gives the memory back; no room of it may be used any more."""
         del self._bytes, self._marks
@@ -74,20 +78,12 @@ class ShelfMemory:
             os.close(self.place[1])
 
 
-def offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Where parts of so many bytes lie in a slot, and the bytes of all."""
-    found, end = {}, 0
-    for name, size in sizes.items():
-        found[name], end = end, end + -(-size // LINE) * LINE
-    return found, end
-
-
 def _rounded(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _length(size: int) -> int:
-    return MARKS + 2 * _rounded(size)
+def _length(size: int, slots: int) -> int:
+    return MARKS + slots * _rounded(size)
 
 
 def place_of(plain: Any) -> tuple[int, int, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,7 +37,7 @@ from lockstep.rl.actors.wire import Channel, Closed, call
 
 TRIES = 3
 """Times that weights are read, where they do not arrive as they were laid out."""
-MESSAGE = 1 << 26
+MESSAGE = 1 << 24
 """Bytes that are asked for at once by TCP."""
 
 
@@ -202,7 +203,7 @@ class _Source:
         if pieces and (place := place_of(plain["place"])) is not None:
             # Not where it is on another host, or in a container in which processes do not see each other.
             with contextlib.suppress(OSError):
-                self._memory = ShelfMemory.opened(place, plain["size"])
+                self._memory = ShelfMemory.opened(place, plain["size"], plain["slots"])
 
     def read(self, edition: Edition, arrived: Mapping[str, Tensor], wanted: Mapping[str, Held]) -> None:
         """Raises _Failed."""
@@ -223,8 +224,16 @@ class _Source:
         channel: Channel | None = None
         try:
             channel = call(self._host, self._port, self._key)
-            for pieces in _messages(self._pieces, self._dtype):
-                channel.send({"slot": edition["slot"], "pieces": [[piece.name, piece.box] for piece in pieces]})
+            ahead = _messages(self._pieces, self._dtype)
+            asked: deque[list[_Piece]] = deque()
+            while True:
+                # One is asked for ahead: it is signed there while what has come is looked at here.
+                while len(asked) < 2 and (pieces := next(ahead, None)) is not None:
+                    channel.send({"slot": edition["slot"], "pieces": [[piece.name, piece.box] for piece in pieces]})
+                    asked.append(pieces)
+                if not asked:
+                    break
+                pieces = asked.popleft()
                 marks, content = channel.receive()
                 for mark in marks:
                     self._check(mark, edition)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import Decoder
-from lockstep.model.shard import local_part
+from lockstep.model.shard import local_values
 from lockstep.observe import log
 from lockstep.parallel import World
 from lockstep.parallel.exchange import gather_rows
@@ -27,17 +27,18 @@ from lockstep.rl.actors.boxes import (
     Box,
     Held,
     at,
-    box_of,
     checksum_of,
     common,
     differing,
     first_copies,
     held_part,
     holders_of,
+    offsets,
     plain_parts,
     read_parts,
     volume,
 )
+from lockstep.rl.actors.shared_parts import SharedParts, share_parts
 
 BUCKET = 1 << 26
 """Bytes of tensors, as they are whole, that travel together."""
@@ -69,13 +70,19 @@ class WeightTransfer:
         own = {name: held_part(tensor) for name, tensor in tensors.items()}
         wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
         everyone = from_all([plain_parts(own), plain_parts(wanted)])
-        held = [read_parts(of_rank[0]) for of_rank in everyone]
+        self.held = held = [read_parts(of_rank[0]) for of_rank in everyone]
         self.wanted = [read_parts(of_rank[1]) for of_rank in everyone]
         self._holders = holders_of(held)
         self.names = list(self.wanted[0])
         self.pieces = {name: self._pieces(name, held) for name in self.names}
         # A part that several ranks hold counts once in a checksum: that of the first of them.
         self._sums_sent = {n for n, part in own.items() if self._holders[n][part.box][0] == self.rank}
+        self._own = own
+        self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
+        self._arrived: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
+        on_cpu = model.device.type == "cpu"
+        self._shared = share_parts(held, list(self._buckets()), model.dtype, self.rank, on_cpu)
 
     def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
@@ -119,12 +126,18 @@ class WeightTransfer:
     def _exchange(self) -> tuple[dict[str, Tensor], list[str]]:
         """This rank's part of each new tensor, and the names of those that are not the trainer's, on any rank."""
         arrived: dict[str, Tensor] = {}
-        damaged: list[str] = []
+        expected, found = torch.zeros(2, len(self.names), dtype=torch.int64, device=self.model.device)
         for names in self._buckets():
             sent = self._rounded(names)
-            arrived |= self._send(names, sent)
-            damaged += self._damaged(names, sent, arrived)
-        return arrived, damaged
+            arrived_now = self._send(names, sent)
+            for index, name in enumerate(names, len(arrived)):
+                if name in self._sums_sent:
+                    expected[index] = checksum_of(sent[name], self._own[name])
+                found[index] = checksum_of(arrived_now[name], self.wanted[self.rank][name])
+            arrived |= arrived_now
+            if self._shared is not None:
+                self._shared.next_bucket()
+        return arrived, self._damaged(expected, found)
 
     def _buckets(self) -> Iterator[list[str]]:
         names: list[str] = []
@@ -140,20 +153,35 @@ class WeightTransfer:
 
     def _rounded(self, names: list[str]) -> dict[str, Tensor]:
         """What this rank holds of the tensors, as the generator's forward is to read it."""
-        return {
-            name: local_part(self.tensors[name].detach())[0].to(self.model.device, self.model.dtype)
-            for name in names
-            if name in self.tensors
-        }
+        parts = {name: local_values(self.tensors[name].detach()) for name in names if name in self.tensors}
+        if self._shared is not None:
+            return {name: self._shared.room(self.rank, name).copy_(part) for name, part in parts.items()}
+        places, size = offsets({name: part.numel() * self.model.dtype.itemsize for name, part in parts.items()})
+        memory = self._kept("rounded", size)
+        rounded = {}
+        for name, part in parts.items():
+            if part.dtype == self.model.dtype and part.device == self.model.device:
+                rounded[name] = part
+                continue
+            start, stop = places[name], places[name] + part.numel() * self.model.dtype.itemsize
+            rounded[name] = memory[start:stop].view(self.model.dtype).view(part.shape).copy_(part)
+        return rounded
 
     def _send(self, names: list[str], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: local_part(p.detach())[0] for name, p in self.model.named_parameters() if name in set(names)}
-        arrived = {name: torch.empty_like(part, memory_format=torch.contiguous_format) for name, part in own.items()}
+        if not self._arrived:
+            self._arrived = {
+                name: torch.empty_like(part, memory_format=torch.contiguous_format)
+                for name, part in self._parts.items()
+            }
+        arrived = {name: self._arrived[name] for name in names}
+        if self._shared is not None:
+            self._copy(arrived, self._shared)
+            return arrived
         going: dict[int, list[Tensor]] = defaultdict(list)
         coming: dict[int, list[Tensor]] = defaultdict(list)
         for piece in (piece for name in names for piece in self.pieces[name]):
             if piece.source == self.rank:
-                going[piece.target].append(at(sent[piece.name], piece.box, box_of(self.tensors[piece.name])))
+                going[piece.target].append(at(sent[piece.name], piece.box, self._own[piece.name].box))
             if piece.target == self.rank:
                 coming[piece.source].append(at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box))
         # What stays here is copied; what travels goes in one message to each rank.
@@ -162,38 +190,44 @@ class WeightTransfer:
         self._travel(going, coming)
         return arrived
 
+    def _copy(self, arrived: Mapping[str, Tensor], shared: SharedParts) -> None:
+        shared.wait_for_all()
+        for piece in (piece for name in arrived for piece in self.pieces[name] if piece.target == self.rank):
+            content = at(shared.room(piece.source, piece.name), piece.box, self.held[piece.source][piece.name].box)
+            at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box).copy_(content)
+
     def _travel(self, going: Mapping[int, list[Tensor]], coming: Mapping[int, list[Tensor]]) -> None:
-        ranks, device = range(self.world.size), self.model.device
+        ranks = range(self.world.size)
         sizes = [[sum(part.nbytes for part in parts.get(rank, [])) for rank in ranks] for parts in (going, coming)]
-        leaving = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=device)
-        entering = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=device)
+        leaving, entering = self._kept("leaving", sum(sizes[0])), self._kept("entering", sum(sizes[1]))
         for room, part in _rooms(leaving, going, ranks):
             room.copy_(part)
         dist.all_to_all_single(entering, leaving, sizes[1], sizes[0])
         for room, part in _rooms(entering, coming, ranks):
             part.copy_(room)
 
-    def _damaged(self, names: list[str], sent: Mapping[str, Tensor], arrived: Mapping[str, Tensor]) -> list[str]:
+    def _kept(self, purpose: str, size: int) -> Tensor:
+        """As many bytes, the same each time: the system clears every page that it hands out anew."""
+        kept = self._memory.get(purpose)
+        if kept is None or len(kept) < size:
+            kept = self._memory[purpose] = torch.empty(size, dtype=torch.uint8, device=self.model.device)
+        return kept[:size]
+
+    def _damaged(self, expected: Tensor, found: Tensor) -> list[str]:
         """The tensors whose checksum is another in some generator than in the trainer; the same list on every rank."""
-        expected = torch.zeros(len(names), dtype=torch.int64, device=self.model.device)
-        found = torch.zeros_like(expected)
-        for index, name in enumerate(names):
-            if name in self._sums_sent:
-                expected[index] = checksum_of(sent[name], held_part(self.tensors[name]))
-            found[index] = checksum_of(arrived[name], self.wanted[self.rank][name])
         dist.all_reduce(expected)
         group = self.world.tensor_group
         of_ranks = found[None] if group is None else gather_rows(found[None], group)
-        firsts = first_copies([self.wanted[rank] for rank in self.world.tensor_ranks], names)
+        firsts = first_copies([self.wanted[rank] for rank in self.world.tensor_ranks], self.names)
         different = differing(of_ranks, torch.tensor(firsts, device=self.model.device), expected)
         different = different.to(torch.uint8)
         dist.all_reduce(different, dist.ReduceOp.MAX)
-        return [name for name, other in zip(names, different.tolist()) if other]
+        return [name for name, other in zip(self.names, different.tolist()) if other]
 
     @torch.no_grad()
     def _take(self, arrived: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            local_part(parameter.detach())[0].copy_(arrived[name])
+        for name, part in self._parts.items():
+            part.copy_(arrived[name])
 
 
 def _rooms(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: range) -> Iterator[tuple[Tensor, Tensor]]:

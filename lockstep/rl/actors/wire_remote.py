@@ -17,6 +17,7 @@ class WireRemote:
 
     def __init__(self, name: str, channel: Channel, room: int, silence_seconds: float):
         self.name, self.room, self.silence_seconds = name, room, silence_seconds
+        self.did: dict[str, float] = {}
         self._channel = channel
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -72,6 +73,7 @@ class WireRemote:
 
     def _tell(self, message: dict[str, Any], reports: Reports) -> None:
         kind = message["kind"]
+        self.did = message.get("did", self.did)
         if kind == "tokens":
             reports.sampled(self, [(i, index, RemoteSample(**new)) for i, index, new in message["samples"]])
         elif kind == "has_weights":

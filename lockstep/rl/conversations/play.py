@@ -20,7 +20,7 @@ from lockstep.rl.conversations.rendering import Rendering, Row, TooLongError, Tr
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.calling import INVALID, Grader, about, failure
 from lockstep.rl.rewards.workers import Workers
-from lockstep.rl.rollouts import Conversation, Rollout
+from lockstep.rl.rollouts import Conversation, Rollout, of_versions
 
 ASKS_PER_TURN = 4
 """Asks of a conversation for each of its `turns`, at most: those count whose reply it does not wait for."""
@@ -177,7 +177,7 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
             f"example {one.example.name}: logits are not finite (NaN or infinite) with weights version "
             f"{engine.weights_version}; check the weights, or load those of an earlier checkpoint"
         )
-    text = one.transcript.add(said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs)
+    text = one.transcript.add(said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs, said.versions)
     calls = rendering.calls(text)
     one.tool_calls += len(calls)
     return Reply(text, said.finish_reason, calls)
@@ -203,7 +203,7 @@ def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int)
             cut_logprobs=row.cut_logprobs,
             finish_reason=row.finish_reason,
             completion=row.completion,
-            version=version,
+            **of_versions(row.versions, version),
             sampled=row.sampled,
             episode=one.episode,
             conversation=conversation,

@@ -204,6 +204,8 @@ class Row:
     """Of each sampled token."""
     cut_logprobs: list[float] = field(default_factory=list)
     """Of each sampled token, among those that a cut left; empty where nothing was cut."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that each sampled token comes from; empty where they did not change."""
     turns: int = 0
     """Replies."""
     finish_reason: str = ""
@@ -257,6 +259,7 @@ class Transcript:
         logprobs: Sequence[float],
         finish_reason: str,
         cut_logprobs: Sequence[float] = (),
+        versions: Sequence[int] = (),
     ) -> str:
         """The model's reply to the last prompt; returns its text."""
         row, new = self._continued
@@ -266,6 +269,7 @@ class Transcript:
         row.sampled += [False] * len(new) + [True] * len(token_ids)
         row.logprobs += logprobs
         row.cut_logprobs += cut_logprobs
+        row.versions += versions
         row.turns += 1
         row.finish_reason = finish_reason
         row.completion = self.rendering.reply(token_ids)

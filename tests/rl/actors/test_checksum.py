@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lockstep.ops import native
 from lockstep.rl.actors.checksum import checksum
 
 SHAPES = [(64, 32), (7, 13), (40,), (5, 96), (1, 8)]
@@ -53,3 +54,15 @@ def test_elements_and_rows_that_change_places_show():
     for swapped in (tensor.flip(0), tensor.flip(1), torch.roll(tensor, 4, 1), torch.roll(tensor, 1, 0)):
         assert whole(swapped.contiguous()) != whole(tensor)
     assert whole(torch.zeros(4, 8)) == 0 != whole(torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 4, 24), (0, 8)])
+def test_the_kernel_has_the_sums_of_the_plain_form(shape, dtype, monkeypatch):
+    if native.library() is None:
+        pytest.skip("no compiled kernels")
+    tensor = bits(shape, dtype)
+    place = (slice(1, 1 + shape[0]), *(slice(0, n) for n in shape[1:]))  # of a whole that has a row more
+    fast = checksum(tensor, place, torch.Size((1 + shape[0], *shape[1:])))
+    monkeypatch.setattr(native, "usable", lambda x: False)
+    assert fast == checksum(tensor, place, torch.Size((1 + shape[0], *shape[1:])))

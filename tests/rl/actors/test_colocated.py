@@ -79,7 +79,7 @@ LAYOUTS = {
     "CP 2 x TP 2": (4, replace(ONE, context=2, tensor=2)),
     "TP 2 x PP 2": (4, replace(ONE, tensor=2, pipeline=2)),
 }
-OWN = ("time", "ranks", "rollout/environment_seconds", "rollout/tokens_per_second", "pipeline/")
+OWN = ("time", "ranks", "rollout/environment_seconds", "rollout/tokens_per_second", "pipeline/", "generators/")
 """Beginnings of metrics that a layout may change."""
 
 

@@ -19,6 +19,7 @@ class Recorded:
 
     name: str
     room: int = 4
+    did: dict = field(default_factory=dict)
     asked: dict = field(default_factory=dict)
     """The tokens that were known of each sample, by the request's number."""
     done: list = field(default_factory=list)

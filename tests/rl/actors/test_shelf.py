@@ -267,7 +267,7 @@ def test_weights_of_another_model_are_refused_at_once(change, said):
 
 
 @pytest.mark.parametrize("way", ["memory", "TCP"])
-def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, monkeypatch):
+def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, monkeypatch, caplog):
     shelf, reader = pair
     edition = _through_json(shelf.publish(1))
     edition = edition if way == "memory" else _by_tcp(edition)
@@ -287,6 +287,7 @@ def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, m
     monkeypatch.setattr(shelf_reader, "at", overtaken)
     taken = reader.take(edition)
     assert taken.outcome == "late" and "rank 0" in taken.said and _stayed(reader)
+    assert "(try 1 of 3)" in caplog.text and "did not arrive" not in caplog.text
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -336,7 +337,7 @@ def killed_while_writing(folder):
 
 
 def test_of_a_trainer_that_is_killed_while_it_writes_nothing_torn_is_taken_and_nothing_is_left(tmp_path):
-    before = sorted(os.listdir("/dev/shm"))
+    before = _held()
     process = CONTEXT.Process(target=killed_while_writing, args=(tmp_path,), daemon=True)
     process.start()
     second = json.loads(_wait_for(tmp_path / "second").read_text())
@@ -353,7 +354,7 @@ def test_of_a_trainer_that_is_killed_while_it_writes_nothing_torn_is_taken_and_n
     reader.close()
     taken = ShelfReader(_model(), ALONE, KEY).take(second)
     assert taken.outcome == "unreachable" and "rank 0" in taken.said
-    assert sorted(os.listdir("/dev/shm")) == before and not _memory_files()
+    assert _held() == before
 
 
 def _memory_files():
@@ -361,12 +362,19 @@ def _memory_files():
 
 
 def _held():
-    files = {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _exists(n)}
-    return files, set(threading.enumerate()), sorted(os.listdir("/dev/shm")), _memory_files()
+    """What a shelf could leave behind: sockets and files of memory, threads, mappings, entries in /dev/shm."""
+    files = {_target(n) for n in os.listdir("/proc/self/fd")}
+    files = {file for file in files if file.startswith("socket:") or "lockstep" in file}
+    threads = [thread for thread in threading.enumerate() if thread.name == "shelf"]
+    return files, threads, _memory_files(), _entries()
 
 
-def _exists(number):
-    return os.path.lexists(f"/proc/self/fd/{number}")
+def _target(number):
+    return os.readlink(f"/proc/self/fd/{number}") if os.path.lexists(f"/proc/self/fd/{number}") else ""
+
+
+def _entries():
+    return sorted(name for name in os.listdir("/dev/shm") if "lockstep" in name)
 
 
 def test_nothing_is_left_when_shelf_and_readers_are_closed():

@@ -1,5 +1,6 @@
 """Weights come from every layout of the trainer to every layout of a generator, and what is damaged is never taken."""
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -51,9 +52,12 @@ def _local(model):
     return {name: local_part(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-def travel(parallel, dtype):
+def travel(parallel, dtype, shared=True):
+    os.environ["LOCKSTEP_SHARED_MEMORY"] = str(int(shared))
+    weights.BUCKET = 1 << 14  # several of them
     world, trained, generator = _models(parallel, dtype)
     transfer = WeightTransfer(dict(trained.named_parameters()), generator, world)
+    assert (transfer._shared is not None) == shared
     for version in (1, 2):  # of what has arrived before, nothing is in the way
         transfer(version)
     found = _parts(generator)
@@ -64,10 +68,19 @@ def travel(parallel, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_generator_has_the_bits_of_the_trainers_weights_rounded(layout, dtype):
+    _arrives(layout, dtype, shared=True)
+
+
+@pytest.mark.parametrize("layout", ["FSDP 2", "TP 2 x PP 2"])
+def test_without_shared_memory_the_same_arrives_as_messages(layout):
+    _arrives(layout, torch.bfloat16, shared=False)
+
+
+def _arrives(layout, dtype, shared):
     ranks, parallel = LAYOUTS[layout]
     whole = build_model(SHAPE, dtype=torch.float32, seed=1)
     expected = {name: (parameter.detach() * 1.0001).to(dtype) for name, parameter in whole.named_parameters()}
-    for parts in launch(ranks, travel, parallel, dtype):
+    for parts in launch(ranks, travel, parallel, dtype, shared):
         assert parts.keys() == expected.keys()
         for name, (part, place) in parts.items():
             assert torch.equal(part, expected[name][place]), name

@@ -1,0 +1,76 @@
+"""Parts of tensors that ranks of one host lay out where all of them read: nothing is sent, each copies what it wants.
+
+Buckets of tensors take turns in two slots. A rank lays a bucket out, waits for all, and reads; when all have come to
+the next bucket they have read this one, so its slot is free for the bucket after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.parallel.messages import from_all
+from lockstep.rl.actors.boxes import Held, offsets, volume
+from lockstep.rl.actors.shelf_memory import ShelfMemory, place_of
+
+
+class SharedParts:
+    """What each rank holds (`held`, by rank and name), bucket by bucket (`buckets` of names)."""
+
+    def __init__(
+        self,
+        memories: list[ShelfMemory],
+        held: Sequence[Mapping[str, Held]],
+        buckets: Sequence[Sequence[str]],
+        dtype: torch.dtype,
+    ):
+        self._memories, self._held, self._dtype = memories, held, dtype
+        self._offsets = [
+            {name: offset for names in buckets for name, offset in _laid_out(parts, names, dtype)[0].items()}
+            for parts in held
+        ]
+        self._slot = 0
+
+    def room(self, rank: int, name: str) -> Tensor:
+        """Where a rank's part of a tensor of this bucket lies."""
+        offset = self._offsets[rank][name]
+        return self._memories[rank].room(self._slot, offset, self._held[rank][name].box, self._dtype)
+
+    def wait_for_all(self) -> None:
+        """Returns when every rank has laid out this bucket."""
+        dist.barrier()
+
+    def next_bucket(self) -> None:
+        """What is laid out from now on is another bucket; all ranks call it."""
+        self._slot = 1 - self._slot
+
+
+def share_parts(
+    held: Sequence[Mapping[str, Held]], buckets: Sequence[Sequence[str]], dtype: torch.dtype, rank: int, able: bool
+) -> SharedParts | None:
+    """The memory of all ranks, which all of them call for; None where some are not `able`, or not on one host.
+
+    LOCKSTEP_SHARED_MEMORY=0 on any rank rules it out.
+    """
+    able = able and os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0"
+    sizes = [max(_laid_out(parts, names, dtype)[1] for names in buckets) for parts in held]
+    own = ShelfMemory.created(sizes[rank]) if able else None
+    places = [place_of(place) for place in from_all(own and own.place)]
+    memories = []
+    with contextlib.suppress(OSError):  # of ranks that do not see each other's processes
+        for other, (place, size) in enumerate(zip(places, sizes)):
+            if place is not None:
+                memories.append(own if own and other == rank else ShelfMemory.opened(place, size))
+    everywhere = all(from_all(len(memories) == len(held)))
+    if own is not None:
+        own.hide()  # all who read it have it open
+    return SharedParts(memories, held, buckets, dtype) if everywhere else None
+
+
+def _laid_out(parts: Mapping[str, Held], names: Sequence[str], dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    return offsets({name: volume(parts[name].box) * dtype.itemsize for name in names if name in parts})
