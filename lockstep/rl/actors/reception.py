@@ -20,6 +20,8 @@ class Reception:
         """welcome: what a generator is told of the run. room: samples that it works on at a time."""
         self._fleet, self._listener, self._welcome, self._room = fleet, listener, welcome, room
         self._greeting = threading.Lock()
+        self._beside: set[Channel] = set()
+        """Of the other ranks of generators."""
         self._closed = False
         self._thread = threading.Thread(target=self._listen, name="reception", daemon=True)
 
@@ -35,6 +37,8 @@ class Reception:
         for name in self._fleet.names:
             if remote := self._fleet.leave(name):
                 remote.close()
+        for channel in list(self._beside):
+            channel.close()
 
     def _listen(self) -> None:
         while True:
@@ -49,16 +53,22 @@ class Reception:
         try:
             channel = self._listener.greet(caller)
             hello, _ = channel.receive(HANDSHAKE_SECONDS)
-            self._welcome_in(channel, hello)
+            self._refuse_other_version(channel, hello)
+            if "beside" in hello:
+                self._attend(channel, hello)
+            else:
+                self._welcome_in(channel, hello)
         except (Closed, TimeoutError, KeyError, TypeError, ValueError) as error:
             log.warning("a caller was turned away: %s", error)
 
-    def _welcome_in(self, channel: Channel, hello: Mapping[str, Any]) -> None:
+    def _refuse_other_version(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         if hello["lockstep"] != __version__:
             problem = f"it runs lockstep {__version__}, you {hello['lockstep']}; install the same version on both sides"
             channel.send({"problem": problem})
             channel.close()
             raise Closed(f"lockstep {hello['lockstep']} on {hello['host']}, where this is {__version__}")
+
+    def _welcome_in(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         with self._greeting:
             if self._closed:
                 channel.close()
@@ -72,6 +82,26 @@ class Reception:
             remote.start(self._fleet)
             self._fleet.join(remote)
         log.info("%s joins, process %d on %s, %d ranks", name, hello["pid"], hello["host"], hello["tensor"])
+
+    def _attend(self, channel: Channel, hello: Mapping[str, Any]) -> None:
+        """Listens to a rank that computes beside the one that talks, until either is gone: then its generator is."""
+        name, why = hello["beside"], ""
+        with self._greeting:
+            remote = None if self._closed else self._fleet.remote(name)
+            self._beside.add(channel)
+        try:
+            while remote is not None and self._fleet.remote(name) is remote:
+                channel.receive(self._welcome["silence_seconds"])
+        except TimeoutError:
+            why = f"it has said nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
+        except Closed as error:
+            why = str(error)
+        finally:
+            channel.close()
+            self._beside.discard(channel)
+        if why and remote is not None and self._fleet.remote(name) is remote:
+            self._fleet.lost(remote, f"its rank {hello['rank']}: {why}")
+            remote.close()
 
     def _free_name(self) -> str:
         taken = {*self._fleet.names, *self._fleet.required}

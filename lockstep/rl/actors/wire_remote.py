@@ -82,7 +82,7 @@ class WireRemote:
             reports.refused(self, message["id"], message["problem"])
         elif kind == "unfit":
             reports.unfit(self, message["problem"])
-        elif kind == "lost":
+        elif kind in ("lost", "leaves"):
             raise Closed(message["why"])
         elif kind != "alive":
             raise ValueError(f"kind {kind!r}")
