@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from lockstep.config.bounds import Above, AtLeast, AtMost
 from lockstep.config.parallel import MOST_TENSOR
+
+LOCAL = "local"
+"""Among `hosts`: the trainer's own."""
+ANYWHERE = ("", "0.0.0.0", "::")
+"""Addresses that can be listened at and not called."""
 
 
 @dataclass
@@ -15,8 +21,11 @@ class ActorsConfig:
     """Generators that sample for a reinforcement run, how many and where."""
 
     generators: Annotated[int, AtLeast(0)] = 0
-    """Generators that are started on the trainer's host, each a process, or a tensor group of them. 0: the ranks that
-    train sample too, unless `port` lets others join."""
+    """Generators that the run starts, each a process, or a tensor group of them. 0: the ranks that train sample too,
+    unless `port` lets others join."""
+    hosts: tuple[str, ...] = ()
+    """Where these generators are started, in turn: Monarch workers (tcp://HOST:PORT, tls://HOST:PORT), which start them
+    on their hosts, and `local`, the trainer's own host. Empty: all on its own."""
     tensor: Annotated[int, AtLeast(1)] = 1
     """Ranks of each generator that share the model: 1, 2, 4 or 8."""
     threads: Annotated[int, AtLeast(0)] = 0
@@ -54,6 +63,26 @@ class ActorsConfig:
                 "actors.max_staleness samples while others are trained, which the ranks that train cannot; give "
                 "actors.generators too"
             )
+        yield from self._host_problems()
+
+    def _host_problems(self) -> Iterator[str]:
+        if self.hosts and not self.generators:
+            yield "actors.hosts says where generators are started, and actors.generators is 0; give how many"
+        workers = [host for host in self.hosts if host != LOCAL]
+        for worker in workers:
+            address = worker_address(worker)
+            if not address:
+                yield f"actors.hosts: {worker!r} is not tcp://HOST:PORT, tls://HOST:PORT or {LOCAL}; correct it"
+            elif self.host in ANYWHERE or (_is_loopback(self.host) and not _is_loopback(address[0])):
+                yield (
+                    f"actors.host is {self.host}, which generators on the host of {worker} cannot call; give the "
+                    "address of the trainer's host that they reach"
+                )
+
+    @property
+    def workers(self) -> list[str]:
+        """The Monarch workers that start generators, each once."""
+        return sorted({*self.hosts} - {LOCAL})
 
     @property
     def separate(self) -> bool:
@@ -64,3 +93,18 @@ class ActorsConfig:
     def processes(self) -> bool:
         """Whether processes of lockstep sample, which read the weights from the trainer's memory."""
         return self.generators > 0 or self.port > 0
+
+
+def worker_address(worker: str) -> tuple[str, int] | None:
+    """Host and port of a Monarch worker; None where it is none."""
+    try:
+        parts = urlsplit(worker)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    whole = parts.scheme in ("tcp", "tls") and parts.netloc == worker.partition("://")[2]
+    return (host, port) if whole and host and port and not parts.username else None
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

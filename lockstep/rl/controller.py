@@ -39,6 +39,7 @@ from lockstep.parallel import close_world, open_world
 from lockstep.rl.actors.generators import open_generators, whole_policy
 from lockstep.rl.actors.http_generators import suited_to_servers
 from lockstep.rl.actors.models import policy_model, refuse_on_ranks
+from lockstep.rl.actors.monarch_workers import require_workers
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
@@ -121,6 +122,7 @@ def _reinforce(
     opened.callback(close_world, world)
     device = world.device
     config = settle(suited_to_servers(config, world), world)
+    world.on_main(lambda: require_workers(config.actors))
     seed_generators(config.seed)
     algorithm = algorithm_of(config)
     others = (

@@ -1,23 +1,24 @@
-"""Generators that the run starts on its own host, and starts again when they die."""
+"""Generators that the run starts, on its own host or through Monarch on others, and starts again when they die."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.config import ActorsConfig
+from lockstep.config.actors import LOCAL
 from lockstep.errors import RunStopped
 from lockstep.observe import log
 from lockstep.rl.actors.fleet import Fleet
+from lockstep.rl.actors.ranks import Group, end_ranks, start_ranks, start_stand_in
 
 GLANCE = 0.1
 """Seconds between two looks at the processes."""
@@ -25,7 +26,6 @@ MOST_FAILURES = 3
 """Starts in a row that may fail before a generator is ready."""
 END_SECONDS = 5.0
 """What processes are given to end before they are killed."""
-OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
 
 
 @dataclass
@@ -33,6 +33,8 @@ class _Place:
     """A generator of the run, whichever processes it has at the time."""
 
     name: str
+    host: str
+    """LOCAL, or the address of the Monarch worker that starts it."""
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started: float = 0.0
     has_joined: bool = False
@@ -41,13 +43,15 @@ class _Place:
 
 
 class LocalGenerators:
-    """`config.generators` generators as processes of this host. A context manager; leaving it leaves none behind."""
+    """`config.generators` generators on `config.hosts`. A context manager; leaving it leaves none behind."""
 
     def __init__(self, config: ActorsConfig, fleet: Fleet, address: str, key: bytes, device: str, logs: Path):
         """logs: the folder for their output."""
         self._config, self._fleet, self._address = config, fleet, address
         self._key, self._device, self._logs = key, device, logs
-        self._places = [_Place(f"generator_{number}") for number in range(config.generators)]
+        hosts = config.hosts or [LOCAL]
+        names = [f"generator_{number}" for number in range(config.generators)]
+        self._places = [_Place(name, host) for name, host in zip(names, itertools.cycle(hosts))]
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="generators", daemon=True)
 
@@ -82,7 +86,7 @@ class LocalGenerators:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.wait(max(0.0, until - time.monotonic()))
         for place in self._places:
-            _kill(place)
+            end_ranks(place.ranks)
 
     def _look(self, place: _Place) -> None:
         remote = self._fleet.remote(place.name)
@@ -96,7 +100,7 @@ class LocalGenerators:
         why = _said(ended) if ended else "was not ready in time" if late else "was given up"
         if remote is not None:
             self._fleet.lost(remote, f"it {why}")
-        _kill(place)
+        end_ranks(place.ranks)
         if remote is not None:
             remote.close()
         place.failures = 0 if place.was_ready else place.failures + 1
@@ -113,48 +117,22 @@ class LocalGenerators:
     def _start(self, place: _Place) -> None:
         place.started, place.ranks = time.monotonic(), []
         place.has_joined = place.was_ready = False
-        size, port = self._config.tensor, _free_port()
-        for rank in range(size):
-            command = [sys.executable, "-m", "lockstep", "generator", "--trainer", self._address, "--key", "-",
-                       "--name", place.name, "--parent", str(os.getpid())]  # fmt: skip
-            if self._device:
-                command += ["--device", self._device]
-            with self._log(place, rank).open("ab") as output:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    env=self._environment(rank, size, port),
-                    # A Ctrl-C in the terminal is for the trainer, which ends them when it has ended its step.
-                    start_new_session=True,
-                )
-            place.ranks.append(process)
-            assert process.stdin is not None
-            # By a pipe, so that no file with it is left behind by a trainer that is killed.
-            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(self._key.hex().encode())
+        arguments = ["--trainer", self._address, "--name", place.name]
+        if self._device:
+            arguments += ["--device", self._device]
+        size = self._config.tensor
+        beside = size * sum(each.host == place.host for each in self._places)
+        group = Group(arguments, size, self._config.threads, beside)
+        logs = [self._log(place, rank) for rank in range(size)]
+        with ExitStack() as opened:
+            outputs = [opened.enter_context(log.open("ab")) for log in logs]
+            if place.host == LOCAL:
+                place.ranks = start_ranks(group, self._key.hex(), outputs)
+            else:
+                place.ranks = [start_stand_in(place.host, group, self._key.hex(), logs, outputs[0])]
 
     def _log(self, place: _Place, rank: int) -> Path:
         return self._logs / (f"{place.name}.log" if rank == 0 else f"{place.name}_rank_{rank}.log")
-
-    def _environment(self, rank: int, size: int, port: int) -> Mapping[str, str]:
-        # The trainer's own torchrun is none of theirs.
-        kept = {k: v for k, v in os.environ.items() if k not in OWN and not k.startswith("TORCHELASTIC_")}
-        processes = self._config.generators * size
-        threads = self._config.threads or max(1, len(os.sched_getaffinity(0)) // processes)
-        kept["OMP_NUM_THREADS"] = str(threads)
-        if size > 1:
-            kept |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-        return kept
-
-
-def _kill(place: _Place) -> None:
-    for rank in place.ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(rank.pid, signal.SIGKILL)
-        rank.wait()
 
 
 def _said(ended: Mapping[int, int]) -> str:
@@ -167,8 +145,3 @@ def _said(ended: Mapping[int, int]) -> str:
 def _last_line(file: Path) -> str:
     lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else "nothing"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

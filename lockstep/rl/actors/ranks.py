@@ -1,0 +1,103 @@
+"""The processes of one generator on its host: one, or a tensor group of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+# The trainer's own torchrun is none of theirs.
+OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A generator's processes, wherever they are started."""
+
+    arguments: list[str]
+    """Of `lockstep generator`."""
+    tensor: int
+    """How many they are."""
+    threads: int
+    """Of each; 0: an even share of the host's CPUs."""
+    beside: int
+    """Processes of generators on the host, these among them."""
+
+
+def start_ranks(group: Group, key: str, outputs: Sequence[IO[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Starts a process for each rank, which dies with the calling thread. Raises OSError.
+
+    key: the run's, in hexadecimal digits. outputs: for each rank, where it writes.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    command = [sys.executable, "-m", "lockstep", "generator", *group.arguments, "--key", "-", "--parent"]
+    port = _free_port()
+    for rank, output in enumerate(outputs):
+        ranks.append(_start([*command, str(os.getpid())], key, output, _environment(group, rank, port)))
+        ranks[-1].stdin.close()  # type: ignore[union-attr]
+    return ranks
+
+
+def start_stand_in(
+    worker: str, group: Group, key: str, logs: Sequence[Path], output: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Starts the process that stands here for the ranks, which the Monarch worker starts on its host. Raises OSError.
+
+    logs: for each rank, the file for what it says. output: where the process itself writes.
+    """
+    told = {"worker": worker, "group": asdict(group), "logs": [str(log) for log in logs]}
+    module = "lockstep.rl.actors.monarch_stand_in"
+    return _start([sys.executable, "-m", module, json.dumps(told)], key, output, dict(os.environ))
+
+
+def end_ranks(ranks: Sequence[subprocess.Popen[bytes]], seconds: float = 5.0) -> None:
+    """Kills all of them; a process that stands for others has so many seconds to end those first."""
+    for rank in ranks:
+        if rank.stdin and not rank.stdin.closed:
+            rank.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
+        rank.wait()
+
+
+def _start(command: list[str], key: str, output: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        command,
+        # Nothing waits in a buffer, so that to close it cannot fail.
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        env=environment,
+        # A Ctrl-C in the terminal is for the trainer, which ends them when it has ended its step.
+        start_new_session=True,
+    )
+    # By a pipe, so that no file with it is left behind by a trainer that is killed.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(key.encode() + b"\n")  # type: ignore[union-attr]
+    return process
+
+
+def _environment(group: Group, rank: int, port: int) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in OWN and not k.startswith("TORCHELASTIC_")}
+    kept["OMP_NUM_THREADS"] = str(group.threads or max(1, len(os.sched_getaffinity(0)) // group.beside))
+    if group.tensor > 1:
+        kept |= {"RANK": str(rank), "WORLD_SIZE": str(group.tensor), "LOCAL_RANK": str(rank),
+                 "LOCAL_WORLD_SIZE": str(group.tensor), "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port)}  # fmt: skip
+    return kept
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
