@@ -66,5 +66,5 @@ def test_a_run_outlives_six_kills(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_outlives_forty_kills(model_folder, tmp_path):
-    check(whole_run(model_folder, tmp_path, steps=50), tmp_path / "soak", generators=2, kills=40, seed=1)
+def test_a_run_outlives_forty_kills(model_folder, tmp_path, tmp_path_factory):
+    check(whole_run(model_folder, tmp_path_factory.mktemp("whole"), steps=50), tmp_path, generators=2, kills=40, seed=1)
