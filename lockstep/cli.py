@@ -1,5 +1,5 @@
 """One command: lockstep demo | pretrain | sft | data | rl | replay | generate | serve | parity | compare | convert |
-doctor.
+why | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -76,8 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _is_lost_rank(error: RuntimeError) -> bool:
     """Whether it is how gloo and NCCL say that a connection has ended."""
     said = str(error)
-    signs = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
-    return "RANK" in os.environ and any(sign in said for sign in signs)
+    from lockstep.observe.actors import LOST
+
+    return "RANK" in os.environ and any(sign in said for sign in LOST)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -153,7 +154,7 @@ MOST_USED = {
     "sft": "--model --data --output --epochs --tokens-per-step --sequence-length --dtype --train.learning-rate\n"
     "  --validation-data --resume",
     "rl": "--model --environment --algorithm --data --output --steps --prompts-per-step --samples-per-prompt\n"
-    "  --max-new-tokens --train.learning-rate --validation-every --resume",
+    "  --max-new-tokens --train.learning-rate --validation-every --resume --dry-run",
 }
 
 
@@ -260,6 +261,11 @@ def rl(arguments: list[str]) -> int:
     from lockstep.rl.parity import ParityError
 
     config = _run_config("rl", RLConfig, arguments)
+    if config.dry_run:
+        from lockstep.rl.dry_run import foresee
+
+        print(foresee(config).text())
+        return 0
     try:
         folder = reinforce(config)
     except ParityError as error:  # on all ranks alike
@@ -505,6 +511,17 @@ def replay(arguments: list[str]) -> int:
     return 0 if result.equal else 1
 
 
+def why(arguments: list[str]) -> int:
+    """of a run that stands still, or has crashed: who waits for whom, and who holds everybody up (exit code 1)"""
+    from lockstep.commands.why import WhyOptions
+    from lockstep.commands.why import why as explain
+
+    options = _parse(WhyOptions, arguments, "why", positional=True)
+    explanation = explain(Path(options.run))
+    print(explanation.as_json() if options.json else printable(explanation.text()))
+    return 0 if explanation.moves else 1
+
+
 @dataclass
 class DoctorOptions:
     """What this machine offers to Lockstep, and what to do about what is missing."""
@@ -548,6 +565,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": compare,
     "replay": replay,
     "convert": convert,
+    "why": why,
     "doctor": doctor,
 }
 

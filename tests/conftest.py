@@ -20,6 +20,24 @@ jaxtyping.jaxtyped = tests.typechecker.checked_once_a_kind(jaxtyping.jaxtyped)
 install_import_hook("lockstep", "tests.typechecker.check")
 
 
+LONGEST = [
+    "rl/test_parity_matrix.py",
+    "parallel/test_compile.py",
+    "checkpoint/test_kills.py",
+    "rl/actors/test_colocated.py",
+    "ops/test_cuda_kernels.py",
+    "parallel/test_deterministic_layout.py",
+    "parallel/test_layouts.py",
+    "rl/test_digest.py",
+]
+"""Files that come first, so that no long test begins when the other processes have ended."""
+
+
+def pytest_collection_modifyitems(items):
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
 def pytest_configure():
     """torch.compile keeps what it compiled by the function's code, which all wrapped functions would share."""
     from lockstep.model.decoder import Block

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast, AtMost
+from lockstep.config.parallel import MOST_TENSOR
 
 
 @dataclass
@@ -15,7 +17,7 @@ class ActorsConfig:
     generators: Annotated[int, AtLeast(0)] = 0
     """Generators that are started on the trainer's host, each a process, or a tensor group of them. 0: the ranks that
     train sample too, unless `port` lets others join."""
-    tensor: int = 1
+    tensor: Annotated[int, AtLeast(1)] = 1
     """Ranks of each generator that share the model: 1, 2, 4 or 8."""
     threads: Annotated[int, AtLeast(0)] = 0
     """Of each generator's process; 0: an even share of the CPUs."""
@@ -24,6 +26,9 @@ class ActorsConfig:
     port: Annotated[int, AtLeast(0), AtMost(65535)] = 0
     """Port that generators call; those that are started elsewhere (`lockstep generator`) join at it while the run goes
     on. 0: any free one, for those that the run starts itself."""
+    urls: tuple[str, ...] = ()
+    """Servers that generate: `lockstep serve` with an admin key, or vLLM. They read new weights from the run's folder,
+    which they must see under the same path; their keys are LOCKSTEP_API_KEY and LOCKSTEP_ADMIN_KEY."""
     silence_seconds: Annotated[float, Above(0)] = 1.5
     """A generator that says nothing for so long is taken for dead; they say something five times as often."""
     start_seconds: Annotated[float, Above(0)] = 120.0
@@ -35,7 +40,27 @@ class ActorsConfig:
     """What generators do with new weights while they sample: `continue` takes them at once, and rollouts go on with
     them; `finish` ends what it has begun first, so that the run does not depend on who was how fast."""
 
+    def problems(self, reduction_chunks: int) -> Iterator[str]:
+        """What cannot be."""
+        if self.tensor not in (1, 2, 4, MOST_TENSOR):
+            yield f"actors.tensor is {self.tensor}; give 1, 2, 4 or {MOST_TENSOR}"
+        if 0 < reduction_chunks < self.tensor:
+            yield (
+                f"parallel.reduction_chunks is {reduction_chunks}; it must be no less than actors.tensor "
+                f"({self.tensor}): leave it at 0, or give at least as many (and with them other bits)"
+            )
+        if self.max_staleness and not self.separate:
+            yield (
+                "actors.max_staleness samples while others are trained, which the ranks that train cannot; give "
+                "actors.generators too"
+            )
+
     @property
     def separate(self) -> bool:
         """Whether others than the training ranks sample."""
+        return self.processes or bool(self.urls)
+
+    @property
+    def processes(self) -> bool:
+        """Whether processes of lockstep sample, which read the weights from the trainer's memory."""
         return self.generators > 0 or self.port > 0

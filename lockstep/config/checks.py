@@ -6,6 +6,7 @@ import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import algorithm_of
@@ -58,6 +59,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if isinstance(config, RLConfig):
         yield from _algorithm_problems(config)
         yield from _alarm_problems(config.alarms)
+        yield from config.actors.problems(config.parallel.reduction_chunks)
+        yield from _url_problems(config.actors.urls)
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
 
@@ -86,8 +89,6 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
             f"loss clip_sequence takes one advantage per completion, and {given} gives each token its own; set "
             'loss = "clip"'
         )
-    if algorithm.advantage == "gae" and config.train.deterministic_layout:
-        yield f"{given} trains a value head, whose gradient train.deterministic_layout has no order for; leave it out"
     if algorithm.advantage != "gae" and config.value_detached:
         yield f"value_detached is set, but {given} has no value function; leave it out, or set algorithm = ppo"
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:
@@ -105,6 +106,19 @@ def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
             yield f'alarms.stop: there is no alarm "{name}".{closest(name, ALARMS)} There are {", ".join(ALARMS)}'
         elif getattr(alarms, name) == 0:
             yield f"alarms.stop names {name}, but alarms.{name} is 0, so it is never raised; give a limit"
+
+
+def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            parts, whole = None, False
+        if not parts or not whole or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
+            yield f"actors.urls: {url!r} is not http://HOST:PORT or https://HOST:PORT, and nothing more; correct it"
+    for url in {url for url in urls if urls.count(url) > 1}:
+        yield f"actors.urls names {url} more than once; give each server once"
 
 
 def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:

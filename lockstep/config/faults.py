@@ -21,4 +21,4 @@ class FaultConfig:
     stop_seconds: Annotated[float, Above(0)] = 25.0
     """From SIGTERM or SIGINT to the end, saving included. torchrun kills what has not ended after 30."""
     watchdog_seconds: Annotated[float, AtLeast(0)] = 480.0
-    """A rank without progress for so long ends the run, after naming rank, step and phase; 0: no limit."""
+    """A rank without progress for so long ends the run, after naming who holds it up, step and phase; 0: no limit."""

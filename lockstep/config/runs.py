@@ -190,10 +190,11 @@ class RLConfig:
     """Folder of the model to distil from, with the same vocabulary (algorithm distillation)."""
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the policy's entropy, in nats, that is taken off the loss."""
-    off_policy: Literal["none", "truncate", "mask"] = "none"
+    off_policy: Literal["", "none", "truncate", "mask"] = ""
     """Correction for completions from older weights, another engine or under a cut, by p / p_sampler of the weights
     before the step, with p_sampler after top_k, top_p and min_p: bounded by off_policy_high, or the tokens outside the
-    bounds left out; none: the sampler's log-probabilities before the cut are taken as the policy's."""
+    bounds left out; none: the sampler's log-probabilities before the cut are taken as the policy's. Empty: none, but
+    truncate where vLLM samples (actors.urls)."""
     off_policy_level: Literal["token", "sequence"] = "token"
     """Of each token, or of the whole completion: the product over its tokens."""
     off_policy_low: Annotated[float, AtLeast(0), AtMost(1)] = 0.5
@@ -202,8 +203,9 @@ class RLConfig:
     """truncate: largest factor; mask: largest ratio that counts."""
     inner_steps: Annotated[int, Above(0)] = 1
     """Optimizer steps on each batch of rollouts; from the second on, the ratio leaves 1 and clipping bites."""
-    on_parity_error: Literal["stop", "warn"] = "stop"
-    """What to do when a token's log-probability differs between generator and trainer."""
+    on_parity_error: Literal["stop", "warn", "measure"] = "stop"
+    """What to do when a token's log-probability differs between generator and trainer. measure: only enter by how much
+    in the metrics, as for vLLM (actors.urls), whose log-probabilities always differ."""
     dtype: ModelDtype = "auto"
     """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own."""
     arithmetic: Arithmetic = "auto"
@@ -227,12 +229,14 @@ class RLConfig:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    # Sampling takes as long as it takes, and tells nothing meanwhile.
-    faults: FaultConfig = field(default_factory=lambda: FaultConfig(watchdog_seconds=0.0))
+    faults: FaultConfig = field(default_factory=FaultConfig)
     resume: bool = False
     """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
+    dry_run: Annotated[int, AtLeast(0)] = 0
+    """Only print the memory of a rank and the bytes of a weight sync, as if so many ranks ran; needs neither them nor
+    the memory. `model` may be `family:size`."""
 
 
 @dataclass

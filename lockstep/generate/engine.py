@@ -316,8 +316,9 @@ class Engine:
             reason = sequence.finish_reason
             if reason is not None:
                 finished.append(sequence)
+            cut = cut_log_prob if sequence.params.cuts else None
             events.append(
-                TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, self.weights_version, top)
+                TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, self.weights_version, top, cut)
             )
         if finished:
             self.scheduler.remove(finished)

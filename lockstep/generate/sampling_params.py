@@ -100,3 +100,5 @@ class TokenEvent:
     """Of the weights that the token was sampled from."""
     top_logprobs: list[tuple[int, float]]
     """The likeliest tokens with their log-probabilities, best first, as many as were asked for."""
+    cut_logprob: float | None = None
+    """Among the tokens that top_k, top_p and min_p left; None where the request cuts nothing."""

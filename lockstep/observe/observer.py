@@ -15,9 +15,10 @@ from lockstep.observe.garbage import GarbageCollection
 from lockstep.observe.logs import log, open_logs
 from lockstep.observe.metrics import MetricsWriter
 from lockstep.observe.profiling import Profiling, require_profiling
+from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.sinks import require_sinks
 from lockstep.observe.timeline import Timeline, timeline_path
-from lockstep.observe.watchdog import Watchdog
+from lockstep.observe.watchdog import Watchdog, interval
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
 """What a caller wants to know of each step: its number and its metrics."""
@@ -40,13 +41,15 @@ class Observer:
         rank: int = 0,
         ranks: int = 1,
         on_metrics: OnMetrics | None = None,
+        timeline: Timeline | None = None,
     ):
         self.config, self.run = config, run
-        self.timeline = Timeline(rank, config.timeline_steps)
+        self.timeline = timeline or Timeline(rank, config.timeline_steps)
         self._rank, self._ranks, self._on_metrics = rank, ranks, on_metrics
         self._profiling = Profiling(config, run, rank)
         self._garbage = GarbageCollection(config.gc_every)
-        self._watchdog = Watchdog(self.timeline, run, rank, ranks, faults.watchdog_seconds)
+        self._sign = SignOfLife(run, f"rank_{rank}", self.timeline, interval(faults.watchdog_seconds))
+        self._watchdog = Watchdog(self._sign, rank, ranks, faults.watchdog_seconds)
         self._metrics: MetricsWriter | None = None
         self._opened = ExitStack()
 
@@ -59,6 +62,7 @@ class Observer:
             opening.enter_context(self._profiling)
             opening.enter_context(self._garbage)
             opening.callback(self._write_timeline)
+            opening.enter_context(self._sign)
             opening.enter_context(self._watchdog)
             self._opened = opening.pop_all()
         return self

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.observe.logs import log
 from lockstep.observe.run_lock import LOCK, locked
+from lockstep.observe.sign_of_life import forget_signs
 from lockstep.observe.watchdog import VERDICT
 
 CONFIG, METRICS = "config.toml", "metrics.jsonl"
@@ -109,6 +110,7 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
         _empty(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
     (run.path / "logs" / VERDICT).unlink(missing_ok=True)
+    forget_signs(run.path)
     if resume and holds_run and not overwrite:
         if changed := _changed_settings(run.path / CONFIG, config_toml):
             log.warning("%s resumes with other settings than before: %s", output, "; ".join(changed))
@@ -146,7 +148,8 @@ def _is_run(path: Path) -> bool:
 def _has_results(path: Path) -> bool:
     """Whether a step, or what explains why there is none, was written."""
     own = (CONFIG, CONFIG + ".partial", LOCK)
-    files = [p for p in path.rglob("*") if p.is_file() and p.name not in own and not p.name.startswith("timeline")]
+    passing = ("timeline", "heartbeat_")
+    files = [p for p in path.rglob("*") if p.is_file() and p.name not in own and not p.name.startswith(passing)]
     return any(p.stat().st_size for p in files)
 
 

@@ -35,10 +35,19 @@ class Timeline:
         self.rank = rank
         self.step = 0
         self.phase = "start"
+        self.waits_for = ""
+        """Whom or what the phase waits for, such as `the other ranks` or `rollouts of generator_0`; empty: nobody."""
+        self.patience = 0.0
+        """Seconds that the phase may stand still by limits of its own, such as a reward's."""
+        self.message = ""
+        """What was last said, heard or logged."""
         self.progress = 0
-        """Grows with every phase begun or ended: a rank whose progress stands still has stopped."""
+        """Grows with every phase begun or ended, on all ranks alike: the least tells who is furthest behind."""
+        self.counters: list[Callable[[], int]] = []
+        """Of work within phases, such as an engine's steps; read by another thread."""
         self.changed: Callable[[], None] = _nothing
         """Called where a step or a phase begins."""
+        self._moves = 0
         self._held: deque[list[Span]] = deque(maxlen=steps)
         self._current: list[Span] = []
         self._began = time.perf_counter()
@@ -54,21 +63,35 @@ class Timeline:
         self._held.append(self._current)
         self.changed()
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """A phase: `data`, `forward`, `backward`, `optimizer`, `checkpoint`, `validation` …"""
-        outer, self.phase = self.phase, name
+    def enter(self, phase: str, waits_for: str = "", patience: float = 0.0) -> None:
+        """What follows is `phase`, until another begins. `add` keeps it once it lies behind."""
+        self.phase, self.waits_for, self.patience = phase, waits_for, patience
         self.progress += 1
         self.changed()
+
+    @contextmanager
+    def span(self, name: str, waits_for: str = "", patience: float = 0.0) -> Iterator[None]:
+        """A phase: `data`, `forward`, `backward`, `optimizer`, `checkpoint`, `validation` …"""
+        outer = self.phase, self.waits_for, self.patience
+        self.enter(name, waits_for, patience)
         began = time.perf_counter()
         try:
             with record_function(name):
                 yield
             # A phase that fails keeps its name, so that whoever reports the failure can tell it.
-            self.phase = outer
+            self.phase, self.waits_for, self.patience = outer
         finally:
             self.progress += 1
             self.add(name, began, time.perf_counter())
+
+    def moved(self) -> None:
+        """Some of the phase's work is done, so it has not stopped."""
+        self._moves += 1
+
+    @property
+    def work(self) -> int:
+        """Grows while there is progress within a phase."""
+        return self._moves + sum(counter() for counter in self.counters)
 
     def add(self, name: str, began: float, ended: float) -> None:
         """A phase of the current step that lies behind; times of time.perf_counter."""

@@ -1,4 +1,4 @@
-"""Names the rank and step that stopped, keeps what there is to see of it, and ends the run."""
+"""Names the actor and step that stopped, keeps what there is to see of it, and ends the run."""
 
 from __future__ import annotations
 
@@ -7,55 +7,60 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from lockstep.observe.actors import BY_WATCHDOG, Actor, held_up_by, read_actor, read_actors, stopped_words, table
 from lockstep.observe.logs import log
-from lockstep.observe.timeline import Timeline
+from lockstep.observe.sign_of_life import SignOfLife, heartbeat_path, stacks_path
 
 EXIT_CODE = 124
 """Of a run that the watchdog ended, as of timeout(1)."""
-HEARTBEAT_BYTES = 160
 VERDICT = "stopped"
 """In `logs/`, from rank 0 to the others; gone before a run begins again."""
 
+LEFT = "left by the watchdog of process"
+"""The first line of its stacks, with the process's number."""
+
 
 @dataclass
-class Heartbeat:
-    """A rank's last sign of life, and this process's clock when it last changed."""
+class _Seen:
+    """An actor's last sign of life, and this process's clock when it last changed."""
 
-    content: dict[str, Any]
+    actor: Actor
     progressed: float
     answered: float
+
+
+def interval(seconds: float) -> float:
+    """Seconds between two signs of life, and two looks at them, where `seconds` without progress are too long."""
+    return min(5.0, max(0.05, seconds / 10)) if seconds else 5.0
 
 
 class Watchdog:
     """A thread beside the training loop. A context manager.
 
-    Every rank writes what it begins into `logs/heartbeat_N.json`, and rank 0 reads them all. A rank whose progress
-    has stood still for `seconds` has stopped; as the others soon wait for it, the one that is furthest behind is the
-    one that is named. The others only look whether rank 0's own thread still answers. Every rank then writes its
-    threads' stacks and its last collectives into `logs/`, and ends with EXIT_CODE, whereupon torchrun starts them anew.
+    Rank 0 reads all actors' signs of life (`SignOfLife`). An actor has stopped whose progress has stood still for
+    `seconds`, and for as long as its phase's own limits allow, or that has not answered for `seconds`, unless whom it
+    waits for, in the end, moves: of those that have stopped, who holds up the others is named. The other ranks only
+    look whether rank 0's own process still answers. Every rank then writes its threads' stacks and its last collectives
+    into `logs/`, and ends with EXIT_CODE, whereupon torchrun starts them anew.
     """
 
-    def __init__(self, timeline: Timeline, run: Path, rank: int, ranks: int, seconds: float):
-        self.timeline, self.rank, self.ranks, self.seconds = timeline, rank, ranks, seconds
-        self.logs = run / "logs"
-        self.interval = min(5.0, max(0.05, seconds / 10))
-        self._watched = range(ranks) if rank == 0 else range(1)
-        self._seen: dict[int, Heartbeat] = {}
+    def __init__(self, sign: SignOfLife, rank: int, ranks: int, seconds: float):
+        self.sign, self.rank, self.ranks, self.seconds = sign, rank, ranks, seconds
+        self.run = sign.run
+        self.interval = interval(seconds)
+        self._seen: dict[str, _Seen] = {}
+        self._looked = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self.seconds:
-            if self.ranks > 1:
-                self.logs.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self._heartbeat(self.rank), os.O_WRONLY | os.O_CREAT)
-                self._beat()
-                self.timeline.changed = self._beat
+            self._looked = time.monotonic()
             self._thread.start()
         return self
 
@@ -63,99 +68,95 @@ class Watchdog:
         if self.seconds:
             self._ended.set()
             self._thread.join()
-            if self.ranks > 1:
-                self.timeline.changed = lambda: None
-                os.close(self._file)
-                # A rank that has ended has not stopped: what it would stand still at is gone.
-                self._heartbeat(self.rank).unlink(missing_ok=True)
 
     def _watch(self) -> None:
         while not self._ended.wait(self.interval):
-            if self.ranks > 1:
-                self._beat()
-                # A file system of several machines shows them what one has written only then.
-                os.fsync(self._file)
             self._look()
             stopped = self._stopped()
             if stopped or self._verdict.is_file():
                 self._end_run(stopped)
 
-    def _state(self) -> dict[str, Any]:
-        line = self.timeline
-        return {"step": line.step, "phase": line.phase, "progress": line.progress, "time": time.time()}
-
-    def _beat(self) -> None:
-        # Over the old one, in place: it takes microseconds, and a full disk does not make a rank look dead.
-        os.pwrite(self._file, json.dumps(self._state()).ljust(HEARTBEAT_BYTES).encode(), 0)
-
     def _look(self) -> None:
         """Ages are taken by this process's clock: those of several machines disagree."""
         now = time.monotonic()
-        for rank in self._watched:
-            try:
-                content = self._state() if rank == self.rank else json.loads(self._heartbeat(rank).read_text())
-            except FileNotFoundError:
-                self._seen.pop(rank, None)
-                continue
-            except (OSError, ValueError):
-                # Not begun, or caught halfway: its age stands.
-                continue
-            seen = self._seen.setdefault(rank, Heartbeat(content, now, now))
-            if content["progress"] != seen.content["progress"]:
+        if (slept := now - self._looked) > 3 * self.interval:
+            # This process was stopped itself, or the machine slept: the others cannot be blamed for that time.
+            for seen in self._seen.values():
+                seen.progressed, seen.answered = seen.progressed + slept, seen.answered + slept
+        self._looked = now
+        if self.rank == 0:
+            found = read_actors(self.run)
+        else:
+            first = read_actor(heartbeat_path(self.run, "rank_0"))
+            found = {first.name: first} if first else {}
+        for name, actor in found.items():
+            seen = self._seen.setdefault(name, _Seen(actor, now, now))
+            if (actor.progress, actor.work) != (seen.actor.progress, seen.actor.work):
                 seen.progressed = now
-            if content["time"] != seen.content["time"]:
+            if actor.time != seen.actor.time:
                 seen.answered = now
-            seen.content = content
+            seen.actor = actor
+        for name in list(self._seen):
+            # What was caught halfway keeps its age.
+            if name not in found and not heartbeat_path(self.run, name).is_file():
+                del self._seen[name]
 
-    def _stopped(self) -> list[int]:
-        """The ranks furthest behind, once one of them has stood still for too long."""
+    def _actors(self) -> list[Actor]:
         now = time.monotonic()
-        if self.rank != 0:
-            return [rank for rank, seen in self._seen.items() if now - seen.answered > self.seconds]
-        if not any(now - seen.progressed > self.seconds for seen in self._seen.values()):
-            return []
-        least = min(seen.content["progress"] for seen in self._seen.values())
-        return [rank for rank, seen in self._seen.items() if seen.content["progress"] == least]
+        for seen in self._seen.values():
+            seen.actor.still, seen.actor.silent = now - seen.progressed, now - seen.answered
+        return [seen.actor for seen in self._seen.values() if not seen.actor.ended]
 
-    def _end_run(self, stopped: Iterable[int]) -> None:
-        for rank in stopped:
-            seen = self._seen[rank]
-            silent = time.monotonic() - seen.answered > 3 * self.interval
+    def _stopped(self) -> list[Actor]:
+        """Those that have stopped and hold up the others; empty while the run moves."""
+        actors = self._actors()
+        if self.rank != 0:
+            return [actor for actor in actors if actor.silent > self.seconds]
+        stuck = {actor.name: actor for actor in actors if self._stands_still(actor)}
+        # A generator that nobody waits for may stop: others do its work.
+        ranks = [actor for actor in stuck.values() if actor.is_rank]
+        return [actor for actor in held_up_by(ranks, actors) if actor.name in stuck]
+
+    def _stands_still(self, actor: Actor) -> bool:
+        return actor.silent > self.seconds or actor.still > self.seconds + actor.patience
+
+    def _end_run(self, stopped: Sequence[Actor]) -> None:
+        words = "; ".join(map(stopped_words, stopped))
+        if stopped:
+            where = ", ".join(str(stacks_path(self.run, actor.name)) for actor in stopped)
+            others = f"\nwho waits for whom:\n{table(self._actors())}" if len(self._seen) > 1 else ""
             log.critical(
-                "rank %d stopped in step %d, in %s: no progress for %.1f s%s. See %s/stacks_rank_%d.txt; "
-                "this ends the run with exit code %d, and --resume continues it",
-                rank,
-                seen.content["step"],
-                seen.content["phase"],
-                time.monotonic() - seen.progressed,
-                ", and its process does not answer" if silent else "",
-                self.logs,
-                rank,
+                "%s. See %s; this ends the run with exit code %d, and --resume continues it%s",
+                words,
+                where,
                 EXIT_CODE,
+                others,
             )
-        if self.ranks > 1 and self.rank == 0:
-            # Found by the others at their next look, so that they leave their stacks too before torchrun ends them.
-            self._verdict.touch()
-        dump_stacks(self.logs, self.rank)
+        with suppress(OSError):  # a full disk must not keep the run from ending
+            if self.ranks > 1 and self.rank == 0:
+                # Found by the others at their next look, so that they leave their stacks too before torchrun ends them.
+                self._verdict.write_text(words)
+            self.sign.end(BY_WATCHDOG + (words or self._verdict.read_text()))
+            dump_stacks(self.run, self.rank)
         time.sleep(4 * self.interval)
         os._exit(EXIT_CODE)
 
-    def _heartbeat(self, rank: int) -> Path:
-        return self.logs / f"heartbeat_{rank}.json"
-
     @property
     def _verdict(self) -> Path:
-        return self.logs / VERDICT
+        return self.run / "logs" / VERDICT
 
 
-def dump_stacks(folder: Path, rank: int) -> None:
+def dump_stacks(run: Path, rank: int) -> None:
     """`stacks_rank_N.txt`: all threads' Python stacks; `collectives_rank_N.json`: the Flight Recorder's, if any."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"stacks_rank_{rank}.txt").open("w") as file:
+    path = stacks_path(run, f"rank_{rank}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        file.write(f"{LEFT} {os.getpid()}\n")
+        file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     collectives = _collectives()
     if collectives:
-        (folder / f"collectives_rank_{rank}.json").write_bytes(collectives)
+        (path.parent / f"collectives_rank_{rank}.json").write_bytes(collectives)
 
 
 def _collectives() -> bytes:

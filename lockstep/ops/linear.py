@@ -103,12 +103,13 @@ def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]], overwrite: bool = False
 
 def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and of `weight`, of the product in so many chunks."""
-    return input_gradient(grad, weight, _gradient_chunks(chunks)), token_weight_gradient(grad, x)
+    return input_gradient(grad, weight, _gradient_chunks(grad, chunks)), token_weight_gradient(grad, x)
 
 
-def _gradient_chunks(chunks: int) -> int:
-    """Parts that the input's gradient is summed in: a row product, which has chunks, is not cut over its outputs."""
-    return one_order.gradient_chunks() if chunks == 1 else 1
+def _gradient_chunks(grad: Tensor, chunks: int) -> int:
+    """Parts that the input's gradient is summed in: a row product, which has chunks, is not cut over its outputs, and
+    neither is a product with one output."""
+    return one_order.gradient_chunks() if chunks == 1 and grad.shape[1] > 1 else 1
 
 
 def input_gradient(grad: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
@@ -155,7 +156,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
-        grad_x = input_gradient(grad, weight, _gradient_chunks(ctx.chunks)) if asked_for(ctx, 0) else None
+        grad_x = input_gradient(grad, weight, _gradient_chunks(grad, ctx.chunks)) if asked_for(ctx, 0) else None
         return grad_x, token_weight_gradient(grad, x) if asked_for(ctx, 1) else None, None
 
 

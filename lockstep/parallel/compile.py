@@ -4,6 +4,8 @@ The same compiled functions are called with and without gradients, for any numbe
 compared at start-up, so a compiler that lets a row's neighbours, or the gradient, change its bits is refused. Compiled
 bits differ from eager ones: a model is compiled for both sides or for neither, which is why the compiled functions
 belong to the model.
+
+torch._dynamo and torch._inductor are imported where something is compiled: they take most of a second.
 """
 
 from __future__ import annotations
@@ -15,12 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor
 import torch.distributed as dist
 from torch import Tensor
 from torch._functorch import config as functorch
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -51,9 +50,11 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     if config.backend == "none":
         return
     _refuse_unsafe(model)
+    from torch import _dynamo
+
     keep_artifacts()
     # Of one function for all models of a process: dtypes, devices, and each with and without gradients.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     halves = CompiledHalves(model.halves, config)
     block = next(iter(model.layers))  # not number 0, which a later stage of a pipeline does not have
     assert isinstance(block, Block)
@@ -90,16 +91,18 @@ class CompiledHalves:
         return out if hidden.shape[0] > 1 else _every_other(out)
 
     def _call(self, function: Any, block: Block, *rows: Tensor) -> Any:
+        from torch import _dynamo
+
         # A single row would be compiled for itself, so each gets company; what it computes does not depend on that.
         rows = rows if rows[0].shape[0] > 1 else tuple(x.repeat_interleave(2, 0) for x in rows)
         for x in rows:
-            torch._dynamo.mark_dynamic(x, 0)
-        before = torch._dynamo.config.error_on_recompile
-        torch._dynamo.config.error_on_recompile = self.frozen
+            _dynamo.mark_dynamic(x, 0)
+        before = _dynamo.config.error_on_recompile
+        _dynamo.config.error_on_recompile = self.frozen
         try:
             return function(block, *rows)
         finally:
-            torch._dynamo.config.error_on_recompile = before
+            _dynamo.config.error_on_recompile = before
 
 
 def _every_other(x: Tensor) -> Tensor:
@@ -111,6 +114,8 @@ def keep_artifacts() -> Path:
 
     Returns the folder; TORCHINDUCTOR_CACHE_DIR takes its place. Raises UnsafeCache where others may write to that.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     own = cache_folder() / f"compiled-{fingerprint(*library.schemas)}"
     # Importing torch._dynamo sets the variable too, where the user has not.
     if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():

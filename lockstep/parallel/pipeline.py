@@ -19,7 +19,6 @@ from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, p
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
-from lockstep.parallel.torch_stage import TorchStage
 from lockstep.parallel.world import World
 
 
@@ -65,7 +64,7 @@ class Pipeline(nn.Module):
         """The part of all ranks' time that they wait in the last step's schedule, as computed from its table."""
         self.passes_held = 1
         """Forwards of this rank's stages whose activations it keeps at once, in the last step's schedule."""
-        self._schedules: dict[tuple[int, int], tuple[Any, list[TorchStage], float]] = {}
+        self._schedules: dict[tuple[int, int], tuple[Any, list[Any], float]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
 
     @property
@@ -138,7 +137,7 @@ class Pipeline(nn.Module):
                     module.reshard()
         return losses
 
-    def _schedule(self, count: int, tokens: int) -> tuple[Any, list[TorchStage], float]:
+    def _schedule(self, count: int, tokens: int) -> tuple[Any, list[Any], float]:
         if (count, tokens) not in self._schedules:
             stages = [self._torch_stage(stage, tokens) for stage in self.stages]
             schedule, table = self.plan.make(stages, count, self._loss)
@@ -146,7 +145,9 @@ class Pipeline(nn.Module):
             self._schedules = {(count, tokens): (schedule, stages, bubble_fraction(table, self.work))}
         return self._schedules[count, tokens]
 
-    def _torch_stage(self, stage: Stage, tokens: int) -> TorchStage:
+    def _torch_stage(self, stage: Stage, tokens: int) -> Any:
+        from lockstep.parallel.torch_stage import TorchStage  # with torch's compiler, most of a second
+
         hidden = self._hidden(tokens, "meta").requires_grad_()
         first = torch.empty(tokens, dtype=torch.int64, device="meta")
         return TorchStage(

@@ -1,4 +1,7 @@
-"""Which rank of a pipeline does what, in which order: torch's schedules by name, or one read from a CSV file."""
+"""Which rank of a pipeline does what, in which order: torch's schedules by name, or one read from a CSV file.
+
+torch's schedules are imported where a pipeline is made: they bring its compiler along, which takes most of a second.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import UserError, closest
@@ -31,7 +31,8 @@ Table = list[list[Action]]
 
 @dataclass(frozen=True)
 class _Schedule:
-    make: Callable[..., Any]
+    kind: str
+    """torch's class."""
     stages_per_rank: int
     """0: as configured."""
     v_shaped: bool = False
@@ -41,11 +42,11 @@ class _Schedule:
 
 
 SCHEDULES = {
-    "gpipe": _Schedule(pipelining.ScheduleGPipe, 1),
-    "1f1b": _Schedule(pipelining.Schedule1F1B, 1),
-    "interleaved": _Schedule(pipelining.ScheduleInterleaved1F1B, 0),
-    "zbv": _Schedule(pipelining.ScheduleZBVZeroBubble, 2, v_shaped=True, splits_backward=True),
-    "dualpipev": _Schedule(pipelining.ScheduleDualPipeV, 2, v_shaped=True, splits_backward=True),
+    "gpipe": _Schedule("ScheduleGPipe", 1),
+    "1f1b": _Schedule("Schedule1F1B", 1),
+    "interleaved": _Schedule("ScheduleInterleaved1F1B", 0),
+    "zbv": _Schedule("ScheduleZBVZeroBubble", 2, v_shaped=True, splits_backward=True),
+    "dualpipev": _Schedule("ScheduleDualPipeV", 2, v_shaped=True, splits_backward=True),
 }
 
 
@@ -128,17 +129,20 @@ class PipelinePlan:
     def make(self, stages: list[Any], microbatches: int, loss_of: Callable[..., Any]) -> tuple[Any, Table]:
         """torch's schedule over this rank's stages, and the table of all ranks. Losses are sums: none is scaled."""
         self.check_microbatches(microbatches)
+        from torch.distributed.pipelining import schedules
+
         if self.table is not None:
-            schedule = _PipelineScheduleRuntime(stages, microbatches, loss_of, scale_grads=False)
+            schedule = schedules._PipelineScheduleRuntime(stages, microbatches, loss_of, scale_grads=False)
             schedule._load_csv(self.name)
             return schedule, self.table
         kind = SCHEDULES[self.name]
+        make = getattr(schedules, kind.kind)
         ranks = self.config.pipeline
         if kind.stages_per_rank == 1:
             ahead = [microbatches if self.name == "gpipe" else ranks - rank for rank in range(ranks)]
             table = [_alternating(rank, microbatches, ahead[rank]) for rank in range(ranks)]
-            return kind.make(stages[0], microbatches, loss_of, scale_grads=False), table
-        schedule = kind.make(stages, microbatches, loss_of, scale_grads=False)
+            return make(stages[0], microbatches, loss_of, scale_grads=False), table
+        schedule = make(stages, microbatches, loss_of, scale_grads=False)
         return schedule, [_actions(schedule.pipeline_order[rank]) for rank in range(ranks)]
 
 

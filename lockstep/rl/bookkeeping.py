@@ -23,18 +23,27 @@ PERCENTILES = (10, 50, 90)
 
 
 class Stopwatch:
-    """Seconds between laps, and in all; each lap is also a phase of `timeline`, and laps of one name add up."""
+    """Seconds of a step's laps, and in all. A lap is also a phase of `timeline`; laps of one name add up."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._began = self._last = time.perf_counter()
+        self._lap = ""
         self._laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def begin(self, lap: str, waits_for: str = "", patience: float = 0.0) -> None:
+        """Ends the lap before. `waits_for` and `patience` are the phase's, for whoever watches that it moves."""
         now = time.perf_counter()
-        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
-        self._timeline.add(name.removeprefix("time/"), self._last, now)
-        self._last = now
+        if self._lap:
+            self._laps[self._lap] = self._laps.get(self._lap, 0.0) + now - self._last
+            self._timeline.add(self._lap.removeprefix("time/"), self._last, now)
+        self._lap, self._last = lap, now
+        self._timeline.enter(lap.removeprefix("time/"), waits_for, patience)
+
+    def end(self) -> None:
+        """Ends the last lap; what follows in the step is no lap."""
+        self.begin("record")
+        self._lap = ""
 
     def metrics(self) -> dict[str, float]:
         return {**self._laps, "time/step": self._last - self._began}
@@ -46,8 +55,8 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def accepted(parity: Parity, config: RLConfig, step: int, model: TrainableModel) -> Parity:
-    """Stops the run, or warns, where a step's log-probabilities differ. Raises ParityError."""
-    if parity.tokens_different:
+    """Stops the run, or warns, where a step's log-probabilities differ and should not. Raises ParityError."""
+    if parity.tokens_different and config.on_parity_error != "measure":
         message = (
             f"step {step}: {parity.tokens_different} of {parity.tokens_checked} log-probabilities differ between "
             f"generator and trainer (by up to {parity.max_delta:.3e}); the first is {parity.first}. "

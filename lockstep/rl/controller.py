@@ -24,6 +24,7 @@ from lockstep.observe import (
     OnMetrics,
     Progress,
     RunFolder,
+    Timeline,
     announce,
     claim_run,
     in_short,
@@ -35,7 +36,8 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
-from lockstep.rl.actors.generators import open_generators
+from lockstep.rl.actors.generators import open_generators, whole_policy
+from lockstep.rl.actors.http_generators import suited_to_servers
 from lockstep.rl.actors.models import policy_model, refuse_on_ranks
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
@@ -67,7 +69,7 @@ from lockstep.rl.reference import (
     moving_average,
 )
 from lockstep.rl.rewards import Outcome, refuse_too_many
-from lockstep.rl.rewards.workers import open_grader
+from lockstep.rl.rewards.workers import open_grader, own_limit
 from lockstep.rl.rollouts import Rollout, write_rollouts
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
@@ -118,7 +120,7 @@ def _reinforce(
     world = open_world(config.parallel, config.device)
     opened.callback(close_world, world)
     device = world.device
-    config = settle(config, world)
+    config = settle(suited_to_servers(config, world), world)
     seed_generators(config.seed)
     algorithm = algorithm_of(config)
     others = (
@@ -154,8 +156,10 @@ def _reinforce(
     )
     world.on_main(lambda: opened.enter_context(claimed))
     # In one process the engine samples from the very tensors that the trainer's forward reads.
-    generators = open_generators(config, world, model, tokenizer, run.path, opened)
+    timeline = Timeline(world.rank, config.observe.timeline_steps)
+    generators = open_generators(config, world, model, tokenizer, run.path, opened, timeline.moved)
     engine = generators.sampler
+    timeline.counters.append(lambda: generators.progress)
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     start, under_way = 0, {}
     if config.resume and critic:
@@ -170,11 +174,12 @@ def _reinforce(
         run.record(to_toml(config))
 
     generators.new_weights(start)
-    grader = opened.enter_context(open_grader(config, environment, is_given, run.path))
+    grader = opened.enter_context(open_grader(config, environment, is_given, run.path, timeline.moved))
     # Conversations of steps to come are held while this step's are graded, one step after the other.
-    talks, conversing, talking = isinstance(environment, ConversationEnvironment), grader, threading.Lock()
+    talks = isinstance(environment, ConversationEnvironment)
+    conversing, talking = grader, threading.Lock()
     if talks and config.actors.max_staleness:
-        conversing = opened.enter_context(open_grader(config, environment, is_given, run.path))
+        conversing = opened.enter_context(open_grader(config, environment, is_given, run.path, timeline.moved))
 
     def draw(asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler) -> list[Rollout]:
         if recorded:
@@ -188,6 +193,10 @@ def _reinforce(
     ahead = Ahead(draw, prompts, engine, config.prompts_per_step, config.actors.max_staleness, generators.remembering)
     opened.callback(ahead.close)
     ahead.restore(under_way)
+    patience, everyone = own_limit(config.rewards, grader), "the other ranks" if world.size > 1 else ""
+    # As long as there may be no generator at all.
+    start_limit = config.actors.start_seconds if config.actors.separate else 0.0
+    asked_of = "the generators" if config.actors.separate else ""
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
@@ -203,34 +212,38 @@ def _reinforce(
         fitting_threads(model.config, config.train.tokens_per_microbatch),
         StopSignal(config.faults.stop_seconds) as stop,
         checkpoints,
-        Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics) as observer,
+        Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics, timeline) as observer,
         (progress or Progress("rl", config.steps, "step")) if world.is_main else nullcontext() as bar,
     ):
-        trainer.timeline = observer.timeline
+        trainer.timeline = timeline
         if bar is not None:
             bar.advance(min(start, config.steps))
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0 and not only:
-            own = replicas.own(held_out)
-            judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
-            validation, _ = replicas.everyones(held_out, judged)
+            with timeline.span("validation", asked_of, max(patience, start_limit)):
+                own = replicas.own(held_out)
+                judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+            with timeline.span("wait", everyone):
+                validation, _ = replicas.everyones(held_out, judged)
             world.on_main(partial(write_rollouts, run.validation_path(0), validation))
             metrics = validation_metrics(validation, environment)
             observer.write(0, metrics | watch.enter(0, metrics))
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
-                stopwatch = Stopwatch(observer.timeline)
+                stopwatch = Stopwatch(timeline)
                 ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
                 ahead.begin(step, config.steps)
                 for extra_round in range(algorithm.extra_rounds + 1):
+                    stopwatch.begin("time/generate", asked_of, max(patience * talks, start_limit))
                     asked, drawn = ahead.drawn(step, extra_round, ledger.missing)
-                    stopwatch.lap("time/generate")
+                    stopwatch.begin("time/reward", patience=patience)
                     graded = assign_rewards(drawn, environment, config.rewards, grader)
-                    stopwatch.lap("time/reward")
+                    stopwatch.begin("time/wait", everyone)
                     drawn, graded = replicas.everyones(asked, drawn, graded)
                     outcomes += graded
-                    stopwatch.lap("time/wait")
+                    timeline.message = f"{len(drawn)} rollouts, graded"
+                    stopwatch.begin("time/train")
                     ledger.add(drawn)
                     ledger.drop_failed()
                     if algorithm.extra_rounds or algorithm.advantage == "best":
@@ -241,11 +254,13 @@ def _reinforce(
                 ledger.keep_some()
                 charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
                 if reference:
-                    assign_reference_scores(ledger.trained, reference, config, replicas)
+                    assign_reference_scores(ledger.trained, reference, config, replicas, timeline.moved)
                 if teacher:
-                    assign_teacher_scores(ledger.trained, teacher, config, replicas)
+                    assign_teacher_scores(ledger.trained, teacher, config, replicas, timeline.moved)
                 if critic:
-                    assign_values(ledger.trained, model, critic, config)
+                    assign_values(
+                        ledger.trained, whole_policy(generators, model), critic, config, replicas, timeline.moved
+                    )
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
@@ -266,9 +281,10 @@ def _reinforce(
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 if average:
                     average.update()
-                stopwatch.lap("time/train")
+                stopwatch.begin("time/weight_sync", asked_of, start_limit)
                 generators.new_weights(step)
-                stopwatch.lap("time/weight_sync")
+                timeline.message = f"weights of version {step}"
+                stopwatch.end()
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
@@ -276,9 +292,11 @@ def _reinforce(
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
-                    own = replicas.own(held_out)
-                    judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
-                    validation, _ = replicas.everyones(held_out, judged)
+                    with timeline.span("validation", asked_of, max(patience, start_limit)):
+                        own = replicas.own(held_out)
+                        judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+                    with timeline.span("wait", everyone):
+                        validation, _ = replicas.everyones(held_out, judged)
                     world.on_main(partial(write_rollouts, run.validation_path(step), validation))
                     metrics |= validation_metrics(validation, environment)
                 observer.write(step, metrics | watch.enter(step, metrics))
@@ -286,7 +304,8 @@ def _reinforce(
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts))
                 if not only and (stopped_by or checkpoints.due(step)):
                     state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
-                    checkpoints.save(step, state, last=step == config.steps)
+                    with timeline.span("checkpoint"):
+                        checkpoints.save(step, state, last=step == config.steps)
             if bar is not None:
                 bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,8 +17,9 @@ from lockstep.config import RLConfig, TrainConfig, algorithm_of, from_toml
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.run_folder import CONFIG
+from lockstep.rl.actors.replicas import Replicas
+from lockstep.rl.actors.scoring import score_groups
 from lockstep.rl.algorithms import explained_variance
-from lockstep.rl.microbatches import score_sampled
 from lockstep.rl.rollouts import Rollout
 from lockstep.train.packing import PackedRow, predicting_states
 
@@ -79,16 +80,24 @@ def train_settings(config: RLConfig) -> TrainConfig:
     return dataclasses.replace(config.train, rules=(own, *config.train.rules))
 
 
-def assign_values(rollouts: Sequence[Rollout], model: TrainableModel, critic: ValueHead, config: RLConfig) -> None:
-    """V of the state that each token was sampled in, by the weights before the step."""
+def assign_values(
+    rollouts: Sequence[Rollout],
+    model: ScoringModel,
+    critic: ValueHead,
+    config: RLConfig,
+    replicas: Replicas | None = None,
+    moved: Callable[[], None] = lambda: None,
+) -> None:
+    """V of the state that each token was sampled in, by the weights before the step, which `model` has.
 
-    assert isinstance(model, ScoringModel)
+    Groups are shared out between `replicas`; None: all are scored here.
+    """
 
     def values(row: PackedRow) -> Tensor:
         return critic(predicting_states(model, row))
 
-    found = score_sampled(rollouts, config.train.tokens_per_microbatch, critic.weight.device, values)
-    for rollout, own in zip(rollouts, found):
+    scored = score_groups(rollouts, config, critic.weight.device, values, replicas, moved)
+    for rollout, own in zip(rollouts, scored):
         rollout.values = own
 
 

@@ -83,15 +83,21 @@ def _runs(rollouts: Sequence[Rollout], budget: int, share_prompts: bool) -> Iter
 
 @torch.no_grad()
 def score_sampled(
-    rollouts: Sequence[Rollout], budget: int, device: str | torch.device, score: Callable[[PackedRow], Tensor]
+    rollouts: Sequence[Rollout],
+    budget: int,
+    device: str | torch.device,
+    score: Callable[[PackedRow], Tensor],
+    moved: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
     """One number for each sampled token of each rollout, by a forward pass over micro-batches of at most `budget` rows.
 
-    score: the numbers of a row's targets, `[targets]`. A model's have the bits of each rollout by itself.
+    score: the numbers of a row's targets, `[targets]`. A model's have the bits of each rollout by itself. moved: called
+    for each micro-batch that is done.
     """
     scores: list[list[float]] = [[] for _ in rollouts]
     for members in microbatches(rollouts, budget):
         of_row = score(members.packed(device)).split([rollout.num_sampled for rollout in members.rollouts])
         for number, own in zip(members.numbers, of_row):
             scores[number] = own.tolist()
+        moved()
     return scores

@@ -25,6 +25,7 @@ class Parity:
     tokens_checked: int = 0
     tokens_different: int = 0
     max_delta: float = 0.0
+    sum_delta: float = field(default=0.0, compare=False)
     first: str = field(default="", compare=False)
     """The first difference in words: token, position, both values."""
     sequence: tuple[list[int], int] | None = field(default=None, compare=False)
@@ -54,6 +55,7 @@ class Parity:
         self.tokens_different += count
         delta = (generator - trainer)[different].abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         self.max_delta = max(self.max_delta, float(delta.max()))
+        self.sum_delta += float(delta.double().sum())
         if not self.first:
             index = int(different.nonzero()[0, 0])
             values = f"generator {float(generator[index])!r}, trainer {float(trainer[index])!r}"
@@ -69,15 +71,19 @@ class Parity:
         self.tokens_checked = sum(part["tokens_checked"] for part in parts)
         self.tokens_different = sum(part["tokens_different"] for part in parts)
         self.max_delta = max(part["max_delta"] for part in parts)
+        self.sum_delta = sum(part["sum_delta"] for part in parts)
         one = next((part for part in parts if part["first"]), None)
         if one is not None:
             self.first, self.sequence = one["first"], one["sequence"] and tuple(one["sequence"])
 
     def metrics(self) -> dict[str, float]:
+        """`parity/mean_delta`, over all tokens, only where any of them differ."""
+        mean = {"parity/mean_delta": self.sum_delta / self.tokens_checked} if self.tokens_different else {}
         return {
             "parity/tokens_checked": self.tokens_checked,
             "parity/tokens_different": self.tokens_different,
             "parity/max_delta": self.max_delta,
+            **mean,
         }
 
 

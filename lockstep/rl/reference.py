@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,8 +16,8 @@ from lockstep.model import Decoder, read_config
 from lockstep.parallel import World
 from lockstep.rl.actors.models import frozen_model
 from lockstep.rl.actors.replicas import Replicas
+from lockstep.rl.actors.scoring import score_groups
 from lockstep.rl.actors.weights import WeightTransfer
-from lockstep.rl.microbatches import score_sampled
 from lockstep.rl.rollouts import Rollout
 from lockstep.train import Trainer
 from lockstep.train.packing import PackedRow, target_log_probs
@@ -61,40 +60,46 @@ def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: Wor
 
 
 def assign_reference_scores(
-    rollouts: Sequence[Rollout], reference: Decoder, config: RLConfig, replicas: Replicas | None = None
+    rollouts: Sequence[Rollout],
+    reference: Decoder,
+    config: RLConfig,
+    replicas: Replicas | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """The reference's log-probability of each sampled token."""
-    for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config, replicas)):
+    """The reference's log-probability of each sampled token; as `score_rollouts`."""
+    for rollout, scores in zip(rollouts, score_rollouts(reference, rollouts, config, replicas, moved)):
         rollout.reference_logprobs = scores
 
 
 def assign_teacher_scores(
-    rollouts: Sequence[Rollout], teacher: Decoder, config: RLConfig, replicas: Replicas | None = None
+    rollouts: Sequence[Rollout],
+    teacher: Decoder,
+    config: RLConfig,
+    replicas: Replicas | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """The teacher's log-probability of each sampled token."""
-    for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config, replicas)):
+    """The teacher's log-probability of each sampled token; as `score_rollouts`."""
+    for rollout, scores in zip(rollouts, score_rollouts(teacher, rollouts, config, replicas, moved)):
         rollout.teacher_logprobs = scores
 
 
 def score_rollouts(
-    model: Decoder, rollouts: Sequence[Rollout], config: RLConfig, replicas: Replicas | None = None
+    model: Decoder,
+    rollouts: Sequence[Rollout],
+    config: RLConfig,
+    replicas: Replicas | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
     """The model's log-probability of each sampled token of each rollout, at the run's temperature.
 
     Groups are shared out between `replicas`, so that a group's prompt is computed once; None: all are scored here.
+    moved: called for each micro-batch that is done.
     """
-    groups = [list(members) for _, members in groupby(rollouts, key=lambda rollout: rollout.group)]
 
     def log_probs(row: PackedRow) -> Tensor:
         return target_log_probs(model, row, config.temperature)[0]
 
-    def of_groups(numbers: list[int]) -> list[list[list[float]]]:
-        own = [rollout for number in numbers for rollout in groups[number]]
-        scores = iter(score_sampled(own, config.train.tokens_per_microbatch, model.device, log_probs))
-        return [[next(scores) for _ in groups[number]] for number in numbers]
-
-    scored = replicas.spread(groups, of_groups) if replicas else of_groups(list(range(len(groups))))
-    return [scores for group in scored for scores in group]
+    return score_groups(rollouts, config, model.device, log_probs, replicas, moved)
 
 
 def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer) -> MovingAverage | None:

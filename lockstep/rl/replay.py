@@ -186,7 +186,7 @@ def _config(folder: RunFolder, step: int, output: Path) -> RLConfig:
         output=str(output),
         resume=True,
         overwrite=False,
-        on_parity_error="warn",
+        on_parity_error="measure" if config.on_parity_error == "measure" else "warn",
         alarms=AlarmConfig(),
         observe=ObserveConfig(deterministic=config.observe.deterministic),
         actors=ActorsConfig(),

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep import ops
-from lockstep.config import CompileConfig, PretrainConfig
+from lockstep.config import CompileConfig, PretrainConfig, RLConfig
 from lockstep.data import Row, divide_step
 from lockstep.model import ModelConfig, ScoringModel, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
@@ -77,9 +77,6 @@ def dry_run(
     operators' fused forms; what torch.compile saves on top is not counted. Collectives are a device's: CPUs
     reduce-scatter by an all-to-all.
     """
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-    from torch.distributed._tools.mem_tracker import MemTracker
-
     world = imagined_world(config.parallel, ranks)
     try:
         length, tokens = config.sequence_length, config.train.tokens_per_microbatch
@@ -87,37 +84,66 @@ def dry_run(
             length, config.tokens_per_step, tokens, world.data_size, config.train.deterministic_layout
         )
         share = of_step // (world.data_size * rows)
-        row = shard_row(pack_rows([_row(length)] * rows), world)
-        row.attention = row.attention or ops.PackedAttention(row.lengths)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        # Meshes are made of real numbers: what is sharded is laid out before values are done without.
-        on_meta = replace(world, device=torch.device("meta")) if world.mesh is not None else world
-        with nullcontext() if world.mesh is not None else fake:
-            compute = resolve_dtype(config.dtype)
-            model = parallel_model(shape, compute, on_meta, config.parallel, CompileConfig(), _leave, config.recompute)
-        if isinstance(model, Pipeline):
-            model.plan.check_microbatches(share)
-        with fake, pretending():
-            if world.mesh is not None:
-                for part in model.stages if isinstance(model, Pipeline) else (model,):
-                    part.to_empty(device="cpu")
-            trainer = Trainer(model, config.train, config.steps, world)
-            for name in ("tokens", "positions", "predictors", "targets"):
-                setattr(row, name, fake.from_tensor(getattr(row, name)))
-            tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
-            tracker.track_external(model)
-            with CollectiveLog(world.group_names) as log:
-                with tracker, _whole_shapes_uncounted():
-                    passed = _pass(trainer, row, loss, min(share, 2), log, tracker)
-                trainer.optimizer.update(config.train.learning_rate, 0.0)
-            memory = _memory(trainer, share, tracker)
+        row = pack_rows([_row(length)] * rows)
+        _, found = imagined_step(config, shape, world, imagined_tensors(), row, share, loss)
     finally:
         close_world(world)
-    return DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
+    return found
+
+
+def imagined_tensors() -> FakeTensorMode:
+    """In which tensors have no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def imagined_step(
+    config: PretrainConfig | RLConfig,
+    shape: ModelConfig,
+    world: World,
+    fake: FakeTensorMode,
+    row: PackedRow,
+    share: int,
+    loss: Callable[[ScoringModel, PackedRow], Tensor],
+    beside: Mapping[str, nn.Parameter] | None = None,
+) -> tuple[Trainer, DryRun]:
+    """A step of `world`'s rank 0, of `share` micro-batches like `row`; the trainer's tensors are those of `fake`.
+
+    beside: as for `Trainer`. Raises UserError where the degrees do not fit the model, or the step the pipeline.
+    """
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    row = shard_row(row, world)
+    row.attention = row.attention or ops.PackedAttention(row.lengths)
+    with nullcontext() if world.mesh is not None else fake:
+        compute, laid_out = resolve_dtype(config.dtype), on_meta(world)
+        model = parallel_model(shape, compute, laid_out, config.parallel, CompileConfig(), leave, config.recompute)
+    if isinstance(model, Pipeline):
+        model.plan.check_microbatches(share)
+    with fake, pretending():
+        if world.mesh is not None:
+            for part in model.stages if isinstance(model, Pipeline) else (model,):
+                part.to_empty(device="cpu")
+        trainer = Trainer(model, config.train, config.steps, world, beside)
+        for name in ("tokens", "positions", "predictors", "targets"):
+            setattr(row, name, fake.from_tensor(getattr(row, name)))
+        tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
+        tracker.track_external(model)
+        with CollectiveLog(world.group_names) as log:
+            with tracker, whole_shapes_uncounted():
+                passed = _pass(trainer, row, loss, min(share, 2), log, tracker)
+            trainer.optimizer.update(config.train.learning_rate, 0.0)
+        memory = _memory(trainer, share, tracker)
+    return trainer, DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
+
+
+def on_meta(world: World) -> World:
+    """Where a model is laid out that has no values: meshes are made of real numbers, so before values are left out."""
+    return replace(world, device=torch.device("meta")) if world.mesh is not None else world
 
 
 @contextmanager
-def _whole_shapes_uncounted() -> Iterator[None]:
+def whole_shapes_uncounted() -> Iterator[None]:
     """DTensor finds a result's whole shape on fake tensors of its own, which beside ours would count as memory."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -134,7 +160,7 @@ def _whole_shapes_uncounted() -> Iterator[None]:
         ShardingPropagator._propagate_tensor_meta_non_cached = found  # type: ignore[method-assign]
 
 
-def _leave(model: TrainableModel) -> None:
+def leave(model: TrainableModel) -> None:
     """Fills no weights."""
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,9 +16,11 @@ from lockstep.config import TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.timeline import Timeline
+from lockstep.ops.linear import tree_sum
 from lockstep.ops.one_order import one_order
 from lockstep.parallel import Pipeline, World
 from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
+from lockstep.parallel.exchange import gather_rows
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
@@ -31,6 +34,7 @@ class Trainer:
     """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone.
 
     `beside`: further parameters that a loss reads, such as a value head's, by name; trained and saved with the model's.
+    Every rank holds them whole, and all ranks see different data.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Trainer:
             share_rows(model)
         self.total_updates = total_updates
         self.schedule = make_schedule(config, total_updates)
+        self.beside = dict(beside or {})
         self.optimizer = MasterOptimizer(model, config, beside)
         self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
             model.config.num_parameters, self.world
@@ -123,8 +128,20 @@ class Trainer:
                 return losses
             with self.timeline.span("backward"):
                 share.backward()
+                if self.config.deterministic_layout or index == len(microbatches) - 1:
+                    self._sum_beside()
                 self.optimizer.gradients.end_microbatch()
         return losses
+
+    @torch.no_grad()
+    def _sum_beside(self) -> None:
+        """Makes the gradients of what is beside the model the sums over all ranks, in the order of FSDP's."""
+        group = dist.group.WORLD if self.world.mesh is not None else None
+        if group is None:
+            return
+        for parameter in self.beside.values():
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = tree_sum(gather_rows(own[None], group).unbind())
 
     def _order(self) -> AbstractContextManager[None]:
         """In which gradients, and what losses are made of, are summed."""

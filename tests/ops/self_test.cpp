@@ -3,6 +3,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <vector>
+#if defined(LOCKSTEP_TILES) && !defined(LOCKSTEP_PLAIN)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 struct bf16;
 extern "C" {
@@ -91,6 +95,10 @@ static void attention_in_bfloat16(int64_t dim) {
 }
 
 int main() {
+#if defined(LOCKSTEP_TILES) && !defined(LOCKSTEP_PLAIN)
+    const long request_permission = 0x1023, tile_data = 18;  // as `_may_use_tiles` asks: a program inherits none
+    if (syscall(SYS_arch_prctl, request_permission, tile_data) != 0) return 1;
+#endif
     for (const int64_t rows : {1, 7, 33}) {
         const int64_t depth = 437, outputs = 75;
         const auto x = values(rows, depth), w = values(outputs, depth);

@@ -165,3 +165,9 @@ def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype):
         for name, expected in alone[1].items():
             tolerance = 1e-5 if dtype == "float32" else 2e-2
             assert (rank[1][name] - expected).norm() / expected.norm() < tolerance, name
+
+
+def test_the_compiler_is_imported_only_where_something_is_compiled():
+    code = "import sys, lockstep.rl.controller; assert not {'torch._dynamo', 'torch._inductor'} & sys.modules.keys()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

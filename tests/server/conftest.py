@@ -45,10 +45,12 @@ class Running:
         with self.http() as client:
             return client.post("/v1/completions", json=body)
 
-    def metric(self, name):
+    def metrics(self):
         with self.http() as client:
-            text = client.get("/metrics").text
-        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, flags=re.M)[1])
+            return client.get("/metrics").text
+
+    def metric(self, name):
+        return float(re.search(rf"^{re.escape(name)} (\S+)$", self.metrics(), flags=re.M)[1])
 
     def all_pages_free(self):
         return self.engine.allocator.num_free == self.engine.allocator.num_pages and not self.engine.has_work
@@ -64,7 +66,7 @@ class Running:
 def running_server(folder, **options):
     from lockstep.generate.server.serve import Server, build_service
 
-    config = ServeConfig(model=str(folder), port=0, **({"engine": ENGINE} | options))
+    config = ServeConfig(model=str(folder), **({"engine": ENGINE, "port": 0} | options))
     service = build_service(config, folder)
     server = Server(service)
     loop = asyncio.new_event_loop()

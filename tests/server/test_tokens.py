@@ -1,11 +1,13 @@
 """Tokens in, tokens out: the API's numbers are the engine's and the trainer's own, bit for bit."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
 from lockstep import load_model, score
+from lockstep.generate import Engine, SamplingParams
 
 PROMPTS = [[1, 2, 3, 4], [9] * 40]
 
@@ -89,3 +91,64 @@ def test_a_stop_token_ends_the_tokens_but_has_no_text(server):
     choice = server.complete(**options, stop_token_ids=[stop]).json()["choices"][0]
     assert choice["token_ids"] == ids[: ids.index(stop) + 1] and choice["finish_reason"] == "stop"
     assert choice["text"] == server.service.tokenizer.decode(choice["token_ids"][:-1])
+
+
+def test_log_probabilities_after_the_cut_are_those_of_an_engine_here(server, chat_folder):
+    options = dict(max_tokens=10, seed=1, top_p=0.8, ignore_eos=True)
+    answer = server.complete(prompt=PROMPTS[0], n=2, logprobs=0, return_token_ids=True, **options).json()
+    (expected,) = Engine(load_model(chat_folder)).generate(PROMPTS[:1], SamplingParams(n=2, **options))
+    for choice, completion in zip(answer["choices"], expected):
+        assert choice["token_ids"] == completion.token_ids
+        assert choice["logprobs"]["token_logprobs"] == completion.logprobs
+        assert choice["cut_logprobs"] == completion.cut_logprobs != completion.logprobs
+    uncut = server.complete(prompt=PROMPTS[0], max_tokens=2, logprobs=0, return_token_ids=True).json()
+    assert "cut_logprobs" not in uncut["choices"][0]
+
+
+@pytest.mark.parametrize("stop", [None, "stop string"])
+def test_samples_that_were_begun_elsewhere_go_on_as_they_would_have(server, stop):
+    options = dict(prompt=PROMPTS[0], n=3, max_tokens=12, seed=1, logprobs=0, return_token_ids=True, ignore_eos=True)
+    whole = server.complete(**options).json()["choices"]
+    if stop:
+        # Its beginning was sampled before, and its end is to come.
+        options["stop"] = stop = whole[0]["text"][:6]
+        whole = server.complete(**options).json()["choices"]
+    known = [choice["token_ids"][: len(choice["token_ids"]) - left] for choice, left in zip(whole, (1, 12, 0))]
+    rest = server.complete(begun=known, **options).json()["choices"]
+    assert [choice["index"] for choice in rest] == [0, 1], "the third has ended"
+    for choice in rest:
+        expected = whole[choice["index"]]
+        assert known[choice["index"]] + choice["token_ids"] == expected["token_ids"]
+        assert (
+            expected["logprobs"]["token_logprobs"][-len(choice["token_ids"]) :] == choice["logprobs"]["token_logprobs"]
+        )
+        assert expected["text"].endswith(choice["text"]) and choice["finish_reason"] == expected["finish_reason"]
+    assert (rest[0]["finish_reason"] == "stop") == bool(stop)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"begun": [[1]]}, "of all 2"),
+        ({"seed": None}, "and a seed"),
+        ({"prompt": PROMPTS}, "one prompt"),
+        ({"begun": [[1] * 4, [1]]}, "max_tokens, which counts them, is 3"),
+        ({"begun": [[10**6], []]}, "outside the vocabulary"),
+        ({"begun": [[1] * 3, [1] * 3]}, "have ended"),
+    ],
+    ids=str,
+)
+def test_a_beginning_that_makes_no_sense_is_refused(server, changes, problem):
+    body = dict(prompt=PROMPTS[0], n=2, max_tokens=3, seed=1, begun=[[1], []], ignore_eos=True) | changes
+    answer = server.complete(**body)
+    assert answer.status_code == 400 and problem in answer.text
+    assert server.all_pages_free()
+
+
+def test_the_model_is_described_to_who_has_the_admin_key(server, chat_folder):
+    with server.http() as client:
+        assert client.get("/admin/model").status_code == 401
+        found = client.get("/admin/model", headers={"Authorization": "Bearer secret"}).json()
+    config = load_model(chat_folder).config
+    assert found["shape"] == json.loads(json.dumps(dataclasses.asdict(config)))
+    assert (found["dtype"], found["compile"], found["context"]) == ("bfloat16", "none", 512)

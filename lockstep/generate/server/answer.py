@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lockstep.errors import UserError
-from lockstep.generate.sampling_params import SamplingParams
+from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.engine_loop import PromptEvent
@@ -53,8 +53,9 @@ async def answer(
     max_tokens: int,
     top_logprobs: int | None,
     chat: bool,
+    begun: Sequence[Completion] = (),
 ) -> Response:
-    """Samples the prompts and answers, streamed if the body says so."""
+    """Samples the prompts and answers, streamed if the body says so. begun: of one prompt, what samples go on after."""
     _check_length(service, prompts, "messages" if chat else "prompt")
     params = body.sampling_params(max_tokens, top_logprobs or 0)
     reply = Reply(
@@ -70,7 +71,7 @@ async def answer(
     record = record_of(request)
     record.stream = bool(body.stream)
     record.prompt_tokens = sum(map(len, prompts))
-    steps = _steps(service, record, prompts, params)
+    steps = _steps(service, record, prompts, params, begun)
     limit = service.config.request_seconds
     if not body.stream:
         return await watch(request, _whole(reply, record, steps), limit)
@@ -102,16 +103,23 @@ def _longest_prompt(service: Service) -> int:
 
 
 async def _steps(
-    service: Service, record: RequestRecord, prompts: list[list[int]], params: SamplingParams
+    service: Service,
+    record: RequestRecord,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    begun: Sequence[Completion],
 ) -> AsyncGenerator[list[Piece], None]:
     """An empty list once the engine has accepted the prompts, then what each of its steps adds to the choices."""
     stop_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= set(service.engine.model.config.eos_token_ids)
     choices = [_Choice(GrowingText(service.tokenizer, params.stop, stop_ids)) for _ in range(len(prompts) * params.n)]
+    for choice, sample in zip(choices, begun):
+        for token in sample.token_ids:
+            choice.text.push(token, last=False)
     try:
         with service.limits.places(len(choices)):
-            async with service.engine_loop.generation(prompts, params) as generation:
+            async with service.engine_loop.generation(prompts, params, begun) as generation:
                 yield []
                 async with aclosing(generation.events()) as batches:
                     async for batch in batches:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from lockstep import __version__
 from lockstep.data.chat import ChatTemplateError
 from lockstep.errors import UserError
+from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
 from lockstep.generate.server.answer import answer, check_count, check_text, encode
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
@@ -27,7 +28,8 @@ from lockstep.generate.server.limits import LimitRequests
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.watch import ClientGone, deadline_passed
-from lockstep.generate.server.weights import update_weights
+from lockstep.generate.server.weights import describe, update_weights
+from lockstep.model import check_token_ids
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat may go on to the end of the context."""
@@ -79,9 +81,9 @@ async def completions(request: Request) -> Response:
     _check_model(service, body.model)
     body.check_fields()
     prompts = await _prompts(service, body.prompt, body.n or 1)
-    return await answer(
-        service, request, body, prompts, body.max_tokens or COMPLETION_TOKENS, body.logprobs, chat=False
-    )
+    max_tokens = body.max_tokens or COMPLETION_TOKENS
+    begun = _begun(service, body, len(prompts), max_tokens)
+    return await answer(service, request, body, prompts, max_tokens, body.logprobs, chat=False, begun=begun)
 
 
 @routes.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
@@ -149,6 +151,12 @@ async def weights(request: Request) -> Response:
     return json_response(await update_weights(service, body))
 
 
+@routes.get("/admin/model")
+async def description(request: Request) -> Response:
+    """What decides the bits of an answer, and how much the server takes on: for a run that samples here."""
+    return json_response(describe(_service(request)))
+
+
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
@@ -189,6 +197,21 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
     if not all(each) or not each:
         raise ApiError(400, "a prompt is empty; give at least one token", "prompt")
     return await encode(service, each, "prompt") if isinstance(each[0], str) else each
+
+
+def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: int) -> list[Completion]:
+    """The samples that are gone on with, whose log-probabilities the client has."""
+    if body.begun is None:
+        return []
+    if prompts > 1:
+        raise ApiError(400, f"begun goes with one prompt, not with {prompts}", "begun")
+    for tokens in body.begun:
+        if len(tokens) > max_tokens:
+            message = f"begun has {len(tokens)} tokens of a sample, but max_tokens, which counts them, is {max_tokens}"
+            raise ApiError(400, message, "begun")
+        if tokens:
+            check_token_ids(tokens, service.engine.model.config.vocab_size, "begun")
+    return [Completion(tokens, [0.0] * len(tokens), "abort") for tokens in body.begun]
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

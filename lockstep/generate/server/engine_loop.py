@@ -12,14 +12,14 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
-from lockstep.generate.sampling_params import SamplingParams, TokenEvent
+from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.server.api_error import ApiError, engine_failed, not_finite
 
 Result = TypeVar("Result")
@@ -32,9 +32,11 @@ logger = logging.getLogger("lockstep.server")
 class Generation:
     """One client's prompts on their way through the engine."""
 
-    def __init__(self, prompts: list[list[int]], params: SamplingParams):
+    def __init__(self, prompts: list[list[int]], params: SamplingParams, begun: Sequence[Completion] = ()):
         self.prompts = prompts
         self.params = params
+        self.begun = begun
+        """What the samples go on after; of one prompt alone."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unfinished = len(prompts) * params.n
         self.received: asyncio.Queue[list[PromptEvent] | ApiError] = asyncio.Queue()
@@ -88,12 +90,14 @@ class EngineLoop:
         await asyncio.to_thread(self._thread.join)
 
     @asynccontextmanager
-    async def generation(self, prompts: list[list[int]], params: SamplingParams) -> AsyncIterator[Generation]:
+    async def generation(
+        self, prompts: list[list[int]], params: SamplingParams, begun: Sequence[Completion] = ()
+    ) -> AsyncIterator[Generation]:
         """Queues the prompts, all or none. Leaving the context frees whatever they still hold before the next step.
 
         Raises UserError for a prompt that can never be computed, ApiError if the engine has failed.
         """
-        generation = Generation(prompts, params)
+        generation = Generation(prompts, params, begun)
         self.generations.add(generation)
         self._commands.put(functools.partial(self._add, generation))
         try:
@@ -147,9 +151,13 @@ class EngineLoop:
             return
         try:
             for position, prompt in enumerate(generation.prompts):
-                request_id = self.engine.add(prompt, generation.params)
+                request_id = self.engine.add(prompt, generation.params, generation.begun)
                 generation.request_ids.append(request_id)
-                self._owners[request_id] = _Owner(generation, position, generation.params.n)
+                ended = sum(sample.finish_reason is not None for sample in self.engine.samples(request_id))
+                if ended == generation.params.n:
+                    raise UserError("begun: all of these samples have ended; ask for those that have not")
+                generation.unfinished -= ended
+                self._owners[request_id] = _Owner(generation, position, generation.params.n - ended)
         except BaseException as error:
             self._abort(generation)
             expected = isinstance(error, UserError)

@@ -121,9 +121,15 @@ class CompletionRequest(SamplingRequest):
         None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a number from 0 to {MAX_TOP_LOGPROBS}; true is for chats"
     )
     best_of: int | None = Field(None, ge=1, le=LARGEST)
+    begun: Prompts[Strictly[TokenId]] | None = Field(
+        None, description="the tokens of each of the n samples so far, after which sampling goes on"
+    )
 
     def check_fields(self) -> None:
         super().check_fields()
+        if self.begun is not None and (len(self.begun) != (self.n or 1) or self.seed is None):
+            message = f"begun has the tokens of {len(self.begun)} samples; give those of all {self.n or 1}, and a seed"
+            raise ApiError(400, message, "begun")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of other than n is not supported here; leave it out", "best_of")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.protocol import WeightsRequest
 from lockstep.generate.server.service import Service
+from lockstep.model import arithmetic_of
 
 
 async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
@@ -29,6 +31,24 @@ async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, 
         return {"weights_version": engine.weights_version, "path": str(folder), "seconds": round(seconds, 4)}
 
     return await service.engine_loop.between_steps(load)
+
+
+def describe(service: Service) -> dict[str, Any]:
+    """The model's shape and all else that its bits depend on but the weights; and the server's limits."""
+    engine, config = service.engine, service.config
+    return {
+        "shape": dataclasses.asdict(engine.model.config),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "arithmetic": arithmetic_of(engine.model.device),
+        "compile": config.compile.backend,
+        "weights_version": engine.weights_version,
+        "context": service.context,
+        "max_sequences": config.engine.max_sequences,
+        "max_waiting": config.max_waiting,
+        "max_requests": config.max_requests,
+        "max_n": config.max_n,
+        "max_prompt_tokens": config.max_prompt_tokens,
+    }
 
 
 def step_of(folder: Path) -> int | None:

@@ -50,6 +50,8 @@ class Fleet:
         """Those whose samples nobody has asked for yet."""
         self._refused: dict[int, str] = {}
         self._next_id = 0
+        self.heard = 0
+        """Grows with whatever comes from the generators."""
         self._none_since = time.monotonic()
         self._failure: Exception | None = None
         self._work = WorkLog()
@@ -220,6 +222,7 @@ class Fleet:
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
         with self.changed:
+            self.heard += 1
             if self._remotes.get(remote.name) is not remote:
                 return  # it was given up, and others go on with what it had
             self._work.heard(remote.name, remote.did)
@@ -238,6 +241,7 @@ class Fleet:
 
     def has_weights(self, remote: Remote, version: int) -> None:
         with self.changed:
+            self.heard += 1
             if self._remotes.get(remote.name) is remote:
                 self._versions[remote.name] = version
                 self._hand_out()

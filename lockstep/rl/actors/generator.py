@@ -13,8 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,7 +32,10 @@ from lockstep.generate.sequence import Sequence
 from lockstep.hub import local_folder
 from lockstep.model import ModelConfig, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
 from lockstep.model.known_operators import refuse_unknown_operators
-from lockstep.observe import announce, log, start_line
+from lockstep.observe import Timeline, announce, log, start_line
+from lockstep.observe.actors import NAME
+from lockstep.observe.run_folder import CONFIG
+from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.parallel import World, apply_compile, generator_model
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.shelf_reader import ShelfReader, Taken
@@ -69,7 +73,9 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
     if not channels:
         return _follow(welcome, address, key, world)
     try:
-        return _Generator(welcome, channels[0], key, world).run()
+        timeline = Timeline()
+        with _sign_of_life(welcome, timeline):
+            return _Generator(welcome, channels[0], key, world, timeline).run()
     except Closed as error:
         log.warning("the trainer at %s: %s; this generator ends", address, error)
         return 0
@@ -95,11 +101,18 @@ def _greet(address: str, key: bytes, name: str, world: World, channels: list[Cha
     return dict(welcome)
 
 
+def _sign_of_life(welcome: dict[str, Any], timeline: Timeline) -> AbstractContextManager[Any]:
+    """In the run's folder, where this host has it; elsewhere the trainer knows of the generator by what it sends."""
+    run, name = Path(welcome.get("run", "")), welcome.get("name", "")
+    reachable = (run / CONFIG).is_file() and os.access(run / "logs", os.W_OK)
+    return SignOfLife(run, name, timeline) if reachable and NAME.fullmatch(name) else nullcontext()
+
+
 class _Generator:
     """The rank that talks with the trainer."""
 
-    def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World):
-        self._channel, self._world = channel, world
+    def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World, timeline: Timeline):
+        self._channel, self._world, self._timeline = channel, world, timeline
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._queue: deque[dict[str, Any]] = deque()
         """What has come and is not done yet."""
@@ -118,6 +131,7 @@ class _Generator:
             self._over.set()
             channel.send({"kind": "unfit", "problem": str(error)})
             raise
+        timeline.counters.append(lambda: self._engine.statistics.steps)
 
     def run(self) -> int:
         _take_signals(lambda: self._inbox.put(_Leaves("a signal")))
@@ -148,8 +162,13 @@ class _Generator:
                     if held := self._held.pop(message["id"], None):
                         self._engine.abort(held.request)
                 elif kind == "weights":
-                    self._take(message["edition"])
+                    self._timeline.begin(message["edition"]["version"] + 1)
+                    with self._timeline.span("weights"):
+                        self._take(message["edition"])
+                self._timeline.message = f"{kind} from rank_0"
             if self._engine.has_work:
+                if self._timeline.phase != "sample":
+                    self._timeline.enter("sample")
                 with self._taking("sampling_seconds"):
                     ended = any(event.finish_reason for event in self._engine.step())
                 if ended or time.monotonic() - self._told > TELL_SECONDS:
@@ -158,6 +177,8 @@ class _Generator:
     def _receive_all(self, wait: bool = False) -> None:
         """Puts what has come in the queue; where there is nothing to do it waits for something. Raises Closed."""
         wait = wait or not (self._engine.has_work or self._queue)
+        if wait and self._timeline.phase != "idle":
+            self._timeline.enter("idle", "requests of rank_0")
         while wait or not self._inbox.empty():
             message, wait = self._inbox.get(), False
             if isinstance(message, Closed):

@@ -11,7 +11,7 @@ from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
 from lockstep.generate.sampler import Remembering, Sampler
-from lockstep.model import TrainableModel
+from lockstep.model import ScoringModel, TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.actors.models import sampling_model
 from lockstep.rl.actors.weights import WeightTransfer
@@ -34,6 +34,10 @@ class Generators(Protocol):
     def trace_events(self) -> list[dict[str, Any]]:
         """When they did it, as Chrome's trace events."""
 
+    @property
+    def progress(self) -> int:
+        """Grows while this rank's sampler gets samples."""
+
     def new_weights(self, version: int) -> None:
         """From here on the trainer's weights are sampled from as they are now. All ranks call it.
 
@@ -49,10 +53,22 @@ class OwnGenerator:
 
     remembering = None
 
-    def __init__(self, config: RLConfig, world: World, model: TrainableModel, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        config: RLConfig,
+        world: World,
+        model: TrainableModel,
+        tokenizer: Tokenizer,
+        moved: Callable[[], None] = lambda: None,
+    ):
         sampling = sampling_model(config, world, model)
         self.sampler = Engine(sampling, config.engine, tokenizer)
-        self._transfer = None if sampling is model else WeightTransfer(dict(model.named_parameters()), sampling, world)
+        tensors = dict(model.named_parameters())
+        self._transfer = None if sampling is model else WeightTransfer(tensors, sampling, world, moved)
+
+    @property
+    def progress(self) -> int:
+        return self.sampler.statistics.steps
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -67,11 +83,27 @@ class OwnGenerator:
 
 
 def open_generators(
-    config: RLConfig, world: World, model: TrainableModel, tokenizer: Tokenizer, run: Path, opened: ExitStack
+    config: RLConfig,
+    world: World,
+    model: TrainableModel,
+    tokenizer: Tokenizer,
+    run: Path,
+    opened: ExitStack,
+    moved: Callable[[], None] = lambda: None,
 ) -> Generators:
-    """The generators that `config.actors` asks for; `opened` ends them. Raises UserError where they cannot be had."""
+    """The generators that `config.actors` asks for; `opened` ends them. Raises UserError where they cannot be had.
+
+    `moved` is called while weights are on their way.
+    """
     if not config.actors.separate:
-        return OwnGenerator(config, world, model, tokenizer)
+        return OwnGenerator(config, world, model, tokenizer, moved)
     from lockstep.rl.actors.separate import SeparateGenerators
 
     return opened.enter_context(SeparateGenerators(config, world, model, run))
+
+
+def whole_policy(generators: Generators, policy: TrainableModel) -> ScoringModel:
+    """What a rank computes the policy with alone: its generator's copy where it has one, else the policy itself."""
+    own = generators.sampler.model if isinstance(generators, OwnGenerator) else policy
+    assert isinstance(own, ScoringModel)
+    return own

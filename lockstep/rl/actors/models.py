@@ -58,10 +58,23 @@ def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) ->
     if world.size == 1:
         return
     if algorithm_of(config).advantage == "gae":
-        raise UserError(
-            f"algorithm {config.algorithm} trains a value head, which is in one process so far; start it without "
-            "torchrun, or choose another algorithm"
-        )
+        shared = [axis for axis in ("pipeline", "context", "tensor") if world.degrees[axis] > 1]
+        if shared or config.parallel.full_dtensor:
+            raise UserError(
+                f"algorithm {config.algorithm} trains a value head, which only data-parallel ranks share so far; leave "
+                f"parallel.{shared[0] if shared else 'full_dtensor'} out (parallel.data_shard and data_replicate are "
+                "free), or choose another algorithm"
+            )
+        if config.actors.separate:
+            raise UserError(
+                f"algorithm {config.algorithm} on several ranks takes its values from the copies that their generators "
+                "have; leave actors.separate out, or train in one process"
+            )
+        if config.train.optimizer_in_backward:
+            raise UserError(
+                f"algorithm {config.algorithm} trains a value head, whose gradient ranks sum after the backward; "
+                "switch train.optimizer_in_backward off"
+            )
     if isinstance(environment, ConversationEnvironment) and config.parallel.tensor > 1:
         raise UserError(
             f"{type(environment).__name__} holds conversations, whose ranks cannot share a generator so far; leave "

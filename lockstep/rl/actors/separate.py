@@ -13,14 +13,19 @@ from typing import Any
 from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.errors import RunStopped
+from lockstep.generate import SamplingParams
 from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet, RememberingFleet
 from lockstep.rl.actors.generator import plain_shape
+from lockstep.rl.actors.http_generators import HttpGenerators
+from lockstep.rl.actors.http_remote import SILENCE_SECONDS
+from lockstep.rl.actors.http_servers import Wanted
 from lockstep.rl.actors.local import LocalGenerators
 from lockstep.rl.actors.reception import Reception
-from lockstep.rl.actors.shelf import Shelf
+from lockstep.rl.actors.shelf import Edition, Shelf
+from lockstep.rl.actors.weight_folders import WeightFolders
 from lockstep.rl.actors.wire import Listener, make_key
 
 KEY = "generators.key"
@@ -36,6 +41,8 @@ class SeparateGenerators:
         # Only rank 0's has generators: the others ask for nothing.
         self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds)
         self._opened = ExitStack()
+        self._shelf: Shelf | None = None
+        self._folders: WeightFolders | None = None
 
     def __enter__(self) -> SeparateGenerators:
         with ExitStack() as opening:
@@ -60,9 +67,15 @@ class SeparateGenerators:
         """As `Generators`."""
         return self.sampler.trace_events()
 
+    @property
+    def progress(self) -> int:
+        return self.sampler.heard
+
     def new_weights(self, version: int) -> None:
         """As `Generators`: the first, and all where nothing is sampled ahead, are waited for."""
-        edition = self._shelf.publish(version)
+        edition: Edition = self._shelf.publish(version) if self._shelf else {"version": version}
+        if self._folders:
+            edition["folder"] = str(self._folders.write(version))
         self.sampler.weights_version = version
         if self._world.is_main:
             self.sampler.new_weights(edition)
@@ -70,6 +83,19 @@ class SeparateGenerators:
                 self.sampler.wait_for_weights()
 
     def _open(self, opening: ExitStack) -> None:
+        config, world, actors = self._config, self._world, self._config.actors
+        if actors.urls:
+            silence = max(SILENCE_SECONDS, actors.silence_seconds)
+            finish = actors.on_update == "finish"
+            servers = HttpGenerators(actors.urls, self._wanted(), self.sampler, silence, finish=finish)
+            world.on_main(lambda: opening.enter_context(servers))
+            dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
+            self._folders = WeightFolders(self._run / "weights", self._model, dtype, world, own_head)
+            opening.callback(self._folders.close)
+        if actors.processes:
+            self._open_processes(opening)
+
+    def _open_processes(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
         path = self._run / "logs" / KEY
         key = bytes.fromhex(world.from_main(lambda: self._fresh_key(path).hex()))
@@ -96,6 +122,24 @@ class SeparateGenerators:
         path.unlink(missing_ok=True)  # of a run that was killed
         return make_key(path) if self._config.actors.port else token_bytes(32)
 
+    def _wanted(self) -> Wanted:
+        """What a server must be like."""
+        config, sampler = self._config, self.sampler
+        return Wanted(
+            shape=dataclasses.replace(self._model.config, reduction_chunks=config.parallel.reduction_chunks),
+            dtype=config.dtype,
+            arithmetic=arithmetic_of(self._world.device),
+            compile=config.compile.backend,
+            context=min(sampler.max_positions, sampler.cache_tokens),
+            params=SamplingParams(
+                n=config.samples_per_prompt,
+                temperature=config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
+                min_p=config.min_p,
+            ),
+        )
+
     def _welcome(self) -> dict[str, Any]:
         """What a generator is told of the run."""
         config = self._config
@@ -111,4 +155,5 @@ class SeparateGenerators:
             "silence_seconds": config.actors.silence_seconds,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "run": str(self._run.resolve()),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,12 +60,19 @@ class WeightTransfer:
     """From tensors that lie on the ranks of `world` in any layout to `model`, which each rank has a part of.
 
     All ranks make it, and call its methods, together. `tensors`: by the model's names; what a rank has no part of is
-    not among its own. Raises UserError where they are not the tensors of `model`.
+    not among its own. It calls `moved` for each bucket of them that has arrived. Raises UserError where they are not
+    the tensors of `model`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], model: Decoder, world: World):
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        model: Decoder,
+        world: World,
+        moved: Callable[[], None] = lambda: None,
+    ):
         assert world.mesh is not None
-        self.tensors, self.model, self.world = tensors, model, world
+        self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
         self.rank = world.rank
         own = {name: held_part(tensor) for name, tensor in tensors.items()}
         wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
@@ -97,7 +104,8 @@ class WeightTransfer:
             box, covered = wants[name].box, 0
             for part, ranks in self._holders[name].items():
                 if (shared := common(part, box)) is not None:
-                    source = target if target in ranks else ranks[target % len(ranks)]
+                    # Of copies, the one nearest to the target, so that each rank sends to as many.
+                    source = target if target in ranks else ranks[target * len(ranks) // len(self.wanted)]
                     pieces.append(Piece(name, shared, source, target))
                     covered += volume(shared)
             assert covered == volume(box), f"{name}: the ranks hold {covered} of {volume(box)} elements, or hold twice"
@@ -137,6 +145,7 @@ class WeightTransfer:
             arrived |= arrived_now
             if self._shared is not None:
                 self._shared.next_bucket()
+            self.moved()
         return arrived, self._damaged(expected, found)
 
     def _buckets(self) -> Iterator[list[str]]:
@@ -228,6 +237,9 @@ class WeightTransfer:
     def _take(self, arrived: Mapping[str, Tensor]) -> None:
         for name, part in self._parts.items():
             part.copy_(arrived[name])
+        if self.model.device.type != "cpu":
+            # An accelerator's allocator gives the same memory again without clearing it, and has use for it meanwhile.
+            self._arrived, self._memory = {}, {}
 
 
 def _rooms(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: range) -> Iterator[tuple[Tensor, Tensor]]:

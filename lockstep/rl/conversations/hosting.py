@@ -28,6 +28,7 @@ from lockstep.rl.conversations.protocol import (
 from lockstep.rl.environment import Example, source_file
 from lockstep.rl.rewards.calling import (
     INVALID,
+    PATIENCE,
     Outcome,
     TimeUpError,
     about,
@@ -39,9 +40,6 @@ from lockstep.rl.rewards.calling import (
     outcome_of,
     within,
 )
-
-PATIENCE = 10
-"""Times rewards.seconds that a function may block the trainer's event loop before the run ends."""
 
 Outcomes = list[Outcome | None]
 

@@ -66,6 +66,7 @@ class HostingInWorkers:
     def __init__(self, tasks: Sequence[Task], workers: Workers):
         self._tasks = tasks
         self._patience = workers.keepers[0].config.seconds + SILENCE
+        self._moved = workers.moved
         self._tables = [_Table(keeper) for keeper in workers.keepers]
         self._said: deque[Said | Again] = deque()
         self._messages: dict[int, list[Message]] = {}
@@ -123,6 +124,7 @@ class HostingInWorkers:
     def _hear(self, table: _Table, said: Said) -> None:
         if said.number not in table.numbers:
             return
+        self._moved()
         if isinstance(said, Asked):
             self._messages[said.number] = said.messages
         else:

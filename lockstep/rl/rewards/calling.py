@@ -47,6 +47,9 @@ def described(error: BaseException) -> str:
 
 Job = tuple[Example, str]
 """What is graded: an example and a completion of it."""
+PATIENCE = 10
+"""Times rewards.seconds that a function may block the trainer's event loop before the run ends."""
+
 Grader = Callable[[Sequence[Job]], list[Outcome]]
 """Rewards, wherever they run: the outcome of each job, in the same order. It raises nothing for a reward that fails."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UserError, closest
@@ -36,11 +36,23 @@ def grade(environment: Environment, examples: Sequence[Example], completions: Se
 
 
 def grade_here(
-    environment: Environment, jobs: Sequence[Job], seconds: float | None = None, concurrent: int = 32
+    environment: Environment,
+    jobs: Sequence[Job],
+    seconds: float | None = None,
+    concurrent: int = 32,
+    moved: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Outcomes of rewards that run in this process: what they raise is caught, but only a coroutine can be ended."""
+    """Outcomes of rewards that run in this process: what they raise is caught, but only a coroutine can be ended.
+
+    `moved` is called for each.
+    """
     outcomes: dict[int, Outcome] = {}
-    call_rewards(environment, jobs, outcomes.__setitem__, seconds, concurrent)
+
+    def graded(index: int, outcome: Outcome) -> None:
+        outcomes[index] = outcome
+        moved()
+
+    call_rewards(environment, jobs, graded, seconds, concurrent)
     return [outcomes[index] for index in range(len(jobs))]
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.environments import ADAPTERS
 from lockstep.rl.processes import end_marked
-from lockstep.rl.rewards.calling import KILLED, Grader, Job, Outcome, failure, outcome_from
+from lockstep.rl.rewards.calling import KILLED, PATIENCE, Grader, Job, Outcome, failure, outcome_from
 from lockstep.rl.rewards.frames import Closed, Stream, receive, send
 from lockstep.rl.rewards.grading import grade_here
 
@@ -38,8 +38,12 @@ END_SECONDS = 15.0
 
 
 @contextmanager
-def open_grader(config: RLConfig, environment: Environment, is_given: bool, folder: Path) -> Iterator[Grader]:
+def open_grader(
+    config: RLConfig, environment: Environment, is_given: bool, folder: Path, moved: Callable[[], None] = lambda: None
+) -> Iterator[Grader]:
     """Workers, or this process, as `config.rewards` says; an environment that `is_given` as an object stays here.
+
+    `moved` is called, from any thread, whenever some are graded.
 
     Raises UserError as `open_workers` does, and where an object is to be isolated.
     """
@@ -52,14 +56,26 @@ def open_grader(config: RLConfig, environment: Environment, is_given: bool, fold
     package, colon, _ = config.environment.partition(":")
     of_a_file = bool(colon) and package not in ADAPTERS
     if is_given or isolate == "never" or (isolate == "auto" and not (of_a_file or environment.in_workers)):
-        yield lambda jobs: grade_here(environment, jobs, config.rewards.seconds, config.rewards.concurrent)
+        yield lambda jobs: grade_here(environment, jobs, config.rewards.seconds, config.rewards.concurrent, moved)
     else:
-        with open_workers(config, folder) as grader:
+        with open_workers(config, folder, moved) as grader:
             yield grader
 
 
+def own_limit(config: RewardConfig, grader: Grader) -> float:
+    """Seconds that the trainer may wait for rewards, or for a conversation's environment, without hearing of them."""
+    if not isinstance(grader, Workers):
+        return PATIENCE * config.seconds
+    return START_SECONDS + _patience(config, CHUNK)
+
+
+def _patience(config: RewardConfig, jobs: int) -> float:
+    """Seconds for a chunk: each job takes its time at most twice, in a worker with others and alone."""
+    return 60.0 + 2 * jobs * (config.seconds + 2.0)
+
+
 @contextmanager
-def open_workers(config: RLConfig, folder: Path) -> Iterator[Workers]:
+def open_workers(config: RLConfig, folder: Path, moved: Callable[[], None] = lambda: None) -> Iterator[Workers]:
     """Workers for the environment that `config` names, ended with all their processes on leaving.
 
     They log to `folder/rewards_N.log`. Raises UserError where the environment cannot be loaded there.
@@ -74,7 +90,7 @@ def open_workers(config: RLConfig, folder: Path) -> Iterator[Workers]:
             )
             for number in range(count)
         ]
-        yield Workers(keepers)
+        yield Workers(keepers, moved)
 
 
 @dataclass(frozen=True)
@@ -82,12 +98,14 @@ class Workers:
     """Keepers, each with its worker. It is a Grader; conversations are held in processes of the same keepers."""
 
     keepers: Sequence[KeeperProcess]
+    moved: Callable[[], None] = lambda: None
+    """Called, from any thread, whenever something has come from them."""
 
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
-        return _grade(self.keepers, jobs)
+        return _grade(self.keepers, jobs, self.moved)
 
 
-def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job]) -> list[Outcome]:
+def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callable[[], None]) -> list[Outcome]:
     """Every job's outcome, in order. A thread for each keeper takes chunks until none are left."""
     messages = [_message(job) for job in jobs]
     outcomes: dict[int, Outcome] = {}
@@ -104,6 +122,7 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job]) -> list[Outcom
         try:
             while taken := chunk():
                 outcomes.update(zip(taken, keeper.grade([messages[index] for index in taken])))
+                moved()
         except BaseException as error:
             errors.append(error)
 
@@ -142,9 +161,7 @@ class KeeperProcess:
         self.await_ready()
         self.send(len(messages))
         self.send(messages)
-        # Each job takes its time at most twice, in a worker with others and alone.
-        patience = 60.0 + 2 * len(messages) * (self.config.seconds + 2.0)
-        answers = self.receive(patience)
+        answers = self.receive(_patience(self.config, len(messages)))
         if not isinstance(answers, list) or len(answers) != len(messages):
             raise Closed("no answers")
         return [outcome_from(answer) for answer in answers]

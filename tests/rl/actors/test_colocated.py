@@ -75,6 +75,7 @@ LAYOUTS = {
     "CP 2": (2, replace(ONE, context=2)),
     "PP 2": (2, replace(ONE, pipeline=2)),
     "FSDP 4": (4, ONE),
+    "HSDP 4": (4, replace(ONE, data_replicate=2)),
     "FSDP 2 x TP 2": (4, replace(ONE, tensor=2)),
     "CP 2 x TP 2": (4, replace(ONE, context=2, tensor=2)),
     "TP 2 x PP 2": (4, replace(ONE, tensor=2, pipeline=2)),
@@ -153,24 +154,28 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
         pytest.param("reinforce++", dict(top_p=0.9, off_policy="mask"), marks=pytest.mark.slow),
         # Weights that do not add up to 1, and micro-batches that the ranks do not divide.
         ("dr_grpo", dict(prompts_per_step=3)),
+        # Its value head is trained, and its values are spread over the ranks.
+        ("ppo", {}),
         pytest.param("rejection", {}, marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_algorithm_does(task, model_folder, tmp_path, algorithm, changes):
-    layout = {"gspo": "CP 2 x TP 2", "dr_grpo": "FSDP 4"}.get(algorithm, "FSDP 2")
-    check(task, model_folder, tmp_path, [layout], algorithm=algorithm, steps=2, **changes)
+    layouts = {"gspo": ["CP 2 x TP 2"], "dr_grpo": ["FSDP 4"], "ppo": ["HSDP 4", "DDP 2"]}.get(algorithm, ["FSDP 2"])
+    check(task, model_folder, tmp_path, layouts, algorithm=algorithm, steps=2, **changes)
 
 
 def test_conversations_are_spread_over_ranks(task, model_folder, tmp_path):
     check(task, model_folder, tmp_path, ["FSDP 2"], environment=f"{task}:Talk", steps=2, kl_coefficient=0.0)
 
 
-def test_a_run_resumes_in_another_layout_as_the_same_run(task, model_folder, tmp_path):
-    launch(1, run, config_of(task, model_folder, tmp_path / "one", steps=4), seconds=300)
-    saving = CheckpointConfig(every=1)
-    begun = config_of(task, model_folder, tmp_path / "run", LAYOUTS["TP 2"][1], steps=2, checkpoint=saving)
+@pytest.mark.parametrize(("algorithm", "layouts"), [("grpo", ("TP 2", "FSDP 2")), ("ppo", ("FSDP 2", "DDP 2"))])
+def test_a_run_resumes_in_another_layout_as_the_same_run(task, model_folder, tmp_path, algorithm, layouts):
+    launch(1, run, config_of(task, model_folder, tmp_path / "one", steps=4, algorithm=algorithm), seconds=300)
+    first, then = (LAYOUTS[name][1] for name in layouts)
+    settings = dict(steps=2, checkpoint=CheckpointConfig(every=1), algorithm=algorithm)
+    begun = config_of(task, model_folder, tmp_path / "run", first, **settings)
     launch(2, run, begun, seconds=300)
-    launch(2, run, replace(begun, parallel=LAYOUTS["FSDP 2"][1], steps=4, resume=True), seconds=300)
+    launch(2, run, replace(begun, parallel=then, steps=4, resume=True), seconds=300)
     found, alone = outcome(tmp_path / "run"), outcome(tmp_path / "one")
     del found[1]["validation_00000002.jsonl"]  # the run had come to its end there
     found[0][2] = {k: v for k, v in found[0][2].items() if not k.startswith("validation/")}
@@ -188,23 +193,25 @@ def test_a_step_of_several_ranks_is_computed_again_in_one_process(task, model_fo
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
+    ("ranks", "parallel", "algorithm"),
     [
-        (2, ParallelConfig(context=2)),
-        (3, ParallelConfig()),
-        pytest.param(2, ParallelConfig(tensor=2), marks=pytest.mark.slow),
-        pytest.param(2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(tensor=4), marks=pytest.mark.slow),  # more than key-value heads
+        (2, ParallelConfig(context=2), "grpo"),
+        (3, ParallelConfig(), "ppo"),
+        pytest.param(3, ParallelConfig(), "grpo", marks=pytest.mark.slow),
+        pytest.param(2, ParallelConfig(tensor=2), "grpo", marks=pytest.mark.slow),
+        pytest.param(2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "grpo", marks=pytest.mark.slow),
+        pytest.param(4, ParallelConfig(tensor=4), "grpo", marks=pytest.mark.slow),  # more than key-value heads
     ],
-    ids=["CP 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4"],
+    ids=["CP 2", "FSDP 3, PPO", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4"],
 )
 def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
-    task, model_folder, tmp_path, ranks, parallel
+    task, model_folder, tmp_path, ranks, parallel, algorithm
 ):
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=512)
     first = config_of(
         task, model_folder, tmp_path / "one", ParallelConfig(reduction_chunks=parallel.tensor), train=train, steps=1,
         dtype="float32", off_policy="truncate", entropy_coefficient=0.01, loss_average="budget",
+        algorithm=algorithm,
     )  # fmt: skip
     launch(1, run, first)
     launch(ranks, run, replace(first, output=str(tmp_path / "many"), parallel=parallel))
@@ -214,7 +221,8 @@ def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
         json.loads(line)["token_ids"] for line in rollouts[1].splitlines()
     ]
     assert many["parity/tokens_different"] == 0 and many["parity/tokens_checked"] == alone["parity/tokens_checked"]
-    for name in ["loss", "grad_norm", *(name for name in alone if name.startswith(("policy/", "off_policy/")))]:
+    compared = ("policy/", "off_policy/", "value/", "grad_norm")
+    for name in ["loss", *(name for name in alone if name.startswith(compared))]:
         # float32 sums in another order: some units in the last of 24 bits, of terms up to a hundred times the sum.
         assert math.isclose(many[name], alone[name], rel_tol=1e-5, abs_tol=1e-8), name
 
@@ -246,8 +254,12 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
     ("changes", "said"),
     [
         (
-            dict(algorithm="ppo", kl_coefficient=0.0),
-            "algorithm ppo trains a value head, which is in one process so far",
+            dict(algorithm="ppo", parallel=ParallelConfig(tensor=2)),
+            "ppo trains a value head, which only data-parallel ranks share so far; leave parallel.tensor out",
+        ),
+        (
+            dict(algorithm="ppo", train=TrainConfig(optimizer_in_backward=True, max_grad_norm=0)),
+            "switch train.optimizer_in_backward off",
         ),
         (dict(environment="Talk", parallel=ParallelConfig(tensor=2)), "whose ranks cannot share a generator so far"),
         (dict(environment="Unseeded"), 'examples of "train" on rank 1 are not those of rank 0'),
@@ -257,8 +269,6 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
 def test_what_ranks_cannot_do_is_refused_by_name(task, model_folder, tmp_path, changes, said):
     if "environment" in changes:
         changes = changes | {"environment": f"{task}:{changes['environment']}"}
-    if changes.get("algorithm") == "ppo":
-        changes = changes | {"train": TrainConfig()}
     config = config_of(task, model_folder, tmp_path / "run", **{"parallel": ParallelConfig(), **changes})
     for message in launch(2, refused, config):
         assert said in message

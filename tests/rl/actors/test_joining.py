@@ -91,12 +91,13 @@ def test_who_does_not_fit_is_told_why(model_folder, world, tmp_path, monkeypatch
     fleet = Fleet(512, 1024, 60.0)
     fleet.required = {"generator_0"}
     reception, address = reception_of(fleet, welcome_of(model_folder, **changes))
-    with reception, pytest.raises(UserError, match=said) as error:
-        run_generator(address, key, "generator_0", world)
-    if changes:  # one that the run has started itself ends it, with the same sentence
-        with pytest.raises(UserError, match="generator_0: ") as failure:
-            fleet.generate([[1]], SamplingParams())
-        assert str(error.value) in str(failure.value)
+    with reception:
+        with pytest.raises(UserError, match=said) as error:
+            run_generator(address, key, "generator_0", world)
+        if changes:  # one that the run has started itself ends it, with the same sentence
+            with pytest.raises(UserError, match="generator_0: ") as failure:
+                fleet.generate([[1]], SamplingParams())
+            assert str(error.value) in str(failure.value)
 
 
 def test_of_a_generator_every_rank_is_heard(model_folder):

@@ -1,10 +1,13 @@
 """Generators in processes of their own: the same run as in one process, whatever happens to them."""
 
+import os
+
 import pytest
 
-from lockstep.config import ActorsConfig
+from lockstep.config import ActorsConfig, RanksConfig
 from tests.parallel.launch import launch
 from tests.rl.actors.test_colocated import LAYOUTS, ONE, TASK, config_of, outcome, run
+from tests.server.conftest import running_server
 
 
 @pytest.fixture
@@ -29,6 +32,28 @@ def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path
     ranks, parallel, actors = WAYS[way]
     launch(ranks, run, config_of(task, model_folder, tmp_path / "run", parallel, actors=actors), seconds=300)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "one")
+
+
+# Servers as the runs of `config_of` need them.
+SERVED = dict(admin_key="secret", parallel=RanksConfig(reduction_chunks=ONE.reduction_chunks))
+
+
+def _run_with_key(config):
+    os.environ["LOCKSTEP_ADMIN_KEY"] = SERVED["admin_key"]
+    run(config)
+
+
+@pytest.mark.parametrize("way", ["one", "FSDP 2"])
+def test_a_run_is_the_same_with_generators_behind_http(task, model_folder, tmp_path, way):
+    launch(1, run, config_of(task, model_folder, tmp_path / "one", top_p=0.9), seconds=300)
+    with running_server(model_folder, **SERVED) as one, running_server(model_folder, **SERVED) as two:
+        ranks, parallel = LAYOUTS["FSDP 2"] if way == "FSDP 2" else (1, ONE)
+        config = config_of(task, model_folder, tmp_path / "run", parallel, top_p=0.9)
+        config.actors.urls = (one.url, two.url)
+        launch(ranks, _run_with_key, config, seconds=300)
+        assert min(server.engine.statistics.tokens_sampled for server in (one, two)) > 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "one")
+    assert not (tmp_path / "run" / "weights").exists()
 
 
 def test_steps_sampled_ahead_are_as_old_as_allowed_and_the_run_does_not_depend_on_who_was_how_fast(

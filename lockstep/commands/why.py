@@ -1,0 +1,283 @@
+"""`lockstep why`: what each actor of a run does, who waits for whom, and who holds everybody up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.observe.actors import (
+    Actor,
+    catches_stacks_signal,
+    held_up_by,
+    process_words,
+    read_actors,
+    stopped_words,
+    table,
+    verdict,
+    waits,
+    waits_words,
+    where_words,
+)
+from lockstep.observe.run_folder import CONFIG, RunFolder
+from lockstep.observe.run_lock import LOCK
+from lockstep.observe.sign_of_life import STACKS_SIGNAL, stacks_path
+from lockstep.observe.watchdog import LEFT
+
+ANSWER_SECONDS = 3.0
+"""For a process to write its stacks."""
+FRAMES = 10
+"""Of a stack that are printed."""
+INNERMOST = 2
+"""Of a stack that are printed even where they are an installed package's."""
+BRIEF = 10.0
+"""Seconds without progress that are nothing to speak of."""
+
+
+@dataclass
+class WhyOptions:
+    """What each actor of a run does, who waits for whom, and who holds everybody up."""
+
+    run: str
+    """The run's folder."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where an actor is, innermost frame first; or why that is not known."""
+
+    frames: list[str] = field(default_factory=list)
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known of a run just now."""
+
+    run: Path
+    summary: str
+    moves: bool
+    """Whether nobody holds it up: it moves, or it has ended well."""
+    held_up_by: list[Actor] = field(default_factory=list)
+    actors: list[Actor] = field(default_factory=list)
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+
+    def text(self) -> str:
+        lines = [self.summary]
+        if self.actors:
+            lines += ["", table(self.actors)]
+        for actor in self.actors:
+            stack = self.stacks[actor.name]
+            lines += ["", f"{actor.title}{': ' + stack.said if stack.said else ', innermost call first:'}"]
+            lines += [f"  {frame}" for frame in _shown(stack.frames)]
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        return json.dumps(
+            {
+                "run": str(self.run),
+                "summary": self.summary,
+                "moves": self.moves,
+                "held_up_by": [actor.name for actor in self.held_up_by],
+                "actors": [self._plain(actor) for actor in self.actors],
+            },
+            indent=1,
+        )
+
+    def _plain(self, actor: Actor) -> dict[str, object]:
+        stack = self.stacks[actor.name]
+        return {
+            "name": actor.name,
+            "process": actor.pid,
+            "state": actor.process,
+            "host": actor.host.split(" ")[0],
+            "step": actor.step,
+            "phase": actor.phase,
+            "waits_for": waits_words(actor, self.actors),
+            "waits_for_actors": [other.name for other in waits(actor, self.actors)],
+            "seconds_without_progress": actor.still,
+            "seconds_silent": actor.silent,
+            "message": actor.message,
+            "ended": actor.ended,
+            "stack": stack.frames,
+            "stack_said": stack.said,
+        }
+
+
+def why(run: Path) -> Explanation:
+    """Asks every process of the run that can answer. Raises UserError where there is no run, or nothing is known of it.
+
+    A process whose user this is not, or on another host, is known by what it has written.
+    """
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run}: holds no run; give the folder that a run writes, its --output")
+    actors = list(read_actors(run).values())
+    if not actors:
+        return _without_actors(run)
+    stacks = ask_stacks(run, actors)
+    holding = held_up_by(actors, actors)
+    moves = not any(a.lost or not a.answers for a in holding) and any(a.still <= _brief(a) for a in holding)
+    return Explanation(run, _summary(run, holding, actors, moves), moves, [] if moves else holding, actors, stacks)
+
+
+def _without_actors(run: Path) -> Explanation:
+    if holder := _starting(run):
+        return Explanation(run, f"the run is starting, and has said nothing yet: {holder} loads the model", True)
+    if RunFolder(run).summary.is_file():
+        return Explanation(run, "the run has ended: all its steps are made (summary.json)", True)
+    raise UserError(
+        f"{run}: nothing is known of its processes: it ended, or was killed, before its first step began; start it "
+        "again with --resume, or --overwrite"
+    )
+
+
+def _starting(run: Path) -> str:
+    """The process that holds the run's folder, as its lock names it; empty where there is none any more."""
+    try:
+        holder = (run / LOCK).read_text(errors="replace")
+    except OSError:
+        return ""
+    found = re.fullmatch(r"process (\d{1,9}) on (\S+)", holder)
+    if found and found[2] == socket.gethostname():
+        with suppress(PermissionError):
+            try:
+                os.kill(int(found[1]), 0)
+            except ProcessLookupError:
+                return ""
+    return holder
+
+
+def _brief(actor: Actor) -> float:
+    return max(BRIEF, 2 * actor.interval)
+
+
+def _summary(run: Path, holding: Sequence[Actor], actors: Sequence[Actor], moves: bool) -> str:
+    """Who holds everybody up, in a sentence."""
+    if moves:
+        return f"the run moves, and nobody holds it up: step {max(actor.step for actor in actors)}"
+    limit = _watchdog_seconds(run)
+    first = holding[0]
+    if ended := verdict(actors):
+        said = ended
+    elif first.ended:
+        said = f"{first.title} ended in step {first.step}, in {first.phase}: {first.ended}"
+    elif first.lost or not first.answers or 0 < limit < first.still:
+        said = "; ".join(map(stopped_words, holding))
+    else:
+        said = "; ".join(f"{where_words(actor, 'stands')}{process_words(actor)}" for actor in holding)
+    if all(actor.process in ("gone", "ended") for actor in actors):
+        return f"the run has ended: {said}"
+    names = {actor.name for actor in holding}
+    waiting = [actor.title for actor in actors if actor.name not in names and not actor.lost and waits(actor, actors)]
+    if waiting:
+        said += f"; {_listed(waiting)} {'wait' if waiting[1:] else 'waits'} for it"
+    if limit and not first.lost:
+        said += f"; the watchdog ends the run after {limit:g} s of that"
+    return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _watchdog_seconds(run: Path) -> float:
+    """The run's setting; 0 where it has none that can be read."""
+    try:
+        return float(tomllib.loads((run / CONFIG).read_text())["faults"]["watchdog_seconds"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0.0
+
+
+def ask_stacks(run: Path, actors: Sequence[Actor]) -> dict[str, Stack]:
+    """Every actor's stack, by name: the process's own answer, or what a watchdog left."""
+    asked: dict[str, int] = {}
+    for actor in actors:
+        if catches_stacks_signal(actor):
+            size = _size(stacks_path(run, actor.name))
+            with suppress(PermissionError, ProcessLookupError):
+                os.kill(actor.pid, STACKS_SIGNAL)
+                asked[actor.name] = size
+    until = time.monotonic() + ANSWER_SECONDS
+    return {actor.name: _stack(run, actor, asked.get(actor.name), until) for actor in actors}
+
+
+def _stack(run: Path, actor: Actor, asked: int | None, until: float) -> Stack:
+    path = stacks_path(run, actor.name)
+    if asked is not None:
+        frames = _answer(path, asked, actor.thread, until)
+        return Stack(frames) if frames else Stack(said=f"it has not answered within {ANSWER_SECONDS:g} s")
+    text = _text(path, 0)
+    if text.startswith(f"{LEFT} {actor.pid}\n") and (left := frames_of(text, actor.thread)):
+        return Stack(left, "its stack as the watchdog left it, innermost call first:")
+    if actor.process == "stopped":
+        return Stack(said="a stopped process cannot answer; let it continue, and ask again")
+    if actor.process in ("gone", "ended"):
+        return Stack(said="its process has ended")
+    if actor.process == "elsewhere":
+        return Stack(said=f"ask on its host: lockstep why {run}")
+    return Stack(said="it cannot be asked from here; its own user can")
+
+
+def _answer(path: Path, start: int, thread: int, until: float) -> list[str]:
+    """The frames that a process writes behind `start`; empty where it does not."""
+    before = -1
+    while time.monotonic() < until:
+        size = _size(path)
+        # The thread's frames are there, and nothing came since the last look.
+        if size == before and size > start and (frames := frames_of(_text(path, start), thread)):
+            return frames
+        before = size
+        time.sleep(0.05)
+    return []
+
+
+def frames_of(stacks: str, thread: int) -> list[str]:
+    """One thread's frames in what faulthandler has written, innermost first; the last, where it stands there twice."""
+    frames: list[str] = []
+    inside = False
+    for line in stacks.splitlines():
+        if "hread 0x" in line:
+            inside = f"0x{thread:016x}" in line
+            frames = [] if inside else frames
+        elif inside and line.startswith("  "):
+            frames.append(line.strip())
+        else:
+            inside = False
+    return frames
+
+
+def _shown(frames: Sequence[str]) -> list[str]:
+    """The innermost frames, and those around them that are not of installed packages."""
+    lines: list[str] = []
+    for index, frame in enumerate(frames):
+        if index < INNERMOST or "-packages/" not in frame:
+            lines.append(re.sub(r'".*-packages/', '"', frame))
+        elif lines[-1] != "…":
+            lines.append("…")
+    return lines[:FRAMES] + ["…"] * (len(lines) > FRAMES)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _text(path: Path, start: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

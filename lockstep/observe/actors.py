@@ -1,0 +1,300 @@
+"""Who of a run's actors waits for whom, and in which words that is said: what `lockstep why` and the watchdog share."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.observe.sign_of_life import STACKS_SIGNAL, host, stat_fields
+
+Process = Literal["running", "stopped", "gone", "elsewhere", "ended"]
+"""Of an actor: running; stopped by a signal; gone without a word; on another host, or in another container; ended by
+an error that it has told of."""
+NAME = re.compile(r"[a-z]+_[0-9]+")
+LOST = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
+"""How gloo and NCCL say that a connection has ended: another rank has, before."""
+
+GENERATORS = "the generators"
+"""All of them, as what somebody waits for."""
+BY_WATCHDOG = "ended by the watchdog: "
+"""The beginning of what actors say that it has ended."""
+
+
+@dataclass
+class Actor:
+    """An actor's last sign of life, and what became of its process since."""
+
+    name: str
+    pid: int = 0
+    started: int = 0
+    host: str = ""
+    thread: int = 0
+    interval: float = 0.0
+    step: int = 0
+    phase: str = ""
+    waits_for: str = ""
+    patience: float = 0.0
+    progress: int = 0
+    work: int = 0
+    moved: float = 0.0
+    time: float = 0.0
+    message: str = ""
+    ended: str = ""
+    collectives: dict[str, Any] = field(default_factory=dict)
+    process: Process = "running"
+    still: float = 0.0
+    """Seconds without progress."""
+    silent: float = 0.0
+    """Seconds without a sign of life."""
+
+    @property
+    def title(self) -> str:
+        """`rank 0`."""
+        return self.name.replace("_", " ")
+
+    @property
+    def is_rank(self) -> bool:
+        return self.name.startswith("rank_")
+
+    @property
+    def answers(self) -> bool:
+        return self.process in ("running", "elsewhere") and self.silent <= 3 * max(self.interval, 0.05)
+
+    @property
+    def lost(self) -> bool:
+        """Nothing comes from it any more."""
+        return self.process in ("stopped", "gone", "ended")
+
+
+def read_actors(run: Path) -> dict[str, Actor]:
+    """All that have a sign of life in the run's folder, by name; ages by this machine's clock."""
+    now = time.time()
+    actors = {}
+    for path in run.glob("logs/heartbeat_*.json"):
+        actor = read_actor(path)
+        if actor is not None:
+            actor.still, actor.silent = max(0.0, now - actor.moved), max(0.0, now - actor.time)
+            actors[actor.name] = actor
+    return dict(sorted(actors.items(), key=lambda item: (not item[1].is_rank, _number(item[0]), item[0])))
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+def read_actor(path: Path) -> Actor | None:
+    """None for what cannot be read: not written yet, or caught halfway."""
+    for _ in range(3):
+        try:
+            content = json.loads(path.read_text())
+            actor = Actor(**{name: kind(content[name]) for name, kind in KINDS.items()})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            time.sleep(0.002)
+            continue
+        if NAME.fullmatch(actor.name):
+            actor.process = process_of(actor)
+            return actor
+    return None
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError(value)
+    return number
+
+
+def _text(value: Any) -> str:
+    return " ".join(str(value).split())
+
+
+KINDS: dict[str, Any] = {
+    "name": _text, "pid": int, "started": int, "host": _text, "thread": int, "interval": _finite, "step": int,
+    "phase": _text, "waits_for": _text, "patience": _finite, "progress": int, "work": int, "moved": _finite,
+    "time": _finite, "message": _text, "ended": _text, "collectives": dict,
+}  # fmt: skip
+"""Of a sign of life, what is read."""
+
+
+def process_of(actor: Actor) -> Process:
+    """What this machine can see of it."""
+    if actor.ended:
+        return "ended"
+    if actor.host != host():
+        return "elsewhere"
+    if not actor.started:  # no /proc here
+        return "running" if _exists(actor.pid) else "gone"
+    fields = stat_fields(actor.pid)
+    if not fields or int(fields[19]) != actor.started or fields[0] in "ZX":
+        return "gone"
+    return "stopped" if fields[0] in "Tt" else "running"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def catches_stacks_signal(actor: Actor) -> bool:
+    """Whether the signal is expected there: it ends a process that has no handler for it."""
+    if actor.process != "running" or not actor.started:
+        return False
+    try:
+        lines = Path(f"/proc/{actor.pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(masks and masks[0] >> (STACKS_SIGNAL - 1) & 1)
+
+
+def waits(actor: Actor, actors: Iterable[Actor]) -> list[Actor]:
+    """Those that it waits for itself: whom it names; else ranks that have begun fewer collectives in a group that both
+    are in; else ranks in an earlier phase."""
+    if actor.lost:
+        return []
+    others = [other for other in actors if other.name != actor.name]
+    words = set(NAME.findall(actor.waits_for))
+    beside = GENERATORS in actor.waits_for
+    if named := [other for other in others if other.name in words or (beside and not other.is_rank)]:
+        return named
+    if not actor.is_rank:
+        return []
+    ranks = [other for other in others if other.is_rank]
+    if behind := [other for other in ranks if _is_behind(other, actor)]:
+        return behind
+    place = actor.step, actor.progress
+    return [r for r in ranks if (r.step, r.progress) < place and not _is_behind(actor, r)]
+
+
+def _is_behind(other: Actor, actor: Actor) -> bool:
+    pairs = [(actor.collectives[g], other.collectives[g]) for g in actor.collectives.keys() & other.collectives.keys()]
+    return any(own[0] > theirs[0] for own, theirs in pairs if own[1] == theirs[1])
+
+
+def held_up_by(waiting: Sequence[Actor], actors: Sequence[Actor]) -> list[Actor]:
+    """Where the chains of who waits for whom end that begin at `waiting`.
+
+    Those that are stopped or gone come alone where there are some, else those furthest behind.
+    """
+    if not waiting:
+        return []
+    seen: dict[str, Actor] = {}
+    ends: list[Actor] = []
+    left = list(waiting)
+    while left:
+        actor = left.pop()
+        if actor.name not in seen:
+            seen[actor.name] = actor
+            following = waits(actor, actors)
+            left += following
+            if not following:
+                ends.append(actor)
+    if not ends:
+        return _ring(list(seen.values()))
+    if lost := [actor for actor in ends if actor.lost]:
+        return _first_lost(lost)
+    # Phases are counted alike on ranks only.
+    least = min((a.step, a.progress if a.is_rank else 0) for a in ends)
+    return [a for a in ends if (a.step, a.progress if a.is_rank else 0) == least]
+
+
+def _ring(actors: list[Actor]) -> list[Actor]:
+    """Those that wait for each other, without those that only wait for them."""
+    awaited = {other.name for actor in actors for other in waits(actor, actors)}
+    left = [actor for actor in actors if actor.name in awaited]
+    return left if len(left) in (0, len(actors)) else _ring(left)
+
+
+def _first_lost(lost: list[Actor]) -> list[Actor]:
+    """The cause: a process that is stopped, or that the watchdog has named; an error of its own; an end without a word;
+    an error about others."""
+    said = verdict(lost)
+    for kind in (
+        [a for a in lost if a.process == "stopped"],
+        [a for a in lost if f"{a.title} stopped in" in said],
+        sorted((a for a in lost if a.ended and not _is_about_others(a)), key=lambda a: a.time)[:1],
+        [a for a in lost if a.process == "gone"],
+    ):
+        if kind:
+            return kind
+    return sorted(lost, key=lambda a: a.time)[:1]
+
+
+def _is_about_others(actor: Actor) -> bool:
+    return any(sign in actor.ended for sign in (*LOST, BY_WATCHDOG))
+
+
+def verdict(actors: Iterable[Actor]) -> str:
+    """Whom the watchdog has named, in its words; empty where it has not ended the run."""
+    return next((a.ended for a in actors if a.ended.startswith(BY_WATCHDOG)), "")
+
+
+def stopped_words(actor: Actor) -> str:
+    """`rank 1 stopped in step 3, in forward: no progress for 480.2 s, and …`."""
+    return where_words(actor, "stopped") + process_words(actor)
+
+
+def where_words(actor: Actor, does: str) -> str:
+    """`rank 1 stands in step 3, in forward: no progress for 12.0 s`, where that is what it `does`."""
+    waits_for = f", waiting for {actor.waits_for}" if actor.waits_for else ""
+    return (
+        f"{actor.title} {does} in step {actor.step}, in {actor.phase}{waits_for}: no progress for {actor.still:.1f} s"
+    )
+
+
+def process_words(actor: Actor) -> str:
+    """What became of the process, as the end of a sentence; empty where it answers."""
+    if actor.process == "stopped":
+        return (
+            f", and its process {actor.pid} does not answer: a signal has stopped it (kill -CONT {actor.pid} lets it "
+            "continue)"
+        )
+    if actor.process == "gone":
+        return f", and its process {actor.pid} is gone without a word: it was killed (dmesg shows whether for memory)"
+    if not actor.answers:
+        return f", and its process {actor.pid} does not answer for {actor.silent:.1f} s"
+    return ""
+
+
+COLUMNS = ("actor", "process", "step", "phase", "waits for", "no progress", "last message")
+
+
+def table(actors: Sequence[Actor]) -> str:
+    """A line for each actor."""
+    rows = [COLUMNS, *(_row(actor, actors) for actor in actors)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _row(actor: Actor, actors: Sequence[Actor]) -> tuple[str, ...]:
+    process = f"{actor.pid} {actor.process}"
+    if actor.process == "elsewhere":
+        process = f"{actor.pid} on {actor.host.split(' ')[0]}, said something {actor.silent:.0f} s ago"
+    elif not actor.lost and not actor.answers:
+        process += f", silent for {actor.silent:.0f} s"
+    return (
+        actor.title, process, str(actor.step), actor.phase, waits_words(actor, actors) or "-",
+        f"{actor.still:.1f} s", _short(actor.ended or actor.message) or "-",
+    )  # fmt: skip
+
+
+def waits_words(actor: Actor, actors: Sequence[Actor]) -> str:
+    """What it says that it waits for, or else the actors that it is seen to wait for."""
+    return actor.waits_for or ", ".join(other.title for other in waits(actor, actors))
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= 80 else message[:79] + "…"

@@ -1,0 +1,105 @@
+"""What a weight sync sends, receives and holds on rank 0, by the layouts alone: a `WeightTransfer` without ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from lockstep.model import Decoder
+from lockstep.parallel import World
+from lockstep.parallel.world import AXES
+from lockstep.rl.actors.boxes import Box, common, volume
+from lockstep.rl.actors.weights import BUCKET
+
+
+@dataclass
+class ForeseenTransfer:
+    """Bytes of rank 0 in one weight sync."""
+
+    sent: int
+    """To other ranks."""
+    received: int
+    """From other ranks."""
+    held: int
+    """The most that is in memory at once beside the weights: those that have arrived, and what is on its way."""
+
+
+def foresee_transfer(tensors: Mapping[str, Tensor], model: Decoder, world: World) -> ForeseenTransfer:
+    """What `WeightTransfer(tensors, model, world)` moves on rank 0, where the other ranks exist or not.
+
+    tensors: rank 0's, float32 or of the model's dtype, with or without values.
+    """
+    places = _places(world)
+    itemsize = model.dtype.itemsize
+    sent = received = arrived = held = 0
+    for bucket in _buckets(model, itemsize):
+        sent_of_bucket = received_of_bucket = rounded = 0
+        for name, parameter in bucket:
+            wanted = _boxes(parameter, places)
+            arrived += volume(wanted[0]) * itemsize
+            kept = 0
+            if name in tensors:
+                held_by = _boxes(tensors[name], places)
+                # Ranks of another stage have other tensors.
+                holders = [r for r, place in enumerate(places) if not place["pipeline"] and held_by[r] == held_by[0]]
+                for target, box in enumerate(wanted):
+                    part = common(held_by[0], box)
+                    nearest = holders[target * len(holders) // len(places)]
+                    if part is not None and target not in holders and nearest == 0:
+                        sent_of_bucket += volume(part) * itemsize
+                own = common(held_by[0], wanted[0])
+                kept = volume(own) if own else 0
+                rounded += volume(held_by[0]) * itemsize * (tensors[name].dtype != model.dtype)
+            received_of_bucket += (volume(wanted[0]) - kept) * itemsize
+        sent, received = sent + sent_of_bucket, received + received_of_bucket
+        held = max(held, arrived + rounded + sent_of_bucket + received_of_bucket)
+    return ForeseenTransfer(sent, received, held)
+
+
+def _places(world: World) -> list[dict[str, int]]:
+    """Of each rank its index along every axis, and among those that share one copy of the weights."""
+    degrees = [world.degrees[axis] for axis in AXES]
+    places = []
+    for rank in range(world.size):
+        place = dict(zip(AXES, map(int, np.unravel_index(rank, degrees))))
+        places.append(place | {"shard": place["data_shard"] * world.degrees["context"] + place["context"]})
+    return places
+
+
+def _boxes(tensor: Tensor, places: list[dict[str, int]]) -> list[Box]:
+    """Which part of `tensor` each rank has."""
+    if not isinstance(tensor, DTensor):
+        return [tuple((0, size) for size in tensor.shape)] * len(places)
+    mesh = tensor.device_mesh
+    axes = mesh.mesh_dim_names or ()
+    found: dict[tuple[int, ...], Box] = {}
+    boxes = []
+    for place in places:
+        here = tuple(place[axis] for axis in axes)
+        if here not in found:
+            shape, offset = _compute_local_shape_and_global_offset(
+                tensor.shape, tuple(mesh.shape), list(here), tensor.placements
+            )
+            found[here] = tuple((start, start + size) for start, size in zip(offset, shape))
+        boxes.append(found[here])
+    return boxes
+
+
+def _buckets(model: Decoder, itemsize: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """As `WeightTransfer` makes them."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, parameter in model.named_parameters():
+        nbytes = math.prod(parameter.shape) * itemsize
+        if bucket and size + nbytes > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += nbytes
+    yield bucket

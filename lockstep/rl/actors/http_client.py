@@ -1,0 +1,155 @@
+"""Requests to an HTTP server, many at a time in one thread: JSON in, JSON or a stream of events out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+CONNECT_SECONDS = 5.0
+HEADER_BYTES = 2**16
+ERROR_BYTES = 2**16
+"""Of an answer that is no success, and so may be anything."""
+DATA = b"data:"
+
+
+class HttpError(Exception):
+    """The server's answer is no success. `message` is what it says, `code` OpenAI's name for it if it gave one."""
+
+    def __init__(self, status: int, message: str, code: str = ""):
+        super().__init__(f"{message} (status {status})")
+        self.status, self.message, self.code = status, message, code
+
+
+class Unreachable(Exception):
+    """Nobody answers, or not as HTTP asks for, or the connection has ended in the middle."""
+
+
+class HttpClient:
+    """Asks the server at `url`; each request has a connection of its own, so that giving it up tells the server."""
+
+    def __init__(self, url: str, api_key: str = "", admin_key: str = ""):
+        parts = urlsplit(url)
+        self.url, self.host = url, parts.hostname or ""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host_header = parts.netloc.rpartition("@")[2]
+        self._api_key, self._admin_key = api_key, admin_key
+
+    async def call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        """The answer's JSON; None where it is no JSON. Raises HttpError, Unreachable, and TimeoutError."""
+        async with asyncio.timeout(seconds), self._answer(method, path, body) as parts:
+            content = b"".join([part async for part in parts])
+        try:
+            return json.loads(content)
+        except ValueError:
+            return None
+
+    async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
+        """The server-sent events of an answer, JSON each, up to `[DONE]`. Raises HttpError and Unreachable."""
+        async with self._answer("POST", path, body) as parts:
+            rest = b""
+            async for part in parts:
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    if not line.startswith(DATA):
+                        continue
+                    data = line.removeprefix(DATA).strip()
+                    if data == b"[DONE]":
+                        return
+                    try:
+                        event = json.loads(data)
+                    except ValueError as error:
+                        raise Unreachable(f"an event of its stream is no JSON: {data[:80]!r}") from error
+                    if isinstance(event, dict) and event.get("error"):
+                        raise _error_of(0, event)
+                    yield event
+        raise Unreachable("its stream ended before it was done")
+
+    @contextlib.asynccontextmanager
+    async def _answer(self, method: str, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The parts of a successful answer's body."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self._tls, limit=HEADER_BYTES)
+            writer.write(self._request(method, path, body))
+            await writer.drain()
+            status, headers = await _head(reader)
+            parts = _body(reader, headers)
+            if status != 200:
+                raise _error_of(status, await _json_of(parts))
+            yield parts
+        except TimeoutError:
+            if writer is None:
+                raise Unreachable(f"no connection within {CONNECT_SECONDS:g} s") from None
+            raise
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise Unreachable(str(error) or type(error).__name__) from error
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _request(self, method: str, path: str, body: Any) -> bytes:
+        content = b"" if body is None else json.dumps(body).encode()
+        key = self._admin_key if path.startswith("/admin/") else self._api_key
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {self._host_header}",
+            "Connection: close",
+            "Accept: application/json, text/event-stream",
+            *([f"Authorization: Bearer {key}"] if key else []),
+            *(["Content-Type: application/json"] if body is not None else []),
+            f"Content-Length: {len(content)}",
+        ]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1") + content
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers, whose names are in lower case. Raises ValueError for what is not HTTP."""
+    while True:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        version, _, rest = lines[0].partition(" ")
+        if not version.startswith("HTTP/1."):
+            raise ValueError(f"what answers there does not speak HTTP: {lines[0][:80]!r}")
+        status = int(rest[:3])
+        if status >= 200:
+            pairs = (line.partition(":") for line in lines[1:] if line)
+            return status, {name.strip().lower(): value.strip() for name, _, value in pairs}
+
+
+async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        while size := int((await reader.readline()).partition(b";")[0], 16):
+            yield await reader.readexactly(size)
+            await reader.readexactly(2)
+    elif "content-length" in headers:
+        yield await reader.readexactly(int(headers["content-length"]))
+    else:
+        while part := await reader.read(HEADER_BYTES):
+            yield part
+
+
+async def _json_of(parts: AsyncIterator[bytes]) -> Any:
+    """Of an answer that is no success; its text where it is no JSON."""
+    content = b""
+    async for part in parts:
+        content += part
+        if len(content) > ERROR_BYTES:
+            break
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content[:200].decode(errors="replace")
+
+
+def _error_of(status: int, answer: Any) -> HttpError:
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    if not isinstance(error, dict):
+        return HttpError(status, str(error)[:1000] or "no reason given")
+    message = error.get("message") or error.get("detail") or json.dumps(error)
+    return HttpError(status, str(message)[:1000], str(error.get("code") or ""))

@@ -1,0 +1,84 @@
+"""A run's newest weights as model folders, for generators that read them from a disk that both see."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from lockstep.checkpoint.manifest import Piece
+from lockstep.checkpoint.part import SavePlanner
+from lockstep.checkpoint.staging import in_place
+from lockstep.checkpoint.storage import SafetensorsWriter
+from lockstep.errors import RunStopped
+from lockstep.model import TrainableModel, hugging_face_name, write_description
+from lockstep.parallel import World
+
+EMBEDDING = "model/model.embed_tokens.weight"
+KEPT = 2
+"""Versions: the newest, and the one that a generator may still be reading."""
+
+
+class WeightFolders:
+    """Writes `FOLDER/version_N`, in whatever layout the model is, and deletes older ones. All ranks call its methods.
+
+    A folder that has its name is whole. own_head: also writes the head of a model whose head is its embedding.
+    """
+
+    def __init__(self, folder: Path, model: TrainableModel, dtype: torch.dtype, world: World, own_head: bool = False):
+        self.folder, self._model, self._dtype, self._world = folder.resolve(), model, dtype, world
+        self._own_head = own_head and model.config.tie_embeddings
+        self._group = dist.new_group(backend="gloo") if world.mesh is not None else None
+        self._written: list[Path] = []
+        self.close()
+
+    def write(self, version: int) -> Path:
+        """The folder with the weights as they are now. Raises RunStopped, on all ranks, where the disk refuses them."""
+        folder = self.folder / f"version_{version:08}"
+        incomplete = folder.with_name(folder.name + ".partial")
+
+        def complete(files: dict[str, str], pieces: list[Piece]) -> None:
+            shape = self._model.config
+            own = {name.removeprefix("model/"): file for name, file in files.items()}
+            write_description(incomplete, shape, self._dtype, own, shape.num_parameters * self._dtype.itemsize)
+            shutil.rmtree(folder, ignore_errors=True)
+            incomplete.rename(folder)
+
+        named = self._model.named_parameters()
+        tensors = {f"model/{hugging_face_name(name)}": (parameter.detach(), self._dtype) for name, parameter in named}
+        if self._own_head and EMBEDDING in tensors:
+            tensors["model/lm_head.weight"] = tensors[EMBEDDING]
+        problem = ""
+        try:
+            dcp.save(
+                in_place(tensors),
+                storage_writer=SafetensorsWriter(incomplete, {"model": "model"}, complete),
+                planner=SavePlanner(),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except dcp.CheckpointException as error:
+            problem = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            raise RunStopped(
+                f"{folder}: new weights cannot be written for the generators behind HTTP ({problem}), and the run ends "
+                "here. Free some space, then --resume continues from the newest checkpoint",
+                exit_code=1,
+            )
+        self._written = [*(old for old in self._written if old != folder), folder]
+        while len(self._written) > KEPT:
+            old = self._written.pop(0)
+            if self._world.is_main:
+                shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def close(self) -> None:
+        """Deletes all of them, those that an earlier process of the run has left behind as well."""
+        if self._world.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._written = []

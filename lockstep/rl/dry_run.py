@@ -1,0 +1,262 @@
+"""A reinforcement run's memory and weight sync before they are paid for: rank 0, on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lockstep import ops
+from lockstep.checkpoint import folder_if_model
+from lockstep.config import ParallelConfig, RLConfig, algorithm_of, validate
+from lockstep.errors import UserError
+from lockstep.generate.engine import LOGITS_ELEMENTS, Engine
+from lockstep.model import (
+    Decoder,
+    ModelConfig,
+    ScoringModel,
+    choose_dtype,
+    is_auto,
+    preset,
+    read_config,
+    resolve_dtype,
+)
+from lockstep.model.shard import local_values
+from lockstep.ops.native import pretending
+from lockstep.ops.packed_weights import panel_words
+from lockstep.parallel import World, close_world, generator_model
+from lockstep.parallel.world import imagined_world
+from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_transfer
+from lockstep.rl.critic import ValueHead, train_settings
+from lockstep.rl.reference import AVERAGE, START
+from lockstep.train import Trainer
+from lockstep.train.dry_run import DryRun, imagined_step, imagined_tensors, leave, on_meta, whole_shapes_uncounted
+from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
+
+STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
+"""Of a step: what a rank does in turn."""
+
+
+@dataclass
+class RLDryRun:
+    """What was found. Memory is in bytes, of one rank."""
+
+    trained: DryRun
+    memory: dict[str, dict[str, int]]
+    """By what it is for, at the peak of each of `STAGES`; what is not held then is left out."""
+    transfer: ForeseenTransfer | None
+    """Of a weight sync; None where the generator reads the trainer's own weights."""
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each of `STAGES`, together."""
+        return {stage: sum(of_stage.get(stage, 0) for of_stage in self.memory.values()) for stage in STAGES}
+
+    def text(self) -> str:
+        """Tables for a terminal."""
+        found, peaks = self.trained, self.peaks
+        stages = STAGES if self.transfer else STAGES[:2]
+        degrees = ", ".join(f"{axis} {degree}" for axis, degree in found.world.degrees.items() if degree > 1)
+        lines = [
+            f"{found.world.size} ranks ({degrees or 'alone'})",
+            f"{found.parameters / 1e9:.3f} B parameters in {found.dtype}",
+            f"about {found.microbatches} full micro-batches per rank and step, prompts not counted",
+            "",
+            f"{'memory of a rank, GiB':36}" + "".join(f"{stage:>12}" for stage in stages),
+        ]
+        for name, held in self.memory.items():
+            lines.append(f"  {name:34}" + "".join(_gib(held.get(stage)) for stage in stages))
+        lines += [f"  {'together':34}" + "".join(_gib(peaks[stage]) for stage in stages), ""]
+        lines.append(f"the peak is {max(peaks.values()) / 2**30:.3f} GiB, in {max(stages, key=peaks.__getitem__)}")
+        if self.transfer:
+            sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
+            lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB (rank 0)")
+        else:
+            lines.append("no weight sync: the generator reads the trainer's own weights")
+        return "\n".join(lines)
+
+
+def _gib(size: int | None) -> str:
+    return f"{'':12}" if size is None else f"{size / 2**30:12.3f}"
+
+
+def foresee(config: RLConfig) -> RLDryRun:
+    """What a rank of `config.dry_run` ranks would need; neither data nor weights are read, so a preset will do.
+
+    Raises UserError for bad input.
+    """
+    validate(config)
+    if config.actors.separate:
+        raise UserError("a dry run counts generators on the ranks that train; leave actors.separate out")
+    config = replace(config, model=folder_if_model(config.model))
+    # The ranks are somewhere else, unless it is said that they are CPUs.
+    on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
+    dtype, why = choose_dtype(config.dtype, config.model, torch.device("cpu" if on_cpu else "cuda"))
+    found = dry_run(replace(config, dtype=dtype), config.dry_run, on_cpu)  # type: ignore[arg-type]
+    if is_auto(config.dtype) and why:
+        found.trained = replace(found.trained, dtype=f"{dtype} (auto: {why})")
+    return found
+
+
+def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
+    """Builds rank 0 of `ranks`, and takes it through a micro-batch and an update, and a forward of its generator.
+
+    A micro-batch is `train.tokens_per_microbatch` tokens, all but the first of each completion sampled, or one
+    completion where that is longer. Raises UserError where the degrees do not fit the ranks or the model.
+    """
+    world = imagined_world(config.parallel, ranks)
+    try:
+        shape = _shape(config.model)
+        fake = imagined_tensors()
+        critic = None
+        if algorithm_of(config).advantage == "gae":
+            with fake, pretending():
+                critic = ValueHead(shape.dim, "cpu", config.value_detached)
+        beside = critic.parameters_by_name() if critic else {}
+        settings = replace(config, train=train_settings(config))
+        row, share = _microbatch(config), _share(config, world)
+        trainer, trained = imagined_step(settings, shape, world, fake, row, share, _Loss(config, critic), beside)
+        with whole_shapes_uncounted():
+            return _with_generator(config, shape, world, fake, trainer, trained, on_cpu)
+    finally:
+        close_world(world)
+
+
+def _with_generator(
+    config: RLConfig,
+    shape: ModelConfig,
+    world: World,
+    fake: FakeTensorMode,
+    trainer: Trainer,
+    trained: DryRun,
+    on_cpu: bool,
+) -> RLDryRun:
+    apart = world.mesh is not None
+    if apart:
+        sampling = _frozen(shape, config, world, fake)
+    else:
+        assert isinstance(trainer.model, Decoder)
+        sampling = trainer.model
+    with fake, pretending():
+        engine = Engine(sampling, replace(config.engine, cuda_graphs="none"))
+    memory: dict[str, dict[str, int]] = {}
+
+    def note(name: str, size: int, *stages: str) -> None:
+        if size:
+            memory[name] = dict.fromkeys(stages or STAGES, size)
+
+    own = dict(trained.memory)
+    at_peak, gradients = own.pop("a micro-batch at its peak"), own.pop("gradients")
+    subtrees = own.pop("sums of micro-batches", 0)
+    for name, size in own.items():
+        note(name, size)
+    if config.kl_coefficient and config.kl_reference == AVERAGE:
+        note("moving average", _bytes(trainer.optimizer.masters.values()))
+    if apart:
+        note("generator's copy", _bytes(sampling.parameters()))
+    if config.kl_coefficient:
+        folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
+        note("reference model", _bytes(_frozen(_shape(folder), config, world, fake).parameters()))
+    if config.teacher:
+        note("teacher", _bytes(_frozen(_shape(config.teacher), config, world, fake).parameters()))
+    note("cache of keys and values", engine.cache.nbytes)
+    if on_cpu:
+        note("weights in a decode step's order", _panels(sampling))
+    # Of bfloat16 weights in one process the float32 sums keep their memory for the next step's.
+    note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
+    note("sums of micro-batches", subtrees, TRAINING)
+    note("a micro-batch at its peak", at_peak, TRAINING)
+    note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
+    transfer = foresee_transfer(dict(trainer.model.named_parameters()), sampling, world) if apart else None
+    if transfer:
+        # A CPU keeps this memory for the next sync: the system would clear every page of new one.
+        note("arriving weights and messages", transfer.held, *(STAGES if on_cpu else (SYNC,)))
+        if on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:
+            note("the moving average's, arriving", transfer.held)
+    return RLDryRun(trained, memory, transfer)
+
+
+def _shape(model: str) -> ModelConfig:
+    folder = Path(folder_if_model(model))
+    return read_config(folder) if folder.is_dir() else preset(model)
+
+
+def _share(config: RLConfig, world: World) -> int:
+    """Micro-batches of a rank in a step, were all of them full."""
+    tokens = config.prompts_per_step * config.samples_per_prompt * config.max_new_tokens
+    share = -(-tokens // (config.train.tokens_per_microbatch * world.data_size))
+    # Idle ones are added until a pipeline's schedule runs: twice as many as it has ranks always do.
+    least = 2 * world.degrees["pipeline"] if world.degrees["pipeline"] > 1 else 1
+    return -(-share // least) * least
+
+
+def _microbatch(config: RLConfig) -> PackedRow:
+    length = config.max_new_tokens
+    count, rest = divmod(config.train.tokens_per_microbatch, length)
+    lengths = [length] * max(count, 1) + [rest] * (rest > 0 and count > 0)
+    # One token more than is computed: the last one predicts nothing.
+    return pack_scored([[0] * (n + 1) for n in lengths], [range(1, n + 1) for n in lengths])
+
+
+class _Loss:
+    """Asks of a micro-batch the gradients that `PolicyLoss` does."""
+
+    def __init__(self, config: RLConfig, critic: nn.Module | None):
+        self.temperature, self.critic = config.temperature, critic
+        self.of_entropies = config.entropy_coefficient > 0
+
+    def __call__(self, model: ScoringModel, row: PackedRow) -> Tensor:
+        states = predicting_states(model, row)
+        log_probs, entropies = target_log_probs(model, row, self.temperature, states)
+        loss = log_probs.sum() + (entropies.sum() if self.of_entropies else 0.0)
+        return loss + self.critic(states).sum() if self.critic else loss
+
+
+def _frozen(shape: ModelConfig, config: RLConfig, world: World, fake: FakeTensorMode) -> Decoder:
+    """As `actors.models.frozen_model`, without values."""
+    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
+    model = generator_model(shape, resolve_dtype(config.dtype), on_meta(world), parallel, leave)
+    with fake:
+        return model.to_empty(device="cpu")
+
+
+def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
+    """Bytes at the peak of a forward over `engine.max_tokens_per_step` rows, and of drawing from as many logits as are
+    held at once."""
+    from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+
+    config, model = engine.config, engine.model
+    sequences = min(config.max_sequences, config.max_tokens_per_step)
+    rows = config.max_tokens_per_step
+    lengths = torch.full((sequences,), rows // sequences, dtype=torch.int32)
+    lengths[: rows % sequences] += 1
+    attention = ops.PagedAttention(engine.cache, torch.zeros(sequences, 1, dtype=torch.int32), lengths, lengths.clone())
+    attention.slots  # noqa: B018 - made of real numbers, before values are left out
+    drawn = min(sequences, max(1, LOGITS_ELEMENTS // model.config.vocab_size))
+    with fake, pretending(), torch.no_grad():
+        tokens = torch.zeros(rows, dtype=torch.int64)
+        tracker = MemTracker()
+        tracker.track_external(engine.cache.keys, engine.cache.values)
+        with tracker:
+            hidden = model(tokens, tokens, attention)
+            model.logits(hidden[:drawn])
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    # Weights and cache are counted by themselves.
+    return peak["Total"] - sum(peak[kind] for kind in (_MemRefType.PARAM, _MemRefType.GRAD, _MemRefType.OTH))
+
+
+def _panels(model: Decoder) -> int:
+    """Bytes of the weights as products of few rows read them on a CPU (`ops.PackedWeights`)."""
+    return sum(
+        4 * panel_words(local_values(parameter))
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and (model.config.tie_embeddings or not name.startswith("embed_tokens"))
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local_values(tensor).nbytes for tensor in tensors)
