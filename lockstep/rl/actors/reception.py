@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep import __version__
-from lockstep.observe import log
+from lockstep.observe import announce, log
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, Listener
 from lockstep.rl.actors.wire_remote import WireRemote
@@ -81,7 +81,8 @@ class Reception:
             channel.send({**self._welcome, "name": name})
             remote.start(self._fleet)
             self._fleet.join(remote)
-        log.info("%s joins, process %d on %s, %d ranks", name, hello["pid"], hello["host"], hello["tensor"])
+        ranks = f", {hello['tensor']} ranks" if hello["tensor"] > 1 else ""
+        announce(f"rl: {name} joins, process {hello['pid']} on {hello['host']}{ranks}")
 
     def _attend(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         """Listens to a rank that computes beside the one that talks, until either is gone: then its generator is."""

@@ -118,6 +118,10 @@ class SeparateGenerators:
         if actors.port:
             announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")
 
+    def _fresh_key(self, path: Path) -> bytes:
+        path.unlink(missing_ok=True)  # of a run that was killed
+        return make_key(path) if self._config.actors.port else token_bytes(32)
+
     def _wanted(self) -> Wanted:
         """What a server must be like."""
         config, sampler = self._config, self.sampler
@@ -135,10 +139,6 @@ class SeparateGenerators:
                 min_p=config.min_p,
             ),
         )
-
-    def _fresh_key(self, path: Path) -> bytes:
-        path.unlink(missing_ok=True)  # of a run that was killed
-        return make_key(path) if self._config.actors.port else token_bytes(32)
 
     def _welcome(self) -> dict[str, Any]:
         """What a generator is told of the run."""

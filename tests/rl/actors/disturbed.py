@@ -46,7 +46,7 @@ class Disturbed:
         new.rename(f"{self.folder}.hold")
 
     def start(self):
-        self.process = CONTEXT.Process(target=_run, args=(self.config,))
+        self.process = CONTEXT.Process(target=_run, args=(self.config,), daemon=True)
         self.process.start()
 
     @property
@@ -73,13 +73,27 @@ class Disturbed:
                 found.setdefault(command[command.index("--name") + 1], []).append(process)
         return found
 
-    def wait(self, condition, seconds=120):
+    def wait(self, condition, seconds=90):
         """Returns once `condition()`; the trainer must live until then."""
         until = time.monotonic() + seconds
         while not condition():
             assert self.process.is_alive(), "the trainer has ended"
             assert time.monotonic() < until, "it does not come"
             time.sleep(0.002)
+
+    def wait_for_step(self, step):
+        self.wait(lambda: self.step >= step)
+
+    def wait_for_generator(self, name):
+        """Returns its process once it has joined, the first one's of several ranks."""
+        found = []
+
+        def has_joined():
+            found[:] = [p for p in self.generators().get(name, []) if f"{name} joins, process {p} " in self.said]
+            return found
+
+        self.wait(has_joined)
+        return found[0]
 
     def end(self, seconds=240):
         """Waits for the trainer's end; returns its exit code."""

@@ -11,34 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import ActorsConfig, CheckpointConfig
-from tests.parallel.launch import launch
+from lockstep.config import ActorsConfig
 from tests.rl.actors.disturbed import Disturbed, is_alive, unfinished
-from tests.rl.actors.test_colocated import TASK, command, config_of, outcome, run
-
-FAILING = """
-class Failing(Vowels):
-    def reward(self, example, completion):
-        from lockstep.errors import UserError
-        raise UserError("no reward today")
-"""
+from tests.rl.actors.test_colocated import TASK, command, outcome
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    file = tmp_path_factory.mktemp("task") / "task.py"
-    file.write_text(TASK + FAILING)
+@pytest.fixture
+def task(tmp_path):
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
     return file
-
-
-@pytest.fixture(scope="module")
-def whole(task, model_folder, tmp_path_factory):
-    """The configuration of a run, and what comes of it in one process, undisturbed."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    saving = CheckpointConfig(every=1)
-    config = config_of(task, model_folder, folder, max_new_tokens=40, steps=6, checkpoint=saving, resume=True)
-    launch(1, run, config, seconds=300)
-    return config, outcome(folder)
 
 
 def left_over(folder):

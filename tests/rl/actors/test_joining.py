@@ -91,12 +91,13 @@ def test_who_does_not_fit_is_told_why(model_folder, world, tmp_path, monkeypatch
     fleet = Fleet(512, 1024, 60.0)
     fleet.required = {"generator_0"}
     reception, address = reception_of(fleet, welcome_of(model_folder, **changes))
-    with reception, pytest.raises(UserError, match=said) as error:
-        run_generator(address, key, "generator_0", world)
-    if changes:  # one that the run has started itself ends it, with the same sentence
-        with pytest.raises(UserError, match="generator_0: ") as failure:
-            fleet.generate([[1]], SamplingParams())
-        assert str(error.value) in str(failure.value)
+    with reception:
+        with pytest.raises(UserError, match=said) as error:
+            run_generator(address, key, "generator_0", world)
+        if changes:  # one that the run has started itself ends it, with the same sentence
+            with pytest.raises(UserError, match="generator_0: ") as failure:
+                fleet.generate([[1]], SamplingParams())
+            assert str(error.value) in str(failure.value)
 
 
 def test_of_a_generator_every_rank_is_heard(model_folder):
@@ -125,6 +126,30 @@ def test_of_a_generator_every_rank_is_heard(model_folder):
         wait_until(lambda: not fleet.names)
         talking, beside = channels("silent at once")
         wait_until(lambda: not fleet.names)
+
+
+def test_what_is_known_of_samples_goes_with_the_request(model_folder):
+    fleet = Fleet(512, 1024, 60.0)
+    reception, address = reception_of(fleet, welcome_of(model_folder, silence_seconds=30.0))
+    host, port = address.split(":")
+    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "cut_logprobs": [], "versions": [1, 1]}
+    begun = {**new, "finish_reason": None}
+    with reception:
+        request = fleet.add([1], SamplingParams(n=2, seed=3))
+        for name in ("first", "second"):
+            channel = call(host, int(port), KEY)
+            channel.send(
+                {"lockstep": generator_module.__version__, "host": "here", "pid": 1, "tensor": 1, "name": name}
+            )
+            channel.receive(10)
+            wait_until(lambda: name in fleet.names)  # noqa: B023
+            channel.send({"kind": "has_weights", "version": 0})
+            asked = channel.receive(10)[0]
+            assert asked["kind"] == "ask" and asked["id"] == request and asked["prompt"] == [1]
+            if name == "first":
+                channel.send({"kind": "tokens", "samples": [[request, 1, begun]]})
+                channel.send({"kind": "leaves", "why": "it was asked to end, and leaves"})
+        assert asked["begun"] == [{key: [] for key in new} | {"finish_reason": None}, begun]
 
 
 def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import ActorsConfig, CheckpointConfig
+from lockstep.config import ActorsConfig
 from lockstep.config.checks import validate
 from lockstep.errors import UserError
 from lockstep.rl.actors.monarch_workers import require_workers
@@ -87,16 +87,6 @@ def task(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
-def whole(task, model_folder, tmp_path_factory):
-    """The configuration of a run, and what comes of it in one process."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    saving = CheckpointConfig(every=1)
-    config = config_of(task, model_folder, folder, max_new_tokens=40, steps=5, checkpoint=saving, resume=True)
-    launch(1, run, config, seconds=300)
-    return config, outcome(folder)
-
-
 def stand_ins(folder):
     return [
         int(process.name)
@@ -106,7 +96,23 @@ def stand_ins(folder):
     ]
 
 
-def test_a_run_with_a_tensor_group_there_and_a_generator_here_is_the_same(whole, worker, tmp_path):
+def test_a_run_with_a_generator_there_is_the_same(task, model_folder, worker, tmp_path):
+    config = config_of(task, model_folder, tmp_path / "one", steps=2)
+    launch(1, run, config, seconds=300)
+    placed = Disturbed(replace(
+        config, output=str(tmp_path / "run"), actors=ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
+    ), until=1)  # fmt: skip
+    placed.wait(lambda: placed.step == 1)
+    assert worker.generator()
+    placed.hold()
+    assert placed.end() == 0
+    assert outcome(placed.folder) == outcome(tmp_path / "one")
+    worker.wait_until_nothing_is_left()
+    assert not stand_ins(placed.folder) and worker.process.poll() is None  # it serves the next run
+
+
+@pytest.mark.slow
+def test_a_run_with_a_tensor_group_there_and_another_here_is_the_same(whole, worker, tmp_path):
     config, expected = whole
     actors = ActorsConfig(generators=2, tensor=2, threads=1, hosts=(worker.address, "local"))
     run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
@@ -120,9 +126,9 @@ def test_a_run_with_a_tensor_group_there_and_a_generator_here_is_the_same(whole,
     assert (logs / "generator_0_rank_1.log").is_file() and not list(logs.glob("*.key"))
     worker.wait_until_nothing_is_left()
     assert not stand_ins(run.folder)
-    assert worker.process.poll() is None  # it serves the next run
 
 
+@pytest.mark.slow
 def test_generator_actor_stand_in_and_worker_may_die(whole, worker, tmp_path):
     config, expected = whole
     actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
@@ -159,9 +165,9 @@ def test_generator_actor_stand_in_and_worker_may_die(whole, worker, tmp_path):
     assert not stand_ins(run.folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_however_the_trainer_ends_nothing_is_left(whole, worker, tmp_path, number):
-    config, _ = whole
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+def test_however_the_trainer_ends_nothing_is_left(task, model_folder, worker, tmp_path, number):
+    config = config_of(task, model_folder, tmp_path)
     actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))
     run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
     run.wait(lambda: run.step == 1)
@@ -175,15 +181,14 @@ def test_however_the_trainer_ends_nothing_is_left(whole, worker, tmp_path, numbe
     assert not is_alive(generator) and not stand_ins(run.folder)
 
 
-def test_a_worker_that_cannot_be_reached_is_named_within_its_time(whole, tmp_path):
+def test_a_worker_that_cannot_be_reached_is_named_within_its_time(task, model_folder, tmp_path):
     pytest.importorskip("monarch")
-    config, _ = whole
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     actors = ActorsConfig(generators=1, hosts=(address,), start_seconds=1)
     begun = time.monotonic()
     with pytest.raises(UserError, match=f"no Monarch worker can be reached at {address}: .*refused"):
-        reinforce(replace(config, output=str(tmp_path / "run"), actors=actors))
+        reinforce(config_of(task, model_folder, tmp_path / "run", actors=actors))
     assert time.monotonic() - begun < 10
     assert not (tmp_path / "run").exists()
 
