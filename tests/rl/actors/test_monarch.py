@@ -47,9 +47,10 @@ class Worker:
         (found,) = self.below("generator_0")
         return found
 
-    def wait_until_nothing_is_left(self, seconds=15):
+    def wait_until_nothing_is_left(self, run=None, seconds=15):
+        """Neither of what it has started, nor of what stands for it beside the trainer of `run`."""
         until = time.monotonic() + seconds
-        while left := self.below():
+        while left := self.below() + (stand_ins(run.folder) if run else []):
             assert time.monotonic() < until, left
             time.sleep(0.02)
 
@@ -107,8 +108,8 @@ def test_a_run_with_a_generator_there_is_the_same(task, model_folder, worker, tm
     placed.hold()
     assert placed.end() == 0
     assert outcome(placed.folder) == outcome(tmp_path / "one")
-    worker.wait_until_nothing_is_left()
-    assert not stand_ins(placed.folder) and worker.process.poll() is None  # it serves the next run
+    worker.wait_until_nothing_is_left(placed)
+    assert worker.process.poll() is None  # it serves the next run
 
 
 @pytest.mark.slow
@@ -124,8 +125,7 @@ def test_a_run_with_a_tensor_group_there_and_another_here_is_the_same(whole, wor
     logs = run.folder / "logs"
     assert "generator_0 samples for process" in (logs / "generator_0.log").read_text()
     assert (logs / "generator_0_rank_1.log").is_file() and not list(logs.glob("*.key"))
-    worker.wait_until_nothing_is_left()
-    assert not stand_ins(run.folder)
+    worker.wait_until_nothing_is_left(run)
 
 
 @pytest.mark.slow
@@ -156,13 +156,12 @@ def test_generator_actor_stand_in_and_worker_may_die(whole, worker, tmp_path):
     run.wait(lambda: not is_alive(generator), 15)
     run.wait(lambda: run.step == 3)
     worker.kill()
-    worker.wait_until_nothing_is_left(2)
+    worker.wait_until_nothing_is_left(seconds=2)
     run.hold()
     worker.start()
     assert run.end() == 0
     assert outcome(run.folder) == expected
-    worker.wait_until_nothing_is_left()
-    assert not stand_ins(run.folder)
+    worker.wait_until_nothing_is_left(run)
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
@@ -177,8 +176,8 @@ def test_however_the_trainer_ends_nothing_is_left(task, model_folder, worker, tm
     run.hold()
     os.killpg(run.process.pid, number)
     assert run.end() != 0
-    worker.wait_until_nothing_is_left()
-    assert not is_alive(generator) and not stand_ins(run.folder)
+    worker.wait_until_nothing_is_left(run)
+    assert not is_alive(generator)
 
 
 def test_a_worker_that_cannot_be_reached_is_named_within_its_time(task, model_folder, tmp_path):
