@@ -129,7 +129,7 @@ class LocalGenerators:
             if place.host == LOCAL:
                 place.ranks = start_ranks(group, self._key.hex(), outputs)
             else:
-                place.ranks = [start_stand_in(place.host, group, self._key.hex(), logs, outputs[0])]
+                place.ranks = [start_stand_in(place.host, self._config.host, group, self._key.hex(), logs, outputs[0])]
 
     def _log(self, place: _Place, rank: int) -> Path:
         return self._logs / (f"{place.name}.log" if rank == 0 else f"{place.name}_rank_{rank}.log")

@@ -27,16 +27,17 @@ def main() -> int:
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), name="input", daemon=True).start()
     try:
-        return stand_in(told["worker"], told["group"], key, told["logs"], ended)
+        return stand_in(told["worker"], told["here"], told["group"], key, told["logs"], ended)
     except Exception as error:
         said = str(error).splitlines()
         print(f"the Monarch worker at {told['worker']}: {type(error).__name__}: {said[-1] if said else 'no answer'}")
         return 1
 
 
-def stand_in(worker: str, group: dict[str, Any], key: str, logs: list[str], ended: threading.Event) -> int:
+def stand_in(worker: str, here: str, group: dict[str, Any], key: str, logs: list[str], ended: threading.Event) -> int:
     """The exit code of the generator that `worker` has started, 0 where it was `ended`.
 
+    here: this host's address, which the worker's host reaches.
     group: of `Group`, as JSON has it. logs: the files for the ranks' output. Raises whatever Monarch raises.
     """
     import monarch.actor
@@ -47,14 +48,14 @@ def stand_in(worker: str, group: dict[str, Any], key: str, logs: list[str], ende
     monarch.actor.unhandled_fault_hook = lambda failure: None
     with ExitStack() as opened:
         outputs = [opened.enter_context(open(log, "ab", buffering=0)) for log in logs]
+        # The actor's process calls back.
+        monarch.actor.enable_transport(f"{worker.partition(':')[0]}://{f'[{here}]' if ':' in here else here}:0")
         hosts = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
         processes = hosts.spawn_procs(per_host={"generators": 1})
-        # Where the worker does not answer, the actor's lease ends it.
-        opened.enter_context(suppress(Exception))
-        opened.callback(lambda: processes.stop().get(timeout=LEASE_SECONDS))
+        opened.callback(lambda: _finish(processes.stop(), LEASE_SECONDS))
         actor = processes.spawn("generator", GeneratorHost)
         where = actor.start.call_one(group, key).get(timeout=REACH_SECONDS)
-        opened.callback(lambda: actor.end.call_one().get(timeout=LEASE_SECONDS))
+        opened.callback(lambda: _finish(actor.end.call_one(), LEASE_SECONDS))
         while not ended.wait(NEWS_SECONDS):
             said, codes, problem = actor.news.call_one().get(timeout=LEASE_SECONDS)
             for output, part in zip(outputs, said):
@@ -65,6 +66,12 @@ def stand_in(worker: str, group: dict[str, Any], key: str, logs: list[str], ende
             if any(codes) or (codes and None not in codes):
                 return next((code if code > 0 else 128 - code for code in codes if code), 0)
     return 0
+
+
+def _finish(work: Any, seconds: float) -> None:
+    # Where the worker does not answer, the actor's lease ends all the same.
+    with suppress(Exception):
+        work.get(timeout=seconds)
 
 
 def _wait_for_end(ended: threading.Event) -> None:

@@ -47,13 +47,14 @@ def start_ranks(group: Group, key: str, outputs: Sequence[IO[bytes]]) -> list[su
 
 
 def start_stand_in(
-    worker: str, group: Group, key: str, logs: Sequence[Path], output: IO[bytes]
+    worker: str, here: str, group: Group, key: str, logs: Sequence[Path], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """Starts the process that stands here for the ranks, which the Monarch worker starts on its host. Raises OSError.
 
+    here: this host's address, which the worker's host reaches.
     logs: for each rank, the file for what it says. output: where the process itself writes.
     """
-    told = {"worker": worker, "group": asdict(group), "logs": [str(log) for log in logs]}
+    told = {"worker": worker, "here": here, "group": asdict(group), "logs": [str(log) for log in logs]}
     module = "lockstep.rl.actors.monarch_stand_in"
     return _start([sys.executable, "-m", module, json.dumps(told)], key, output, dict(os.environ))
 

@@ -15,6 +15,7 @@ from lockstep.config import ActorsConfig
 from lockstep.config.checks import validate
 from lockstep.errors import UserError
 from lockstep.rl.actors.monarch_workers import require_workers
+from lockstep.rl.actors.ranks import Group, start_stand_in
 from lockstep.rl.controller import reinforce
 from tests.parallel.launch import launch
 from tests.rl.actors.disturbed import Disturbed, is_alive
@@ -190,6 +191,17 @@ def test_a_worker_that_cannot_be_reached_is_named_within_its_time(task, model_fo
         reinforce(config_of(task, model_folder, tmp_path / "run", actors=actors))
     assert time.monotonic() - begun < 10
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_one_who_is_no_monarch_worker_is_named_in_the_log(tmp_path):
+    pytest.importorskip("monarch")
+    log = tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as server, log.open("ab") as output:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        process = start_stand_in(address, "127.0.0.1", Group([], 1, 1, 1), "", [log], output)
+        assert process.wait(60) == 1
+    assert log.read_text().splitlines()[-1].startswith(f"the Monarch worker at {address}: TimeoutError")
 
 
 def test_without_monarch_a_run_says_how_to_install_it(monkeypatch):
