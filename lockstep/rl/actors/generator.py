@@ -36,6 +36,7 @@ from lockstep.observe import Timeline, announce, log, start_line
 from lockstep.observe.actors import NAME
 from lockstep.observe.run_folder import CONFIG
 from lockstep.observe.sign_of_life import SignOfLife
+from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import World, apply_compile, generator_model
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.shelf_reader import ShelfReader, Taken
@@ -86,7 +87,7 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
 def _greet(address: str, key: bytes, name: str, world: World, channels: list[Channel]) -> dict[str, Any]:
     """What the trainer says of its run; the connection goes into `channels`."""
     host, _, port = address.rpartition(":")
-    hello = {"name": name, "lockstep": __version__, "tensor": world.size, "pid": os.getpid()}
+    hello = {"name": name, "lockstep": __version__, "tensor": world.size, "pid": os.getpid(), "place": place()}
     try:
         channels.append(call(host, int(port), key))
         channels[0].send(hello | {"host": socket.gethostname()})
@@ -159,8 +160,7 @@ class _Generator:
                 if kind == "ask":
                     self._ask(message)
                 elif kind == "abort":
-                    if held := self._held.pop(message["id"], None):
-                        self._engine.abort(held.request)
+                    self._abort(message["id"])
                 elif kind == "weights":
                     self._timeline.begin(message["edition"]["version"] + 1)
                     with self._timeline.span("weights"):
@@ -182,6 +182,8 @@ class _Generator:
         while wait or not self._inbox.empty():
             message, wait = self._inbox.get(), False
             if isinstance(message, Closed):
+                if any(each["kind"] == "end" for each in self._queue):
+                    return  # the trainer has said so, and gone
                 raise message
             if message["kind"] in ("end", "abort") and self._finishes_first:
                 # Not behind weights that wait for what is to be ended.
@@ -201,6 +203,12 @@ class _Generator:
         told = [sequence.sampled for sequence in sequences]
         ended = [sequence.finish_reason is not None for sequence in sequences]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
+
+    def _abort(self, request: int) -> None:
+        if held := self._held.pop(request, None):
+            self._engine.abort(held.request)
+        # It may stand behind weights that wait.
+        self._queue = deque(each for each in self._queue if each["kind"] != "ask" or each["id"] != request)
 
     def _take(self, edition: Edition) -> None:
         # Of a token that has been told, the weights are known.
@@ -339,7 +347,8 @@ def _attend(welcome: dict[str, Any], address: str, key: bytes, world: World, ove
     host, _, port = address.rpartition(":")
     try:
         channel = call(host, int(port), key)
-        channel.send({"lockstep": __version__, "beside": welcome["name"], "rank": world.rank})
+        hello = {"lockstep": __version__, "beside": welcome["name"], "rank": world.rank}
+        channel.send(hello | {"pid": os.getpid(), "place": place()})
         while not over.is_set():
             channel.send({"kind": "alive"})
             with contextlib.suppress(TimeoutError):

@@ -10,7 +10,7 @@ from lockstep import __version__
 from lockstep.observe import announce, log
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, Listener
-from lockstep.rl.actors.wire_remote import WireRemote
+from lockstep.rl.actors.wire_remote import Hearing, WireRemote
 
 
 class Reception:
@@ -77,7 +77,8 @@ class Reception:
             # One that comes again under its name has been started anew.
             if before := self._fleet.leave(name):
                 before.close()
-            remote = WireRemote(name, channel, self._room, self._welcome["silence_seconds"])
+            hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
+            remote = WireRemote(name, channel, self._room, hearing)
             channel.send({**self._welcome, "name": name})
             remote.start(self._fleet)
             self._fleet.join(remote)
@@ -90,9 +91,10 @@ class Reception:
         with self._greeting:
             remote = None if self._closed else self._fleet.remote(name)
             self._beside.add(channel)
+        hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
         try:
             while remote is not None and self._fleet.remote(name) is remote:
-                channel.receive(self._welcome["silence_seconds"])
+                hearing.next()
         except TimeoutError:
             why = f"it has said nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
         except Closed as error:

@@ -1,5 +1,6 @@
 """Who may sample for a run and who may not, each said in a sentence; over real connections, without a trainer."""
 
+import os
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from lockstep.checkpoint import load_model
 from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, ParallelConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import arithmetic_of, build_model, preset, read_config, save_model
+from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import open_world
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.generator import plain_shape, run_generator
@@ -104,7 +106,7 @@ def test_of_a_generator_every_rank_is_heard(model_folder):
     fleet = Fleet(512, 1024, 60.0)
     reception, address = reception_of(fleet, welcome_of(model_folder, silence_seconds=0.5))
     host, port = address.split(":")
-    hello = {"lockstep": generator_module.__version__, "host": "here", "pid": 1}
+    hello = {"lockstep": generator_module.__version__, "host": "here", "pid": 1, "place": "elsewhere"}
 
     def channels(name):
         first, second = call(host, int(port), KEY), call(host, int(port), KEY)
@@ -126,6 +128,13 @@ def test_of_a_generator_every_rank_is_heard(model_folder):
         wait_until(lambda: not fleet.names)
         talking, beside = channels("silent at once")
         wait_until(lambda: not fleet.names)
+        # One that the kernel of this host says still runs has only not got to speak.
+        hello |= {"pid": os.getpid(), "place": place()}
+        talking, beside = channels("busy")
+        threading.Event().wait(1.5)
+        assert fleet.names == ["busy"]
+        talking.close()
+        wait_until(lambda: not fleet.names)
 
 
 def test_what_is_known_of_samples_goes_with_the_request(model_folder):
@@ -139,7 +148,14 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
         for name in ("first", "second"):
             channel = call(host, int(port), KEY)
             channel.send(
-                {"lockstep": generator_module.__version__, "host": "here", "pid": 1, "tensor": 1, "name": name}
+                {
+                    "lockstep": generator_module.__version__,
+                    "host": "here",
+                    "pid": 1,
+                    "place": "elsewhere",
+                    "tensor": 1,
+                    "name": name,
+                }
             )
             channel.receive(10)
             wait_until(lambda: name in fleet.names)  # noqa: B023
