@@ -33,12 +33,17 @@ def generator(options: GeneratorOptions) -> int:
         if os.getppid() != options.parent:
             return 1
     # After that: to import torch takes seconds, in which the parent may end.
+    import torch
+
     from lockstep.config import ParallelConfig
     from lockstep.parallel import close_world, open_world
     from lockstep.rl.actors.generator import run_generator
     from lockstep.rl.actors.wire import key_of, read_key
 
     key = key_of(sys.stdin.readline(), "standard input") if options.key == "-" else read_key(Path(options.key))
+    if count := torch.cuda.device_count():
+        # More processes than GPUs share them.
+        os.environ["LOCAL_RANK"] = str(int(os.environ.get("LOCAL_RANK", 0)) % count)
     tensor = int(os.environ.get("WORLD_SIZE", 1))
     world = open_world(ParallelConfig(tensor=tensor, data_shard=1), options.device)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import subprocess
 import threading
@@ -121,8 +122,11 @@ class LocalGenerators:
         if self._device:
             arguments += ["--device", self._device]
         size = self._config.tensor
-        beside = size * sum(each.host == place.host for each in self._places)
-        group = Group(arguments, size, self._config.threads, beside)
+        there = [each.name for each in self._places if each.host == place.host]
+        # The trainer's ranks have the first GPUs of their host.
+        trainers = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if place.host == LOCAL else 0
+        first = trainers + size * there.index(place.name)
+        group = Group(arguments, size, self._config.threads, size * len(there), first)
         logs = [self._log(place, rank) for rank in range(size)]
         with ExitStack() as opened:
             outputs = [opened.enter_context(log.open("ab")) for log in logs]

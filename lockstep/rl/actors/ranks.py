@@ -30,6 +30,8 @@ class Group:
     """Of each; 0: an even share of the host's CPUs."""
     beside: int
     """Processes of generators on the host, these among them."""
+    first: int = 0
+    """Number of the first one among all processes of the run on its host, which decides its GPU."""
 
 
 def start_ranks(group: Group, key: str, outputs: Sequence[IO[bytes]]) -> list[subprocess.Popen[bytes]]:
@@ -92,10 +94,11 @@ def _start(command: list[str], key: str, output: IO[bytes], environment: dict[st
 def _environment(group: Group, rank: int, port: int) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in OWN and not k.startswith("TORCHELASTIC_")}
     kept["OMP_NUM_THREADS"] = str(group.threads or max(1, len(os.sched_getaffinity(0)) // group.beside))
+    kept["LOCAL_RANK"] = str(group.first + rank)
     if group.tensor > 1:
-        kept |= {"RANK": str(rank), "WORLD_SIZE": str(group.tensor), "LOCAL_RANK": str(rank),
-                 "LOCAL_WORLD_SIZE": str(group.tensor), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port)}  # fmt: skip
+        size = str(group.tensor)
+        kept |= {"RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return kept
 
 
