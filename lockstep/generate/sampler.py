@@ -53,3 +53,6 @@ class Remembering(Sampler, Protocol):
 
     def state(self) -> dict[str, Any]:
         """Each request's samples as far as they have come, JSON-able, by a digest of the request."""
+
+    def close(self) -> None:
+        """Ends whatever is asked: who waits for samples gets RunStopped."""

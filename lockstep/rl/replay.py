@@ -45,6 +45,7 @@ NOT_COMPARED = (
     "time",
     "ranks",
     "pipeline/",
+    "generators/",
     "rollout/tokens_per_second",
     "rollout/environment_seconds",
     "rollout/tool_seconds/",

@@ -141,6 +141,7 @@ class _Generator:
                 if kind == "ask":
                     self._ask(message)
                 elif kind == "abort":
+                    self._forget(message["id"])
                     if held := self._held.pop(message["id"], None):
                         self._engine.abort(held.request)
                 elif kind == "weights":
@@ -183,6 +184,10 @@ class _Generator:
         told = [sequence.sampled for sequence in sequences]
         ended = [sequence.finish_reason is not None for sequence in sequences]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
+
+    def _forget(self, request: int) -> None:
+        """Takes a request out of the queue, where it may wait behind weights."""
+        self._queue = deque(other for other in self._queue if other["kind"] != "ask" or other["id"] != request)
 
     def _take(self, edition: Edition) -> None:
         # Of a token that has been told, the weights are known.
