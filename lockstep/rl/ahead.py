@@ -32,10 +32,13 @@ class Ahead:
         count: int,
         depth: int = 0,
         remembering: Callable[[dict[str, Any]], Remembering] | None = None,
+        at_once: bool = True,
     ):
-        """count: prompts of a step. remembering: makes samplers that keep what they were asked; none with depth 0."""
+        """count: prompts of a step. remembering: makes samplers that keep what they were asked; none with depth 0.
+        at_once: whether `draw` asks all samples of a step by one `generate`, and not one after the other.
+        """
         self._draw, self._prompts, self._sampler = draw, prompts, sampler
-        self._count, self.depth, self._remembering = count, depth, remembering
+        self._count, self.depth, self._remembering, self._at_once = count, depth, remembering, at_once
         self._begun: dict[int, _Begun] = {}
         self._owed: list[int] = []
         """Places of prompts that were under way when the run was saved: they are asked before others."""
@@ -113,7 +116,11 @@ class Ahead:
         if not self._owed:
             self._kept = {}
         examples = [self._prompts.at(place) for place in places]
-        self._begun[step] = _Begun(places, examples, sampler, lambda: self._draw(examples, step, 0, sampler))
+        begun = _Begun(places, examples, sampler, lambda: self._draw(examples, step, 0, sampler))
+        self._begun[step] = begun
+        # Else whether the next weights are there when its samples are asked would depend on who is faster.
+        while self._at_once and begun.thread.is_alive() and not sampler.asked.wait(0.02):
+            pass
 
 
 def _oldest(samples: Sequence[dict[str, Any]], otherwise: int) -> int:

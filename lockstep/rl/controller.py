@@ -191,7 +191,8 @@ def _reinforce(
                 asked, environment, sampler, tokenizer, config, step, extra_round, rendering, conversing, own
             )
 
-    ahead = Ahead(draw, prompts, engine, config.prompts_per_step, config.actors.max_staleness, generators.remembering)
+    count, depth = config.prompts_per_step, config.actors.max_staleness
+    ahead = Ahead(draw, prompts, engine, count, depth, generators.remembering, at_once=not talks)
     opened.callback(ahead.close)
     if under_way:
         ahead.restore(under_way)

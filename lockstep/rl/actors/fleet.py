@@ -280,6 +280,8 @@ class RememberingFleet:
         """kept: what an earlier one's `state` has returned; its samples go on from there."""
         self._fleet, self._kept = fleet, kept
         self._asked: dict[str, Request] = {}
+        self.asked = threading.Event()
+        """Set once `generate` has asked for its samples."""
         self.max_positions, self.cache_tokens = fleet.max_positions, fleet.cache_tokens
 
     @property
@@ -289,7 +291,9 @@ class RememberingFleet:
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
-        return self._fleet.complete([self._begin(*each) for each in _pairs(prompts, params)])
+        requests = [self._begin(*each) for each in _pairs(prompts, params)]
+        self.asked.set()
+        return self._fleet.complete(requests)
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         return self._begin(prompt, params).id
