@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ class GeneratorOptions:
     trainer: str
     """HOST:PORT of the run's trainer."""
     key: str
-    """File with the run's key: logs/generators.key in the run's folder."""
+    """File with the run's key: logs/generators.key in the run's folder. `-`: it is read from standard input."""
     name: str = ""
     """Under which it is known; empty: generator_N, the next that is free."""
     device: str = ""
@@ -25,17 +26,19 @@ class GeneratorOptions:
 
 def generator(options: GeneratorOptions) -> int:
     """Runs the command; returns its exit code. Raises UserError where the run cannot be joined."""
-    from lockstep.config import ParallelConfig
-    from lockstep.parallel import close_world, open_world
-    from lockstep.rl.actors.generator import run_generator
-    from lockstep.rl.actors.wire import read_key
     from lockstep.rl.processes import die_with_parent
 
     if options.parent:
         die_with_parent()
         if os.getppid() != options.parent:
             return 1
-    key = read_key(Path(options.key))
+    # After that: to import torch takes seconds, in which the parent may end.
+    from lockstep.config import ParallelConfig
+    from lockstep.parallel import close_world, open_world
+    from lockstep.rl.actors.generator import run_generator
+    from lockstep.rl.actors.wire import key_of, read_key
+
+    key = key_of(sys.stdin.readline(), "standard input") if options.key == "-" else read_key(Path(options.key))
     tensor = int(os.environ.get("WORLD_SIZE", 1))
     world = open_world(ParallelConfig(tensor=tensor, data_shard=1), options.device)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from lockstep.config.bounds import Above, AtLeast, AtMost
@@ -26,7 +26,7 @@ class ActorsConfig:
     port: Annotated[int, AtLeast(0), AtMost(65535)] = 0
     """Port that generators call; those that are started elsewhere (`lockstep generator`) join at it while the run goes
     on. 0: any free one, for those that the run starts itself."""
-    urls: list[str] = field(default_factory=list)
+    urls: tuple[str, ...] = ()
     """Servers that generate: `lockstep serve` with an admin key, or vLLM. They read new weights from the run's folder,
     which they must see under the same path; their keys are LOCKSTEP_API_KEY and LOCKSTEP_ADMIN_KEY."""
     silence_seconds: Annotated[float, Above(0)] = 1.5

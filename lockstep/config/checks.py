@@ -108,7 +108,7 @@ def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
             yield f"alarms.stop names {name}, but alarms.{name} is 0, so it is never raised; give a limit"
 
 
-def _url_problems(urls: list[str]) -> Iterator[str]:
+def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
     for url in urls:
         try:
             parts = urlsplit(url)

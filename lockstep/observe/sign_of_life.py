@@ -182,6 +182,12 @@ def stat_fields(pid: int) -> list[str]:
         return []
 
 
+def runs_here(pid: int, place: str) -> bool:
+    """Whether a process of `place`, as `host` says it there, is one of this host, neither stopped nor gone."""
+    fields = stat_fields(pid) if place == host() else []
+    return bool(fields) and fields[0] not in "TtZX"
+
+
 def collectives() -> dict[str, Any]:
     """Of each process group: how many collectives this rank has begun in it, and the group's ranks."""
     import torch.distributed as dist

@@ -195,6 +195,10 @@ class Fleet:
         with self.changed:
             return sorted(self._remotes)
 
+    def remote(self, name: str) -> Remote | None:
+        """The one of this name, ready or not."""
+        return self._remotes.get(name)
+
     @property
     def ready(self) -> list[str]:
         """The names of those that sample."""

@@ -50,7 +50,8 @@ def foresee_transfer(tensors: Mapping[str, Tensor], model: Decoder, world: World
                 holders = [r for r, place in enumerate(places) if not place["pipeline"] and held_by[r] == held_by[0]]
                 for target, box in enumerate(wanted):
                     part = common(held_by[0], box)
-                    if part is not None and target not in holders and holders[target % len(holders)] == 0:
+                    nearest = holders[target * len(holders) // len(places)]
+                    if part is not None and target not in holders and nearest == 0:
                         sent_of_bucket += volume(part) * itemsize
                 own = common(held_by[0], wanted[0])
                 kept = volume(own) if own else 0

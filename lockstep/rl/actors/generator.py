@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import queue
+import signal
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch
 
 from lockstep import __version__
 from lockstep.config import CompileConfig, EngineConfig, ParallelConfig
@@ -25,12 +30,13 @@ from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.hub import local_folder
-from lockstep.model import ModelConfig, initialize, read_config, resolve_dtype, set_arithmetic
+from lockstep.model import ModelConfig, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import Timeline, announce, log, start_line
 from lockstep.observe.actors import NAME
 from lockstep.observe.run_folder import CONFIG
 from lockstep.observe.sign_of_life import SignOfLife
+from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import World, apply_compile, generator_model
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.shelf_reader import ShelfReader, Taken
@@ -38,6 +44,13 @@ from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
 
 TELL_SECONDS = 0.05
 """Sampled tokens are told so often, and at once when a sample has ended."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+END_SECONDS = 1.5
+"""A process that has not ended so long after the trainer is gone is stuck, and is ended where it stands."""
+
+
+class _Leaves(Closed):
+    """A signal has asked this generator to end."""
 
 
 @dataclasses.dataclass
@@ -59,7 +72,7 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
     channels: list[Channel] = []
     welcome = world.from_main(lambda: _greet(address, key, name, world, channels))
     if not channels:
-        return _follow(welcome, key, world)
+        return _follow(welcome, address, key, world)
     try:
         timeline = Timeline()
         with _sign_of_life(welcome, timeline):
@@ -74,7 +87,7 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
 def _greet(address: str, key: bytes, name: str, world: World, channels: list[Channel]) -> dict[str, Any]:
     """What the trainer says of its run; the connection goes into `channels`."""
     host, _, port = address.rpartition(":")
-    hello = {"name": name, "lockstep": __version__, "tensor": world.size, "pid": os.getpid()}
+    hello = {"name": name, "lockstep": __version__, "tensor": world.size, "pid": os.getpid(), "place": place()}
     try:
         channels.append(call(host, int(port), key))
         channels[0].send(hello | {"host": socket.gethostname()})
@@ -105,7 +118,7 @@ class _Generator:
         self._queue: deque[dict[str, Any]] = deque()
         """What has come and is not done yet."""
         self._finishes_first = welcome["on_update"] == "finish"
-        self._ended = threading.Event()
+        self._ended, self._over = threading.Event(), threading.Event()
         for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
             threading.Thread(target=work, name="trainer", daemon=True).start()
         self._held: dict[int, _Held] = {}
@@ -116,18 +129,24 @@ class _Generator:
         try:
             self._reader, self._engine = _open(welcome, key, world)
         except UserError as error:
+            self._over.set()
             channel.send({"kind": "unfit", "problem": str(error)})
             raise
         timeline.counters.append(lambda: self._engine.statistics.steps)
 
     def run(self) -> int:
+        _take_signals(lambda: self._inbox.put(_Leaves("a signal")))
         try:
             self._serve()
+        except _Leaves:
+            self._tell()
+            self._channel.send({"kind": "leaves", "why": "it was asked to end, and leaves"})
         finally:
             self._ended.set()
             if isinstance(self._engine, LeadingEngine):
                 self._engine.end()
             self._reader.close()
+            self._over.set()
         return 0
 
     def _serve(self) -> None:
@@ -165,6 +184,8 @@ class _Generator:
         while wait or not self._inbox.empty():
             message, wait = self._inbox.get(), False
             if isinstance(message, Closed):
+                if any(each["kind"] == "end" for each in self._queue):
+                    return  # the trainer has said so, and gone
                 raise message
             if message["kind"] in ("end", "abort") and self._finishes_first:
                 # Not behind weights that wait for what is to be ended.
@@ -257,6 +278,7 @@ class _Generator:
                 self._inbox.put(self._channel.receive()[0])
         except Closed as error:
             self._inbox.put(error)
+            _end_unless(self._over)
 
     def _say_alive(self, seconds: float) -> None:
         try:
@@ -274,9 +296,7 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     if other := [f"{name} {own[name]} and not {expected.get(name)}" for name in own if own[name] != expected.get(name)]:
         said = ", ".join(other[:3])
         raise UserError(f"{folder} here is another model than the trainer's: {said}; copy the trainer's folder")
-    arithmetic = set_arithmetic(welcome["arithmetic"], device)
-    if arithmetic != welcome["arithmetic"]:
-        raise UserError(f"the trainer computes in {welcome['arithmetic']}, this processor in {arithmetic}")
+    _take_arithmetic(welcome["arithmetic"], device)
     parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=welcome["reduction_chunks"])
     model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
     if world.size == 1:
@@ -290,18 +310,71 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     return ShelfReader(model, world, key), engine
 
 
+def _take_arithmetic(wanted: str, device: torch.device) -> None:
+    if device.type == "cpu":  # of a GPU there is nothing to choose
+        with contextlib.suppress(UserError):
+            set_arithmetic(wanted, device)
+    if (own := arithmetic_of(device)) != wanted:
+        raise UserError(
+            f"the trainer computes in {wanted}, a generator on {socket.gethostname()} in {own}; start it on a machine "
+            "like the trainer's, or, for any CPUs, the run with --arithmetic portable"
+        )
+
+
 def plain_shape(shape: ModelConfig) -> dict[str, Any]:
     """A model's shape as messages have it."""
     return dict(json.loads(json.dumps(dataclasses.asdict(shape))))
 
 
-def _follow(welcome: dict[str, Any], key: bytes, world: World) -> int:
-    reader, engine = _open(welcome, key, world)
+def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> int:
+    over = threading.Event()
+    threading.Thread(target=_attend, args=(welcome, address, key, world, over), name="trainer", daemon=True).start()
     try:
-        follow(engine, {"take": reader.take})
+        reader, engine = _open(welcome, key, world)
+        # What torchrun is told it tells all ranks; the first one ends the others.
+        _take_signals(lambda: None)
+        try:
+            follow(engine, {"take": reader.take})
+        finally:
+            reader.close()
     finally:
-        reader.close()
+        over.set()
     return 0
+
+
+def _attend(welcome: dict[str, Any], address: str, key: bytes, world: World, over: threading.Event) -> None:
+    """Tells the trainer that this rank lives, which it could not see: only the first one talks with it."""
+    host, _, port = address.rpartition(":")
+    try:
+        channel = call(host, int(port), key)
+        hello = {"lockstep": __version__, "beside": welcome["name"], "rank": world.rank}
+        channel.send(hello | {"pid": os.getpid(), "place": place()})
+        while not over.is_set():
+            channel.send({"kind": "alive"})
+            with contextlib.suppress(TimeoutError):
+                channel.receive(welcome["silence_seconds"] / 5)
+        channel.close()
+    except Closed:
+        _end_unless(over)
+
+
+def _end_unless(over: threading.Event) -> None:
+    """Ends this process, whatever its main thread waits for, if that is not `over` soon."""
+    if not over.wait(END_SECONDS):
+        os._exit(1)
+
+
+def _take_signals(leave: Callable[[], None]) -> None:
+    """From here on the first SIGTERM or SIGINT calls `leave`, the second ends the process."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        leave()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, handle)
 
 
 def _completion(plain: dict[str, Any]) -> Completion:

@@ -35,6 +35,7 @@ class _Place:
     name: str
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started: float = 0.0
+    has_joined: bool = False
     was_ready: bool = False
     failures: int = 0
 
@@ -42,8 +43,8 @@ class _Place:
 class LocalGenerators:
     """`config.generators` generators as processes of this host. A context manager; leaving it leaves none behind."""
 
-    def __init__(self, config: ActorsConfig, fleet: Fleet, address: str, key: Path, device: str, logs: Path):
-        """key: the file with the run's key. logs: the folder for their output."""
+    def __init__(self, config: ActorsConfig, fleet: Fleet, address: str, key: bytes, device: str, logs: Path):
+        """logs: the folder for their output."""
         self._config, self._fleet, self._address = config, fleet, address
         self._key, self._device, self._logs = key, device, logs
         self._places = [_Place(f"generator_{number}") for number in range(config.generators)]
@@ -66,11 +67,16 @@ class LocalGenerators:
 
     def _watch(self) -> None:
         # They die with the thread that has started them, which is this one.
-        for place in self._places:
-            self._start(place)
-        while not self._ending.wait(GLANCE):
+        try:
             for place in self._places:
-                self._look(place)
+                self._start(place)
+            while not self._ending.wait(GLANCE):
+                for place in self._places:
+                    self._look(place)
+        except OSError as error:
+            problem = f"generators cannot be started: {error}; --resume continues from the newest checkpoint"
+            self._fleet.fail(RunStopped(problem, exit_code=1))
+            self._ending.wait()
         until = time.monotonic() + END_SECONDS
         for rank in [rank for place in self._places for rank in place.ranks]:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -79,47 +85,55 @@ class LocalGenerators:
             _kill(place)
 
     def _look(self, place: _Place) -> None:
-        ready = place.name in self._fleet.ready
-        place.was_ready |= ready
-        ended = [rank.returncode for rank in place.ranks if rank.poll() is not None]
+        remote = self._fleet.remote(place.name)
+        place.has_joined |= remote is not None
+        place.was_ready |= place.name in self._fleet.ready
+        ended = {rank: process.returncode for rank, process in enumerate(place.ranks) if process.poll() is not None}
         late = not place.was_ready and time.monotonic() - place.started > self._config.start_seconds
-        if not ended and not late and (ready or not place.was_ready):
+        if not ended and not late and (remote is not None or not place.has_joined):
             return
         # Given up by the fleet, or a rank has ended, or it never came: whatever is left of it goes.
+        why = _said(ended) if ended else "was not ready in time" if late else "was given up"
+        if remote is not None:
+            self._fleet.lost(remote, f"it {why}")
         _kill(place)
-        if remote := self._fleet.leave(place.name):
+        if remote is not None:
             remote.close()
         place.failures = 0 if place.was_ready else place.failures + 1
         if place.failures >= MOST_FAILURES:
-            why = "was not ready in time" if late else f"ended with exit code {ended[0] if ended else '?'}"
+            own = self._log(place, min(ended, default=0))
             self._fleet.fail(RunStopped(
-                f"{place.name} {why}, {MOST_FAILURES} times over; the end of {self._log(place, 0)} says why. --resume "
-                "continues from the newest checkpoint", exit_code=1))  # fmt: skip
+                f"{place.name} {why} before it could sample, {MOST_FAILURES} times over. {own} ends with: "
+                f"{_last_line(own)}. --resume continues from the newest checkpoint", exit_code=1))  # fmt: skip
             self._ending.wait()
             return
-        log.warning("%s is started again", place.name)
+        log.warning("%s %s; it is started again", place.name, why)
         self._start(place)
 
     def _start(self, place: _Place) -> None:
-        place.started, place.was_ready, place.ranks = time.monotonic(), False, []
+        place.started, place.ranks = time.monotonic(), []
+        place.has_joined = place.was_ready = False
         size, port = self._config.tensor, _free_port()
         for rank in range(size):
-            command = [sys.executable, "-m", "lockstep", "generator", "--trainer", self._address, "--key",
-                       str(self._key), "--name", place.name, "--parent", str(os.getpid())]  # fmt: skip
+            command = [sys.executable, "-m", "lockstep", "generator", "--trainer", self._address, "--key", "-",
+                       "--name", place.name, "--parent", str(os.getpid())]  # fmt: skip
             if self._device:
                 command += ["--device", self._device]
             with self._log(place, rank).open("ab") as output:
-                place.ranks.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        env=self._environment(rank, size, port),
-                        # A Ctrl-C in the terminal is for the trainer, which ends them when it has ended its step.
-                        start_new_session=True,
-                    )
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=self._environment(rank, size, port),
+                    # A Ctrl-C in the terminal is for the trainer, which ends them when it has ended its step.
+                    start_new_session=True,
                 )
+            place.ranks.append(process)
+            assert process.stdin is not None
+            # By a pipe, so that no file with it is left behind by a trainer that is killed.
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(self._key.hex().encode())
 
     def _log(self, place: _Place, rank: int) -> Path:
         return self._logs / (f"{place.name}.log" if rank == 0 else f"{place.name}_rank_{rank}.log")
@@ -141,6 +155,18 @@ def _kill(place: _Place) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)
         rank.wait()
+
+
+def _said(ended: Mapping[int, int]) -> str:
+    """How ranks have ended, by their return codes."""
+    rank, code = min(ended.items())
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return how if rank == 0 else f"has lost rank {rank}, which {how}"
+
+
+def _last_line(file: Path) -> str:
+    lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else "nothing"
 
 
 def _free_port() -> int:

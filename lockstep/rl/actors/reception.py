@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep import __version__
-from lockstep.observe import log
+from lockstep.observe import announce, log
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, Listener
-from lockstep.rl.actors.wire_remote import WireRemote
+from lockstep.rl.actors.wire_remote import Hearing, WireRemote
 
 
 class Reception:
@@ -20,6 +20,8 @@ class Reception:
         """welcome: what a generator is told of the run. room: samples that it works on at a time."""
         self._fleet, self._listener, self._welcome, self._room = fleet, listener, welcome, room
         self._greeting = threading.Lock()
+        self._beside: set[Channel] = set()
+        """Of the other ranks of generators."""
         self._closed = False
         self._thread = threading.Thread(target=self._listen, name="reception", daemon=True)
 
@@ -35,6 +37,8 @@ class Reception:
         for name in self._fleet.names:
             if remote := self._fleet.leave(name):
                 remote.close()
+        for channel in list(self._beside):
+            channel.close()
 
     def _listen(self) -> None:
         while True:
@@ -49,16 +53,22 @@ class Reception:
         try:
             channel = self._listener.greet(caller)
             hello, _ = channel.receive(HANDSHAKE_SECONDS)
-            self._welcome_in(channel, hello)
+            self._refuse_other_version(channel, hello)
+            if "beside" in hello:
+                self._attend(channel, hello)
+            else:
+                self._welcome_in(channel, hello)
         except (Closed, TimeoutError, KeyError, TypeError, ValueError) as error:
             log.warning("a caller was turned away: %s", error)
 
-    def _welcome_in(self, channel: Channel, hello: Mapping[str, Any]) -> None:
+    def _refuse_other_version(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         if hello["lockstep"] != __version__:
             problem = f"it runs lockstep {__version__}, you {hello['lockstep']}; install the same version on both sides"
             channel.send({"problem": problem})
             channel.close()
             raise Closed(f"lockstep {hello['lockstep']} on {hello['host']}, where this is {__version__}")
+
+    def _welcome_in(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         with self._greeting:
             if self._closed:
                 channel.close()
@@ -67,11 +77,34 @@ class Reception:
             # One that comes again under its name has been started anew.
             if before := self._fleet.leave(name):
                 before.close()
-            remote = WireRemote(name, channel, self._room, self._welcome["silence_seconds"])
+            hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
+            remote = WireRemote(name, channel, self._room, hearing)
             channel.send({**self._welcome, "name": name})
             remote.start(self._fleet)
             self._fleet.join(remote)
-        log.info("%s joins, process %d on %s, %d ranks", name, hello["pid"], hello["host"], hello["tensor"])
+        ranks = f", {hello['tensor']} ranks" if hello["tensor"] > 1 else ""
+        announce(f"rl: {name} joins, process {hello['pid']} on {hello['host']}{ranks}")
+
+    def _attend(self, channel: Channel, hello: Mapping[str, Any]) -> None:
+        """Listens to a rank that computes beside the one that talks, until either is gone: then its generator is."""
+        name, why = hello["beside"], ""
+        with self._greeting:
+            remote = None if self._closed else self._fleet.remote(name)
+            self._beside.add(channel)
+        hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
+        try:
+            while remote is not None and self._fleet.remote(name) is remote:
+                hearing.next()
+        except TimeoutError:
+            why = f"it has said nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
+        except Closed as error:
+            why = str(error)
+        finally:
+            channel.close()
+            self._beside.discard(channel)
+        if why and remote is not None and self._fleet.remote(name) is remote:
+            self._fleet.lost(remote, f"its rank {hello['rank']}: {why}")
+            remote.close()
 
     def _free_name(self) -> str:
         taken = {*self._fleet.names, *self._fleet.required}

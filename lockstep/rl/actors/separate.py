@@ -7,6 +7,7 @@ import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
+from secrets import token_bytes
 from typing import Any
 
 from lockstep import ops
@@ -28,7 +29,7 @@ from lockstep.rl.actors.weight_folders import WeightFolders
 from lockstep.rl.actors.wire import Listener, make_key
 
 KEY = "generators.key"
-"""In the run's `logs/`: generators of other hosts need it to join. It is gone when the run ends."""
+"""In the run's `logs/`, where others may join, who need it. It is gone when the run ends, unless that is killed."""
 
 
 class SeparateGenerators:
@@ -99,7 +100,7 @@ class SeparateGenerators:
     def _open_processes(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
         path = self._run / "logs" / KEY
-        key = bytes.fromhex(world.from_main(lambda: make_key(path).hex()))
+        key = bytes.fromhex(world.from_main(lambda: self._fresh_key(path).hex()))
         opening.callback(path.unlink, missing_ok=True)
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
@@ -111,7 +112,7 @@ class SeparateGenerators:
         listener = Listener(key, actors.host, actors.port)
         address = "{}:{}".format(*listener.address)
         # Entered in this order, so that generators are told to end before they are killed.
-        local = LocalGenerators(actors, self.sampler, address, path, config.device, self._run / "logs")
+        local = LocalGenerators(actors, self.sampler, address, key, config.device, self._run / "logs")
         opening.enter_context(local)
         opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
         if actors.port:
@@ -122,6 +123,10 @@ class SeparateGenerators:
         """The newest, one that may still be read, and those that generators take late, who finish what they began."""
         actors = self._config.actors
         return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
+
+    def _fresh_key(self, path: Path) -> bytes:
+        path.unlink(missing_ok=True)  # of a run that was killed
+        return make_key(path) if self._config.actors.port else token_bytes(32)
 
     def _wanted(self) -> Wanted:
         """What a server must be like."""

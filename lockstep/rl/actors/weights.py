@@ -104,7 +104,8 @@ class WeightTransfer:
             box, covered = wants[name].box, 0
             for part, ranks in self._holders[name].items():
                 if (shared := common(part, box)) is not None:
-                    source = target if target in ranks else ranks[target % len(ranks)]
+                    # Of copies, the one nearest to the target, so that each rank sends to as many.
+                    source = target if target in ranks else ranks[target * len(ranks) // len(self.wanted)]
                     pieces.append(Piece(name, shared, source, target))
                     covered += volume(shared)
             assert covered == volume(box), f"{name}: the ranks hold {covered} of {volume(box)} elements, or hold twice"

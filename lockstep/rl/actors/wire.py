@@ -25,6 +25,8 @@ HEADER = struct.Struct("<IQ")
 NONCE = 32
 TAG = 32
 HANDSHAKE_SECONDS = 10.0
+PARTS = 5
+"""In which the time is waited that a message may be late."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -77,8 +79,8 @@ class Channel:
 
         One that stands still in the middle for so long is Closed.
         """
-        self._connection.settimeout(seconds)
-        header = self._read(HEADER.size, begins=True)
+        header = self._begin(seconds)
+        self._wait_at_most(seconds)
         length, beside_length = HEADER.unpack(header)
         body, beside = self._read(length), self._read(beside_length)
         expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)
@@ -87,6 +89,20 @@ class Channel:
             self.close()
             raise Closed("a message was changed on its way")
         return json.loads(body), beside
+
+    def _begin(self, seconds: float | None) -> bytearray:
+        # In parts: of the time in which both sides stood still, as on a laptop that slept, only one part counts.
+        for _ in range(PARTS - 1):
+            self._wait_at_most(None if seconds is None else seconds / PARTS)
+            with contextlib.suppress(TimeoutError):
+                return self._read(HEADER.size, begins=True)
+        return self._read(HEADER.size, begins=True)
+
+    def _wait_at_most(self, seconds: float | None) -> None:
+        try:
+            self._connection.settimeout(seconds)
+        except OSError as error:  # another thread has closed it
+            raise Closed(str(error)) from error
 
     def close(self) -> None:
         """Ends the connection; whoever waits on it, on either side, gets Closed."""
@@ -178,11 +194,19 @@ def read_key(path: Path) -> bytes:
     try:
         if path.stat().st_mode & 0o077:
             raise UserError(f"{path}: others may read this key; chmod 600 it, and start the run anew for a fresh one")
-        key = bytes.fromhex(path.read_text())
+        return key_of(path.read_text(), str(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: no key of a run ({error}); give the file that the run has written") from error
+
+
+def key_of(text: str, source: str) -> bytes:
+    """The key that `source` has as `text`. Raises UserError where it is none."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
     if len(key) != 32:
-        raise UserError(f"{path}: no key of a run; give the file that the run has written")
+        raise UserError(f"{source}: no key of a run; give the file that the run has written")
     return key
 
 

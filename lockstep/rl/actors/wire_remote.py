@@ -5,18 +5,42 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+from lockstep.observe.sign_of_life import runs_here
 from lockstep.rl.actors.remote import RemoteSample, Reports, Request
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.wire import Channel, Closed
+
+BUSY = 20
+"""Times as long may be silent what the kernel of this host says still runs: on a busy machine nobody gets to speak."""
+
+
+class Hearing:
+    """Who says nothing for `seconds` is taken for dead, unless it runs on this host: then for `BUSY` times as long."""
+
+    def __init__(self, channel: Channel, seconds: float, hello: Mapping[str, Any]):
+        """hello: says which process it is, as `pid` and `place`."""
+        self.seconds = seconds
+        self._channel, self._pid, self._place = channel, hello["pid"], hello["place"]
+
+    def next(self) -> Any:
+        """The next message. Raises TimeoutError, and Closed."""
+        for _ in range(BUSY):
+            try:
+                return self._channel.receive(self.seconds)[0]
+            except TimeoutError:
+                if not runs_here(self._pid, self._place):
+                    break
+        raise TimeoutError
 
 
 class WireRemote:
     """A `Remote`. Two threads, one for each direction, so that nobody waits for a generator that does not read."""
 
-    def __init__(self, name: str, channel: Channel, room: int, silence_seconds: float):
-        self.name, self.room, self.silence_seconds = name, room, silence_seconds
+    def __init__(self, name: str, channel: Channel, room: int, hearing: Hearing):
+        self.name, self.room, self._hearing = name, room, hearing
         self.did: dict[str, float] = {}
         self._channel = channel
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -44,7 +68,7 @@ class WireRemote:
         self._closing.set()
         self._outbox.put({"kind": "end"})
         self._outbox.put(None)
-        self._threads[0].join(self.silence_seconds)
+        self._threads[0].join(self._hearing.seconds)
         self._channel.close()
         for thread in self._threads:
             thread.join()
@@ -59,9 +83,9 @@ class WireRemote:
     def _read(self, reports: Reports) -> None:
         try:
             while True:
-                self._tell(self._channel.receive(self.silence_seconds)[0], reports)
+                self._tell(self._hearing.next(), reports)
         except TimeoutError:
-            why = f"it has said nothing for {self.silence_seconds:g} s (actors.silence_seconds)"
+            why = f"it has said nothing for {self._hearing.seconds:g} s (actors.silence_seconds)"
         except Closed as error:
             why = str(error)
         except (KeyError, TypeError, ValueError) as error:
@@ -82,7 +106,7 @@ class WireRemote:
             reports.refused(self, message["id"], message["problem"])
         elif kind == "unfit":
             reports.unfit(self, message["problem"])
-        elif kind == "lost":
+        elif kind in ("lost", "leaves"):
             raise Closed(message["why"])
         elif kind != "alive":
             raise ValueError(f"kind {kind!r}")

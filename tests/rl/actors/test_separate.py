@@ -60,7 +60,7 @@ def test_a_run_is_the_same_with_generators_behind_http(task, model_folder, tmp_p
     with running_server(model_folder, **SERVED) as one, running_server(model_folder, **SERVED) as two:
         ranks, parallel = LAYOUTS["FSDP 2"] if way == "FSDP 2" else (1, ONE)
         config = config_of(task, model_folder, tmp_path / "run", parallel, top_p=0.9)
-        config.actors.urls = [one.url, two.url]
+        config.actors.urls = (one.url, two.url)
         launch(ranks, _run_with_key, config, seconds=300)
         assert min(server.engine.statistics.tokens_sampled for server in (one, two)) > 0
     assert outcome(tmp_path / "run") == outcome(tmp_path / "one")

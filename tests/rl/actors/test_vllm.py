@@ -174,7 +174,7 @@ def test_a_vllm_that_would_give_other_numbers_or_old_weights_is_refused_by_name(
 
 
 def test_the_correction_is_on_with_vllm_unless_the_run_says_otherwise(vllm, caplog):
-    config = RLConfig(model="m", actors=ActorsConfig(urls=[vllm.url]))
+    config = RLConfig(model="m", actors=ActorsConfig(urls=(vllm.url,)))
     suited = suited_to_servers(config, WORLD)
     assert (suited.off_policy, suited.on_parity_error) == ("truncate", "measure")
     assert suited_to_servers(dataclasses.replace(config, off_policy="mask"), WORLD).off_policy == "mask"
@@ -182,7 +182,7 @@ def test_the_correction_is_on_with_vllm_unless_the_run_says_otherwise(vllm, capl
     assert suited_to_servers(dataclasses.replace(config, off_policy="none"), WORLD).off_policy == "none"
     assert "biases the gradient" in caplog.text
     assert suited_to_servers(RLConfig(model="m"), WORLD) == RLConfig(model="m")
-    processes = dataclasses.replace(config, actors=ActorsConfig(urls=[vllm.url], generators=1))
+    processes = dataclasses.replace(config, actors=ActorsConfig(urls=(vllm.url,), generators=1))
     with pytest.raises(UserError, match="give one kind"):
         suited_to_servers(processes, WORLD)
 
@@ -247,7 +247,7 @@ def test_three_grpo_steps_with_vllm(tmp_path, bpe_tokenizer):
                 environment=f"{tmp_path / 'task.py'}:Vowels", steps=3, prompts_per_step=5, samples_per_prompt=4,
                 max_new_tokens=24, temperature=0.9, validation_examples=3, rewards=RewardConfig(isolate="never"),
                 train=TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant"),
-                actors=ActorsConfig(urls=[url]),
+                actors=ActorsConfig(urls=(url,)),
             )
         )  # fmt: skip
     steps = [m for m in read_metrics(run / "metrics.jsonl") if m["step"]]

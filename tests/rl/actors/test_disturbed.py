@@ -1,0 +1,194 @@
+"""Generators and trainers that are killed, stopped, asked to end, or come late: the same run, and nothing is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import ActorsConfig
+from tests.rl.actors.disturbed import Disturbed, is_alive, unfinished
+from tests.rl.actors.test_colocated import TASK, command, outcome
+
+
+@pytest.fixture
+def task(tmp_path):
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
+    return file
+
+
+def left_over(folder):
+    """Processes that know the run's folder or its generators, and what it must not leave in it."""
+    marks = (str(folder).encode(),)
+    found = [p.name for p in Path("/proc").glob("[0-9]*") if any(mark in _command(p) for mark in marks)]
+    return found + [str(path) for path in (folder / "logs").glob("*.key")]
+
+
+def _command(process):
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def joined(run, port, *launcher):
+    """`lockstep generator` as a user starts it."""
+    key = run.folder / "logs" / "generators.key"
+    run.wait(key.is_file)
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "lockstep", "generator", "--trainer", f"127.0.0.1:{port}", "--key", str(key)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_path):
+    config, expected = whole
+    port = free_port()
+    actors = ActorsConfig(generators=1, port=port, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    guest = joined(run, port)
+    run.wait(lambda: run.step == 0)
+    (killed,) = run.generators()["generator_0"]
+    os.kill(killed, signal.SIGKILL)
+    again = "generator_0 was ended by SIGKILL; it is started again"
+    run.wait(lambda: again in run.said and "generator_0 joins" in run.said.split(again)[1])
+    run.wait(lambda: run.step == 2 and "generator_1 joins" in run.said)
+    (stopped,) = run.generators()["generator_0"]
+    run.hold(4)
+    time.sleep(0.05)  # they have begun to sample
+    os.kill(stopped, signal.SIGSTOP)
+    run.wait(lambda: "generator_0: it has said nothing for 1.5 s" in run.said)
+    run.wait(lambda: not is_alive(stopped))
+    run.wait(lambda: run.step == 4)
+    run.hold()
+    time.sleep(0.05)
+    guest.send_signal(signal.SIGTERM)
+    assert guest.wait(60) == 0, guest.stderr.read()
+    run.wait(lambda: "generator_1: it was asked to end, and leaves" in run.said)
+    assert run.end() == 0
+    assert outcome(run.folder) == expected
+    assert sum(unfinished(run.said)) > 0 and not left_over(run.folder)
+
+
+def test_a_rank_of_a_generator_that_stops_and_a_trainer_that_is_killed_leave_nothing_and_change_nothing(
+    whole, tmp_path
+):
+    config, expected = whole
+    actors = ActorsConfig(generators=1, tensor=2, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+    run.wait(lambda: run.step == 1)
+    ranks = sorted(run.generators()["generator_0"])
+    run.hold(3)
+    time.sleep(0.05)
+    os.kill(ranks[1], signal.SIGSTOP)
+    run.wait(lambda: "generator_0: its rank 1: it has said nothing for 1.5 s" in run.said)
+    run.wait(lambda: not any(map(is_alive, ranks)))
+    run.wait(lambda: run.step == 3)
+    ranks = run.generators()["generator_0"]
+    run.hold()
+    time.sleep(0.05)
+    os.kill(run.process.pid, signal.SIGKILL)
+    end = time.monotonic() + 2
+    while any(map(is_alive, ranks)):
+        assert time.monotonic() < end
+    assert not left_over(run.folder)
+    run.process.join()
+    run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+    run.start()
+    assert run.end() == 0
+    assert outcome(run.folder) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_any_rank_of_a_generator_may_die_or_stop(whole, tmp_path, rank, number):
+    config, expected = whole
+    actors = ActorsConfig(generators=1, tensor=2, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=1)
+    run.wait(lambda: run.step == 1)
+    ranks = sorted(run.generators()["generator_0"])
+    run.hold()
+    time.sleep(0.05)
+    os.kill(ranks[rank], number)
+    run.wait(lambda: unfinished(run.said), seconds=2.5)
+    run.wait(lambda: not any(map(is_alive, ranks)), seconds=2)
+    assert run.end() == 0 and outcome(run.folder) == expected
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
+    config, expected = whole
+    port = free_port()
+    actors = ActorsConfig(generators=0, port=port, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), until=2)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    first = joined(run, port, *torchrun)
+    run.wait(lambda: run.step == 2)
+    second = joined(run, port, *torchrun)
+    run.wait(lambda: run.said.count(" joins,") == 2)
+    run.hold()
+    time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    run.wait(lambda: "generator_0: it was asked to end, and leaves" in run.said)
+    first.wait(60)
+    assert run.end() == 0 and outcome(run.folder) == expected
+    assert second.wait(60) == 0, second.stderr.read()
+    assert not left_over(run.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["SIGINT", "SIGINT to all", "SIGTERM", "UserError"])
+def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
+    config, expected = whole
+    failing = {"environment": config.environment.replace("Vowels", "Failing")} if end == "UserError" else {}
+    actors = ActorsConfig(generators=2, port=free_port(), threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors, **failing))
+    if end == "UserError":
+        run.end()
+        assert "no reward today" in run.said
+    else:
+        run.wait(lambda: run.step >= 1)
+        generators = [pid for pids in run.generators().values() for pid in pids]
+        begun = time.monotonic()
+        number = getattr(signal, end.split()[0])
+        os.killpg(run.process.pid, number) if "all" in end else os.kill(run.process.pid, number)
+        assert run.end() != 0 and time.monotonic() - begun < config.faults.stop_seconds
+        assert "which is saved" in run.said and not any(map(is_alive, generators))
+        run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+        run.start()
+        assert run.end() == 0
+        found = outcome(run.folder)
+        assert found[1].items() >= expected[1].items()
+    assert not left_over(run.folder)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_run_again_with_its_generators(task, model_folder, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    plain, again = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "run"))
+    assert subprocess.run(plain, env=environment, timeout=300).returncode == 0
+    again[5:6] = ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    running = subprocess.Popen([*again, "--actors.generators", "1", "--actors.threads", "1"], env=environment)
+    while not (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
+        assert running.poll() is None
+        time.sleep(0.02)
+    ranks = [p for p in Path("/proc").glob("[0-9]*") if b"\0rl\0" in _command(p) and b"run.py" not in _command(p)]
+    own = [int(p.name) for p in ranks if str(tmp_path / "run").encode() in _command(p) and int(p.name) != running.pid]
+    os.kill(max(own), signal.SIGKILL)
+    assert running.wait(300) == 0
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole") and not left_over(tmp_path / "run")
