@@ -126,4 +126,4 @@ def _own(value: Any, before: Any) -> Any:
             return float(value)  # YAML takes 1e-5, without a point, for a text
         except ValueError:
             return value
-    return tuple(value) if isinstance(value, list) and not isinstance(before, list) else value
+    return tuple(value) if isinstance(value, list) else value

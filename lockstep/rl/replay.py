@@ -114,6 +114,11 @@ def replay(
             f"step {step} of {folder.path} holds conversations, whose rewards come of having them; --sample has "
             "them again"
         )
+    if sample and recorded.get("policy/staleness_max"):
+        raise UserError(
+            f"step {step} of {folder.path} was sampled in part from weights of earlier steps (actors.max_staleness), "
+            "which its checkpoint does not hold; leave --sample out"
+        )
     drawn = None if sample else _Drawn([rollout_of(line) for line in before])
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         again = RunFolder(Path(name) / "run")
