@@ -91,7 +91,7 @@ def foresee(config: RLConfig) -> RLDryRun:
     """
     validate(config)
     if config.actors.separate:
-        raise UserError("a dry run counts generators on the ranks that train; leave actors.separate out")
+        raise UserError("a dry run counts generators on the ranks that train; leave actors.generators out")
     config = replace(config, model=folder_if_model(config.model))
     # The ranks are somewhere else, unless it is said that they are CPUs.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())

@@ -160,9 +160,7 @@ class _Generator:
                 if kind == "ask":
                     self._ask(message)
                 elif kind == "abort":
-                    self._forget(message["id"])
-                    if held := self._held.pop(message["id"], None):
-                        self._engine.abort(held.request)
+                    self._abort(message["id"])
                 elif kind == "weights":
                     self._timeline.begin(message["edition"]["version"] + 1)
                     with self._timeline.span("weights"):
@@ -206,9 +204,11 @@ class _Generator:
         ended = [sequence.finish_reason is not None for sequence in sequences]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
 
-    def _forget(self, request: int) -> None:
-        """Takes a request out of the queue, where it may wait behind weights."""
-        self._queue = deque(other for other in self._queue if other["kind"] != "ask" or other["id"] != request)
+    def _abort(self, request: int) -> None:
+        if held := self._held.pop(request, None):
+            self._engine.abort(held.request)
+        # It may stand behind weights that wait.
+        self._queue = deque(each for each in self._queue if each["kind"] != "ask" or each["id"] != request)
 
     def _take(self, edition: Edition) -> None:
         # Of a token that has been told, the weights are known.

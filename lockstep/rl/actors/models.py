@@ -68,15 +68,15 @@ def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) ->
         if config.actors.separate:
             raise UserError(
                 f"algorithm {config.algorithm} on several ranks takes its values from the copies that their generators "
-                "have; leave actors.separate out, or train in one process"
+                "have; leave actors.generators out, or train in one process"
             )
         if config.train.optimizer_in_backward:
             raise UserError(
                 f"algorithm {config.algorithm} trains a value head, whose gradient ranks sum after the backward; "
                 "switch train.optimizer_in_backward off"
             )
-    if isinstance(environment, ConversationEnvironment) and config.parallel.tensor > 1:
+    if isinstance(environment, ConversationEnvironment) and config.parallel.tensor > 1 and not config.actors.separate:
         raise UserError(
-            f"{type(environment).__name__} holds conversations, whose ranks cannot share a generator so far; leave "
-            "parallel.tensor at 1 (parallel.data_shard, context and pipeline are free)"
+            f"{type(environment).__name__} holds conversations, which the ranks of a tensor group cannot share a "
+            "generator for so far; leave parallel.tensor at 1, or give actors.generators"
         )

@@ -266,7 +266,7 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
             dict(algorithm="ppo", train=TrainConfig(optimizer_in_backward=True, max_grad_norm=0)),
             "switch train.optimizer_in_backward off",
         ),
-        (dict(environment="Talk", parallel=ParallelConfig(tensor=2)), "whose ranks cannot share a generator so far"),
+        (dict(environment="Talk", parallel=ParallelConfig(tensor=2)), "give actors.generators"),
         (dict(environment="Unseeded"), 'examples of "train" on rank 1 are not those of rank 0'),
         (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 run; start 4 with torchrun"),
     ],

@@ -1,5 +1,6 @@
 """Generators in processes of their own: the same run as in one process, whatever happens to them."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,19 +31,36 @@ def task(tmp_path):
 
 
 WAYS = {
-    "one": (1, ONE, ActorsConfig(generators=1, threads=1)),
     "two": (1, ONE, ActorsConfig(generators=2, threads=1)),
     "TP 2": (1, ONE, ActorsConfig(generators=1, tensor=2, threads=1)),
     "one for FSDP 2": (2, ONE, ActorsConfig(generators=1, threads=1)),
-    "two for TP 2": (*LAYOUTS["TP 2"], ActorsConfig(generators=2, threads=1)),
 }
 
 
+@pytest.fixture(scope="module")
+def alone(model_folder, tmp_path_factory):
+    """What comes of the run in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "task.py").write_text(TASK)
+    launch(1, run, config_of(folder / "task.py", model_folder, folder / "run"), seconds=300)
+    return outcome(folder / "run")
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path, way):
-    launch(1, run, config_of(task, model_folder, tmp_path / "one"), seconds=300)
+def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path, way, alone):
     ranks, parallel, actors = WAYS[way]
     launch(ranks, run, config_of(task, model_folder, tmp_path / "run", parallel, actors=actors), seconds=300)
+    assert outcome(tmp_path / "run") == alone
+
+
+def test_conversations_with_separate_generators_are_the_same_though_trainers_share_the_model(
+    task, model_folder, tmp_path
+):
+    changes = dict(environment=f"{task}:Talk", steps=2, kl_coefficient=0.0)
+    launch(1, run, config_of(task, model_folder, tmp_path / "one", **changes), seconds=300)
+    ranks, parallel = LAYOUTS["TP 2"]
+    actors = ActorsConfig(generators=2, threads=1)
+    launch(ranks, run, config_of(task, model_folder, tmp_path / "run", parallel, actors=actors, **changes), seconds=300)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "one")
 
 
@@ -111,11 +129,14 @@ def _killed_at_random(config, kills, draw):
             os.kill(process.pid, signal.SIGINT)
             process.join(60)
             assert process.exitcode is not None
-            assert not any(Path(f"/proc/{child}").exists() for child in children)
+            until = time.monotonic() + 10
+            while any(Path(f"/proc/{child}").exists() for child in children):
+                assert time.monotonic() < until
+                time.sleep(0.01)
         else:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-            process.kill()
+            for each in (process.pid, *children):
+                with contextlib.suppress(ProcessLookupError):  # it may have ended
+                    os.kill(each, signal.SIGKILL)
             process.join()
     process = _start(config)
     process.join(300)
