@@ -185,8 +185,8 @@ def test_a_run_that_samples_ahead_is_killed_and_resumed_and_asks_every_prompt_on
 @pytest.mark.parametrize("on_update", ["continue", "finish"])
 def test_a_run_with_generators_of_its_own_is_killed_again_and_again(task, model_folder, tmp_path, on_update):
     actors = ActorsConfig(generators=2, threads=1, max_staleness=2, on_update=on_update)
-    config = _ahead(task, model_folder, tmp_path / "run", 20, actors)
-    _killed_at_random(config, 6, random.Random(on_update))
+    config = _ahead(task, model_folder, tmp_path / "run", 10, actors)
+    _killed_at_random(config, 3, random.Random(on_update))
     _every_prompt_was_trained_on_once(tmp_path / "run", task, config)
     if on_update == "finish":
         whole = dataclasses.replace(config, output=str(tmp_path / "whole"))
