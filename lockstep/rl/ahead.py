@@ -33,12 +33,15 @@ class Ahead:
         depth: int = 0,
         remembering: Callable[[dict[str, Any]], Remembering] | None = None,
         at_once: bool = True,
+        recorded: bool = False,
     ):
         """count: prompts of a step. remembering: makes samplers that keep what they were asked; none with depth 0.
         at_once: whether `draw` asks all samples of a step by one `generate`, and not one after the other.
+        recorded: whether `draw` returns what another run has sampled, as old as that run allowed.
         """
         self._draw, self._prompts, self._sampler = draw, prompts, sampler
         self._count, self.depth, self._remembering, self._at_once = count, depth, remembering, at_once
+        self._recorded = recorded
         self._begun: dict[int, _Begun] = {}
         self._owed: list[int] = []
         """Places of prompts that were under way when the run was saved: they are asked before others."""
@@ -69,7 +72,7 @@ class Ahead:
         for rollout in rollouts:
             rollout.place = places[rollout.group]
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
-        if oldest < step - 1 - self.depth:
+        if oldest < step - 1 - self.depth and not self._recorded:
             raise LedgerError(
                 f"step {step} was sampled from weights of version {oldest}, older than actors.max_staleness "
                 f"{self.depth} allows; this is a bug of Lockstep"

@@ -192,7 +192,7 @@ def _reinforce(
             )
 
     count, depth = config.prompts_per_step, config.actors.max_staleness
-    ahead = Ahead(draw, prompts, engine, count, depth, generators.remembering, at_once=not talks)
+    ahead = Ahead(draw, prompts, engine, count, depth, generators.remembering, not talks, recorded is not None)
     opened.callback(ahead.close)
     if under_way:
         ahead.restore(under_way)
