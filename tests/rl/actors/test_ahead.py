@@ -226,9 +226,9 @@ def test_samples_that_were_under_way_go_on_where_they_were():
                 del sample[name][1:]
     with running(2, seed=4, state=state, step=3) as third:
         third.train(4, last=5)
-    for (_, before, *_), (_, now, _, staleness) in zip(plain(first)[4], plain(third)[4]):
+    for (_, before, _, ages_before), (_, now, _, staleness) in zip(plain(first)[4], plain(third)[4]):
         assert now[0] == before[0] and len(now) == len(before)
-        assert staleness[0] > 0 and set(staleness[1:]) <= {0}
+        assert staleness[0] == ages_before[0] and set(staleness[1:]) <= {0}
 
 
 def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted():
