@@ -283,6 +283,7 @@ def print_summary(folder: Path) -> None:
     import json
 
     from lockstep.observe.report import duration, in_tokens, parity_meaning
+    from lockstep.rl.prompt_balance import PromptBalance
 
     summary = json.loads((folder / "summary.json").read_text())
     measured = "accuracy" if "accuracy_after" in summary else "reward"
@@ -294,7 +295,9 @@ def print_summary(folder: Path) -> None:
         f"{checked} log-probabilities compared, {different} different; "
         f"largest ratio on a first inner step: {summary['ratio_max_on_first_inner_step']!r}"
     )
-    print(f"  {parity_meaning(checked, different)}")
+    print(f"  {parity_meaning(checked, different, summary['staleness_max'] > 0)}")
+    if "prompts" in summary:
+        print(PromptBalance(**summary["prompts"]).text())
     tokens, seconds = summary["tokens"], sum(summary["seconds"].values())
     trained = sum(count for stage, count in tokens.items() if stage != "generated")
     print(

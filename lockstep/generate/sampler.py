@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -51,5 +52,12 @@ class Sampler(Protocol):
 class Remembering(Sampler, Protocol):
     """A `Sampler` that keeps what it was asked and what came of it."""
 
+    @property
+    def asked(self) -> threading.Event:
+        """Set once `generate` has asked for its samples."""
+
     def state(self) -> dict[str, Any]:
         """Each request's samples as far as they have come, JSON-able, by a digest of the request."""
+
+    def close(self) -> None:
+        """Ends whatever is asked: who waits for samples gets RunStopped."""

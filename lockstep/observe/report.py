@@ -71,13 +71,14 @@ def write_report(
     metrics = read_metrics(run / METRICS, skip_bad=True)
     summary = _json(run / "summary.json")
     parity = _parity(metrics)
+    stale = any(m.get("policy/staleness_max") for m in metrics)
     curves = [*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)]
     for most_tokens in TOKENS:
         shown = shown_steps(run, steps, most_tokens)
         page = template.render(
             title=title,
             introduction=introduction,
-            figures=[*_results(summary), *_speed(metrics), *_parity_figure(parity), *_totals(summary)],
+            figures=[*_results(summary), *_speed(metrics), *_parity_figure(parity, stale), *_totals(summary)],
             alarms=_alarms(metrics),
             curves=curves,
             parity=parity,
@@ -163,21 +164,28 @@ def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
     return figures
 
 
-def _parity_figure(parity: dict[str, Any] | None) -> list[Figure]:
+def _parity_figure(parity: dict[str, Any] | None, stale: bool) -> list[Figure]:
     if parity is None:
         return []
     value = f"{parity['different']:,.0f} of {parity['checked']:,.0f}"
     state = "bad" if parity["different"] else "good"
-    meaning = parity_meaning(int(parity["checked"]), int(parity["different"]))
+    meaning = parity_meaning(int(parity["checked"]), int(parity["different"]), stale)
     return [Figure(value, "log-probabilities differ", meaning, state)]
 
 
-def parity_meaning(checked: int, different: int) -> str:
-    """What the comparison of trainer and generator says, in a sentence."""
+def parity_meaning(checked: int, different: int, stale: bool = False) -> str:
+    """What the comparison of trainer and generator says, in a sentence; stale: tokens of older weights were trained on,
+    which are not compared."""
     if different:
         return (
             f"The generator and the trainer computed another log-probability for {different:,} of the {checked:,} "
             "sampled tokens, so the policy gradient was off by as much as the importance ratios are from 1."
+        )
+    if stale:
+        return (
+            "The generator and the trainer computed the same log-probability, to the last bit, for every token that "
+            "was sampled from the weights it was trained with. Tokens of older weights (actors.max_staleness) have no "
+            "counterpart to compare with: they are trained on with the log-probabilities that they were sampled with."
         )
     return (
         "The generator and the trainer computed the same log-probability, to the last bit, for every token that was "

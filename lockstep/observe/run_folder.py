@@ -18,10 +18,10 @@ from lockstep.observe.run_lock import LOCK, locked
 from lockstep.observe.sign_of_life import forget_signs
 from lockstep.observe.watchdog import VERDICT
 
-CONFIG, METRICS = "config.toml", "metrics.jsonl"
+CONFIG, METRICS, PROMPTS = "config.toml", "metrics.jsonl", "prompts.jsonl"
 WRITTEN = {
-    CONFIG, METRICS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "report.html", "rollouts", "summary.json",
-    "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
+    CONFIG, METRICS, PROMPTS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "report.html", "rollouts",
+    "summary.json", "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
 }  # fmt: skip
 """What runs write into their folders: no other file there is ever deleted."""
 
@@ -35,6 +35,11 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / METRICS
+
+    @property
+    def prompts(self) -> Path:
+        """What became of each step's prompts, by their places in the order of the whole run."""
+        return self.path / PROMPTS
 
     @property
     def summary(self) -> Path:
@@ -53,16 +58,18 @@ class RunFolder:
         partial.replace(self.path / CONFIG)
 
     def truncate(self, step: int) -> None:
-        """Forgets metrics and rollouts after `step`, which a resumed run writes anew."""
-        if self.metrics.is_file():
-            lines = self.metrics.read_text(errors="replace").splitlines()
+        """Forgets metrics, prompts and rollouts after `step`, which a resumed run writes anew."""
+        for file in (self.metrics, self.prompts):
+            if not file.is_file():
+                continue
+            lines = file.read_text(errors="replace").splitlines()
             steps = [_step_of(line) for line in lines]
             kept = [line for line, of_line in zip(lines, steps) if of_line <= step]
             if broken := steps[:-1].count(inf):
-                log.warning("%s: %d damaged lines are left out", self.metrics, broken)
-            partial = self.metrics.with_name(METRICS + ".partial")
+                log.warning("%s: %d damaged lines are left out", file, broken)
+            partial = file.with_name(file.name + ".partial")
             partial.write_text("".join(line + "\n" for line in kept))
-            partial.replace(self.metrics)
+            partial.replace(file)
         for kind in ("step", "validation"):
             for path in self.path.glob(f"rollouts/{kind}_*.jsonl"):
                 if path.name > f"{kind}_{step:08}.jsonl":

@@ -32,20 +32,28 @@ class Ahead:
         count: int,
         depth: int = 0,
         remembering: Callable[[dict[str, Any]], Remembering] | None = None,
+        at_once: bool = True,
+        recorded: bool = False,
     ):
-        """count: prompts of a step. remembering: makes samplers that keep what they were asked; none with depth 0."""
+        """count: prompts of a step. remembering: makes samplers that keep what they were asked; none with depth 0.
+        at_once: whether `draw` asks all samples of a step by one `generate`, and not one after the other.
+        recorded: whether `draw` returns what another run has sampled, as old as that run allowed.
+        """
         self._draw, self._prompts, self._sampler = draw, prompts, sampler
-        self._count, self.depth, self._remembering = count, depth, remembering
+        self._count, self.depth, self._remembering, self._at_once = count, depth, remembering, at_once
+        self._recorded = recorded
         self._begun: dict[int, _Begun] = {}
-        self._owed: dict[int, list[Example]] = {}
-        """Prompts that were under way when the run was saved, where nothing is sampled ahead now."""
+        self._owed: list[int] = []
+        """Places of prompts that were under way when the run was saved: they are asked before others."""
+        self._kept: dict[str, Any] = {}
+        """Samples that were under way then."""
 
     def begin(self, step: int, last: int) -> None:
         """Asks for the first rounds of the steps up to `step + depth`, as far as there are so many."""
         if self.depth:
             for later in range(step, min(step + self.depth, last) + 1):
                 if later not in self._begun:
-                    self._begin(later, self._prompts.next(self._count))
+                    self._begin(later)
 
     def drawn(self, step: int, extra_round: int, missing: int) -> tuple[list[Example], list[Rollout]]:
         """The prompts of a step's round, `missing` ones unless they were asked before, and their rollouts.
@@ -53,61 +61,83 @@ class Ahead:
         Raises what drawing them raised, and LedgerError where a token is older than `depth` allows.
         """
         if extra_round or step not in self._begun:
-            owed = [] if extra_round else self._owed.pop(step, [])
-            asked = owed or self._prompts.next(missing)
+            places = self._take(missing)
+            asked = [self._prompts.at(place) for place in places]
             rollouts = self._draw(asked, step, extra_round, self._sampler)
         else:
             begun = self._begun[step]
-            asked, rollouts = begun.examples, begun.rollouts()
+            places, asked, rollouts = begun.places, begun.examples, begun.rollouts()
             # Until here a checkpoint would hold them.
             del self._begun[step]
+        for rollout in rollouts:
+            rollout.place = places[rollout.group]
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
-        if oldest < step - 1 - self.depth:
+        if oldest < step - 1 - self.depth and not self._recorded:
             raise LedgerError(
                 f"step {step} was sampled from weights of version {oldest}, older than actors.max_staleness "
                 f"{self.depth} allows; this is a bug of Lockstep"
             )
         return asked, rollouts
 
+    def wait(self) -> None:
+        """Until all that has been asked is sampled, or has failed."""
+        for begun in self._begun.values():
+            begun.wait()
+
     def state(self) -> dict[str, Any]:
-        """What is under way, JSON-able: each step's prompts, and their samples as far as they have come."""
-        places = {id(example): place for place, example in enumerate(self._prompts.examples)}
+        """What is under way, JSON-able: the places of its prompts, and their samples as far as they have come."""
+        samples = dict(self._kept)
+        for begun in self._begun.values():
+            samples |= begun.sampler.state()
         return {
-            str(step): {
-                "prompts": [places[id(example)] for example in begun.examples],
-                "samples": begun.sampler.state(),
-            }
-            for step, begun in self._begun.items()
-        } | {str(step): {"prompts": [places[id(e)] for e in owed], "samples": {}} for step, owed in self._owed.items()}
+            "prompts": [place for _, begun in sorted(self._begun.items()) for place in begun.places] + self._owed,
+            "samples": samples,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on with what was under way: its prompts are asked again, and its samples go on where they were.
-
-        Raises what dictionaries and lists raise, for what `state` has not returned.
-        """
-        for step, plain in sorted(state.items(), key=lambda item: int(item[0])):
-            examples = [self._prompts.examples[place] for place in plain["prompts"]]
-            if self.depth:
-                self._begin(int(step), examples, plain["samples"])
-            else:
-                self._owed[int(step)] = examples
+        """Its prompts are asked again before others, and where they are sampled ahead, their samples go on."""
+        self._owed, self._kept = list(state["prompts"]), dict(state["samples"]) if self.depth else {}
 
     def close(self) -> None:
-        """Waits for what is under way, whose sampler has been closed before."""
+        """Ends what is under way."""
+        for begun in self._begun.values():
+            begun.sampler.close()
         for begun in self._begun.values():
             begun.thread.join()
 
-    def _begin(self, step: int, examples: list[Example], kept: dict[str, Any] | None = None) -> None:
+    def _take(self, count: int) -> list[int]:
+        """The places of the next prompts."""
+        owed, self._owed = self._owed[:count], self._owed[count:]
+        return owed + (self._prompts.next_places(count - len(owed)) if len(owed) < count else [])
+
+    def _begin(self, step: int) -> None:
         assert self._remembering is not None
-        sampler = self._remembering(kept or {})
-        self._begun[step] = _Begun(examples, sampler, lambda: self._draw(examples, step, 0, sampler))
+        places = self._take(self._count)
+        # A run that was saved with a larger depth has older ones.
+        young = {key: kept for key, kept in self._kept.items() if _oldest(kept, step) >= step - 1 - self.depth}
+        sampler = self._remembering(young)
+        if not self._owed:
+            self._kept = {}
+        examples = [self._prompts.at(place) for place in places]
+        begun = _Begun(places, examples, sampler, lambda: self._draw(examples, step, 0, sampler))
+        self._begun[step] = begun
+        # Else whether the next weights are there when its samples are asked would depend on who is faster.
+        while self._at_once and begun.thread.is_alive() and not sampler.asked.wait(0.02):
+            pass
+
+
+def _oldest(samples: Sequence[dict[str, Any]], otherwise: int) -> int:
+    """The oldest version that any token of a request's samples comes from; `otherwise` where there is no token."""
+    return min((version for sample in samples for version in sample["versions"]), default=otherwise)
 
 
 class _Begun:
     """A step's first round, drawn in a thread."""
 
-    def __init__(self, examples: list[Example], sampler: Remembering, draw: Callable[[], list[Rollout]]):
-        self.examples, self.sampler = examples, sampler
+    def __init__(
+        self, places: list[int], examples: list[Example], sampler: Remembering, draw: Callable[[], list[Rollout]]
+    ):
+        self.places, self.examples, self.sampler = places, examples, sampler
         self._found: list[Rollout] | BaseException = []
         self.thread = threading.Thread(target=self._run, args=(draw,), name="ahead", daemon=True)
         self.thread.start()
@@ -118,9 +148,12 @@ class _Begun:
         except BaseException as error:  # whoever wants the rollouts gets it
             self._found = error
 
-    def rollouts(self) -> list[Rollout]:
+    def wait(self) -> None:
         while self.thread.is_alive():
             self.thread.join(0.1)  # so that signals are heard
+
+    def rollouts(self) -> list[Rollout]:
+        self.wait()
         if isinstance(self._found, BaseException):
             raise self._found
         return self._found

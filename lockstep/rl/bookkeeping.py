@@ -202,5 +202,6 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
         },
         "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
         "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),
+        "staleness_max": max(m.get("policy/staleness_max", 0.0) for m in compared),
         "ratio_max_on_first_inner_step": max(m["policy/ratio_first_max"] for m in compared),
     }

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +61,7 @@ from lockstep.rl.critic import assign_values, make_critic, refuse_run_without_va
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.ledger import Ledger
 from lockstep.rl.load_environment import GIVEN, check_environment, given_name, load_environment
+from lockstep.rl.prompt_balance import prompt_balance, write_prompts
 from lockstep.rl.prompts import PromptLoader, examples_of, refuse_other_examples
 from lockstep.rl.reference import (
     assign_reference_scores,
@@ -192,9 +193,11 @@ def _reinforce(
                 asked, environment, sampler, tokenizer, config, step, extra_round, rendering, conversing, own
             )
 
-    ahead = Ahead(draw, prompts, engine, config.prompts_per_step, config.actors.max_staleness, generators.remembering)
+    count, depth = config.prompts_per_step, config.actors.max_staleness
+    ahead = Ahead(draw, prompts, engine, count, depth, generators.remembering, not talks, recorded is not None)
     opened.callback(ahead.close)
-    ahead.restore(under_way)
+    if under_way:
+        ahead.restore(under_way)
     patience, everyone = own_limit(config.rewards, grader), "the other ranks" if world.size > 1 else ""
     # As long as there may be no generator at all.
     start_limit = config.actors.start_seconds if config.actors.separate else 0.0
@@ -304,7 +307,12 @@ def _reinforce(
                 observer.write(step, metrics | watch.enter(step, metrics))
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts))
+                world.on_main(partial(write_prompts, run.prompts, step, ledger.places()))
                 if not only and (stopped_by or checkpoints.due(step)):
+                    if config.actors.on_update == "finish":
+                        # What is half done would go on with weights that it would not have had.
+                        with timeline.span("generate", asked_of, max(patience * talks, start_limit)):
+                            ahead.wait()
                     state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
                     with timeline.span("checkpoint"):
                         checkpoints.save(step, state, last=step == config.steps)
@@ -323,6 +331,10 @@ def _reinforce(
             "seconds": {"rl": time.perf_counter() - clock},
             "arithmetic": arithmetic_of(device),
         }
+        if balance := prompt_balance(run.path):
+            summary["prompts"] = asdict(balance)
+            if balance.repeated or balance.lost:
+                log.warning("%s; this is a bug of Lockstep", balance.text())
         run.summary.write_text(json.dumps(summary, indent=1))
         write_report(run.path, title)
     return run.path

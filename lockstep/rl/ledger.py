@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.rl.rollouts import Rollout, episodes_of
@@ -76,6 +77,15 @@ class Ledger:
                 f"no group of this step has two rewards that did not fail ({len(self.rollouts)} rollouts), so there is "
                 'nothing to train on; mend the reward, or set rewards.on_failure = "zero"'
             )
+
+    def places(self) -> dict[str, Any]:
+        """The places of the prompts that are trained on, as `trained`, and of the others by cause, as `dropped`."""
+        trained = {rollout.group: rollout.place for rollout in self.trained}
+        others = {rollout.group: rollout for rollout in self.rollouts if rollout.group not in trained}
+        dropped: dict[str, list[int]] = {}
+        for rollout in others.values():
+            dropped.setdefault(rollout.dropped, []).append(rollout.place)
+        return {"trained": list(trained.values()), "dropped": dropped}
 
     def metrics(self, given: Iterable[Rollout]) -> dict[str, float]:
         """Prompts drawn, trained on and dropped by cause, and completions trained on, of this step.

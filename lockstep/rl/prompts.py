@@ -31,22 +31,30 @@ class PromptLoader:
         self.examples = list(examples)
         self.seed = seed
         self.position = 0
+        self.left_out = 0
+        """Places before `position` that were left out at the ends of epochs."""
 
     def next(self, count: int) -> list[Example]:
         """The next `count` examples: of one epoch, or of several where the examples are fewer."""
+        return [self.at(place) for place in self.next_places(count)]
+
+    def next_places(self, count: int) -> list[int]:
+        """As `next`, but the places of those examples in the order of the whole run."""
         left = len(self.examples) - self.position % len(self.examples)
         if left < count <= len(self.examples):
             self.position += left
-        chosen = []
-        for position in range(self.position, self.position + count):
-            epoch, index = divmod(position, len(self.examples))
-            chosen.append(self.examples[self._order(epoch)[index]])
+            self.left_out += left
         self.position += count
-        return chosen
+        return list(range(self.position - count, self.position))
+
+    def at(self, place: int) -> Example:
+        """The example at a place in the order of the whole run."""
+        epoch, index = divmod(place, len(self.examples))
+        return self.examples[self._order(epoch)[index]]
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, for `restore`."""
-        return {"position": self.position, "examples": fingerprint(self.examples)}
+        return {"position": self.position, "left_out": self.left_out, "examples": fingerprint(self.examples)}
 
     def restore(self, state: Any) -> None:
         """Goes on from `state`. Raises UserError where the examples are others than those that it was saved with.
@@ -62,6 +70,8 @@ class PromptLoader:
                 "number and digest); resume with the same, or start a new run"
             )
         self.position = position
+        # Earlier versions did not count them, nor did they keep the ledger that needs them.
+        self.left_out = int(state.get("left_out", 0))
 
     def _order(self, epoch: int) -> np.ndarray:
         if getattr(self, "_epoch", None) != epoch:

@@ -56,6 +56,7 @@ def rollout_of(line: dict[str, Any]) -> Rollout:
         line["completion"],
         line["version"],
         cut_logprobs=line.get("cut_log_probs", []),
+        versions=line.get("versions", []),
     )
 
 
@@ -87,6 +88,7 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("dropped", "failure"), _is_text),
     **dict.fromkeys(("token_advantages", "values", "cut_log_probs", "entropies"), _are(is_number)),
     **dict.fromkeys(("reference_log_probs", "teacher_log_probs", "trainer_log_probs"), _are(is_number)),
+    "versions": _are(_is_count),
     "sampled": _are(lambda value: type(value) is int and value in (0, 1)),
 }
 
@@ -109,6 +111,8 @@ def _problem(line: Any) -> str:
         held: list[float] = line.get(name) or line["log_probs"]
         if len(held) != sampled:
             return f"it has {len(held)} {name} of {sampled} sampled tokens"
+    if len(line.get("versions", ()) or line["log_probs"]) != sampled:
+        return f"it has {len(line['versions'])} versions of {sampled} sampled tokens"
     # A conversation that failed before its first reply has neither.
     if not line["prompt_ids"] and (tokens or "messages" not in line):
         return "its prompt_ids are empty"

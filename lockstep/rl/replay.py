@@ -45,6 +45,7 @@ NOT_COMPARED = (
     "time",
     "ranks",
     "pipeline/",
+    "generators/",
     "rollout/tokens_per_second",
     "rollout/environment_seconds",
     "rollout/tool_seconds/",
@@ -112,6 +113,11 @@ def replay(
         raise UserError(
             f"step {step} of {folder.path} holds conversations, whose rewards come of having them; --sample has "
             "them again"
+        )
+    if sample and recorded.get("policy/staleness_max"):
+        raise UserError(
+            f"step {step} of {folder.path} was sampled in part from weights of earlier steps (actors.max_staleness), "
+            "which its checkpoint does not hold; leave --sample out"
         )
     drawn = None if sample else _Drawn([rollout_of(line) for line in before])
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:

@@ -72,6 +72,8 @@ class Rollout:
     """The trainer's, of each token, where any of them differs from the generator's; else empty."""
     entropies: list[float] = field(default_factory=list)
     """Of the distribution that each token was drawn from, in nats; empty where it is not trained on."""
+    place: int = -1
+    """Of its prompt in the order of the whole run."""
     dropped: str = ""
     """Why it is not trained on; empty: it is."""
     failure: str = ""

@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from lockstep import build_model
+from lockstep.config import RLConfig
 from lockstep.errors import UserError
 from lockstep.model import preset
-from lockstep.rl import parity_check
-from lockstep.rl.parity import Parity
+from lockstep.rl import Example, parity_check
+from lockstep.rl.batch import PolicyLoss, policy_batches
+from lockstep.rl.bookkeeping import accepted
+from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.parity_check import check_parity
+from lockstep.rl.rollouts import Rollout
 from lockstep.train import score
 
 
@@ -88,3 +92,31 @@ def test_a_planted_fault_is_found(monkeypatch, dtype, fault):
     monkeypatch.setattr(parity_check, "score", fault)
     parity, _ = check_parity(model, tokens=64)
     assert parity.tokens_different > 0 and parity.max_delta > 0
+
+
+def test_of_steps_sampled_ahead_tokens_of_the_current_weights_are_compared_and_all_are_trained_on_as_sampled():
+    model = build_model(preset("qwen3:micro"), dtype="float32", seed=1)
+    prompt, tokens, versions = [5, 6, 7], [8, 9, 10, 11], [3, 4, 5, 5]
+    (scores,) = score(model, [prompt + tokens], 1.0)
+    # What the weights of versions 3 and 4 said.
+    logprobs = [-0.5, -0.25, *scores[len(prompt) + 1 :].tolist()]
+
+    def loss_of(logprobs):
+        rollout = Rollout(
+            Example("p"), 0, prompt, tokens, logprobs, "stop", "", 3, versions=versions, advantage=1.0, reward=1.0
+        )
+        config = RLConfig(dtype="float32")
+        (batch,) = policy_batches([rollout], config, version=5)
+        loss = PolicyLoss(config, compare=True)
+        loss(model, batch)
+        assert batch.old_log_probs.tolist() == torch.tensor(logprobs).tolist()
+        return accepted(loss.parity, config, 6, model), loss.ratio_max
+
+    parity, ratio = loss_of(logprobs)
+    assert parity == Parity(2, 0, 0.0)
+    assert ratio == pytest.approx(max(1.0, *torch.tensor([scores[2] + 0.5, scores[3] + 0.25]).exp().tolist()))
+    assert loss_of([-0.75, *logprobs[1:]])[0] == Parity(2, 0, 0.0)
+    planted = torch.tensor(logprobs)
+    planted[-1:].view(torch.int32).bitwise_xor_(1)
+    with pytest.raises(ParityError, match="step 6: 1 of 2 log-probabilities differ"):
+        loss_of(planted.tolist())

@@ -29,10 +29,11 @@ GLANCE = 0.02
 class Fleet:
     """The generators of a run. A `Sampler`, and what its remotes tell (`Reports`). Any thread may call it."""
 
-    def __init__(self, max_positions: int, cache_tokens: int, start_seconds: float):
-        """start_seconds: how long there may be no generator at all."""
+    def __init__(self, max_positions: int, cache_tokens: int, start_seconds: float, finish: bool = False):
+        """start_seconds: how long there may be no generator at all. finish: whether requests are sampled from the
+        weights that are the newest when they are asked, whoever is how fast."""
         self.max_positions, self.cache_tokens = max_positions, cache_tokens
-        self.start_seconds = start_seconds
+        self.start_seconds, self._finish = start_seconds, finish
         self.required: set[str] = set()
         """The names of those that the run has started itself: one that does not fit ends it."""
         self.weights_version = 0
@@ -155,6 +156,9 @@ class Fleet:
     def new_weights(self, edition: Edition) -> None:
         """Every generator takes these before what is asked from here on."""
         with self.changed:
+            if self._finish:
+                # What waits for room here would be asked after the new weights.
+                self._hand_out(all_of_them=True)
             self._edition, self.weights_version = edition, edition["version"]
             for remote in list(self._remotes.values()):
                 remote.new_weights(edition)
@@ -201,15 +205,18 @@ class Fleet:
         with self.changed:
             return sorted(self._versions)
 
-    def _hand_out(self) -> None:
-        """Gives requests that nobody has to the generators with the most room, in the order in which they came."""
+    def _hand_out(self, all_of_them: bool = False) -> None:
+        """Gives requests that nobody has to the generators with the most room, in the order in which they came.
+
+        all_of_them: those too for which nobody has room.
+        """
         load = {name: self._samples_at(name) for name in self._versions}
         for request in self._requests.values():
             if request.id in self._asked or not load or not request.unfinished:
                 continue
             name = min(load, key=lambda each: (load[each], each))
             remote = self._remotes[name]
-            if load[name] and load[name] + request.unfinished > 2 * remote.room:
+            if not all_of_them and load[name] and load[name] + request.unfinished > 2 * remote.room:
                 return
             self._asked[request.id] = name
             load[name] += request.unfinished
@@ -277,6 +284,8 @@ class RememberingFleet:
         """kept: what an earlier one's `state` has returned; its samples go on from there."""
         self._fleet, self._kept = fleet, kept
         self._asked: dict[str, Request] = {}
+        self.asked = threading.Event()
+        """Set once `generate` has asked for its samples."""
         self.max_positions, self.cache_tokens = fleet.max_positions, fleet.cache_tokens
 
     @property
@@ -286,7 +295,9 @@ class RememberingFleet:
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Completion]]:
-        return self._fleet.complete([self._begin(*each) for each in _pairs(prompts, params)])
+        requests = [self._begin(*each) for each in _pairs(prompts, params)]
+        self.asked.set()
+        return self._fleet.complete(requests)
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         return self._begin(prompt, params).id
@@ -302,10 +313,17 @@ class RememberingFleet:
 
     def state(self) -> dict[str, Any]:
         with self._fleet.changed:  # no sample goes on meanwhile
+            # What was kept and is not asked again yet may still be.
             return {
-                digest: [asdict(sample.completion()) for sample in request.samples]
-                for digest, request in self._asked.items()
+                **self._kept,
+                **{
+                    digest: [asdict(sample.completion()) for sample in request.samples]
+                    for digest, request in self._asked.items()
+                },
             }
+
+    def close(self) -> None:
+        self._fleet.fail(RunStopped("the run ends", exit_code=1))
 
     def _begin(self, prompt: list[int], params: SamplingParams) -> Request:
         digest = hashlib.sha256(json.dumps([prompt, asdict(params)]).encode()).hexdigest()

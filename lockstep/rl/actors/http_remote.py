@@ -127,16 +127,19 @@ class HttpRemote:
                 await self._load(order)
 
     async def _load(self, edition: Edition) -> None:
+        version = edition["version"]
+        if version <= self._version:
+            return  # it has newer ones already
         if self._finish and self._tasks:
             await asyncio.wait(self._tasks.values())
-        version = edition["version"]
         # Its next tokens may be of these before it says so.
         self._versions.add(version)
         try:
             await self._server.load(self._client, Path(edition["folder"]), version)
         except HttpError as error:
-            if any(not isinstance(order, Request) for order in self._orders._queue):  # type: ignore[attr-defined]
-                return  # superseded, and perhaps deleted by now
+            if newer := [order for order in self._orders._queue if not isinstance(order, Request)]:  # type: ignore[attr-defined]
+                # Superseded, and perhaps deleted by now. What was asked after it must not be sampled from older ones.
+                return await self._load(newer[-1])
             if self._version < 0:
                 problem = f"it cannot load the weights in {edition['folder']}: {error.message}"
                 self._reports.unfit(self, f"{problem}; give an --output that it sees under the same path")

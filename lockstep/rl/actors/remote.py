@@ -26,8 +26,8 @@ class RemoteSample:
 
     @classmethod
     def begun(cls, completion: Completion) -> RemoteSample:
-        """As far as `completion` has come; "abort": not to its end."""
-        reason = None if completion.finish_reason == "abort" else completion.finish_reason
+        """As far as `completion` has come; "abort": not to its end, nor has one that failed."""
+        reason = None if completion.finish_reason in ("abort", "error") else completion.finish_reason
         return cls(
             list(completion.token_ids),
             list(completion.logprobs),

@@ -39,7 +39,8 @@ class SeparateGenerators:
         self._config, self._world, self._model, self._run = config, world, model, run
         pages = config.engine.cache_tokens // ops.PAGE
         # Only rank 0's has generators: the others ask for nothing.
-        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds)
+        finish = config.actors.on_update == "finish"
+        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds, finish)
         self._opened = ExitStack()
         self._shelf: Shelf | None = None
         self._folders: WeightFolders | None = None
@@ -90,7 +91,8 @@ class SeparateGenerators:
             servers = HttpGenerators(actors.urls, self._wanted(), self.sampler, silence, finish=finish)
             world.on_main(lambda: opening.enter_context(servers))
             dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
-            self._folders = WeightFolders(self._run / "weights", self._model, dtype, world, own_head)
+            weights = self._run / "weights"
+            self._folders = WeightFolders(weights, self._model, dtype, world, own_head, self._versions_kept)
             opening.callback(self._folders.close)
         if actors.processes:
             self._open_processes(opening)
@@ -102,10 +104,8 @@ class SeparateGenerators:
         opening.callback(path.unlink, missing_ok=True)
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
-        # Generators that finish what they have begun take a version when others have been laid out after it.
-        slots = 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
         tensors = dict(self._model.named_parameters())
-        self._shelf = Shelf(tensors, resolve_dtype(config.dtype), world, key, host, slots)
+        self._shelf = Shelf(tensors, resolve_dtype(config.dtype), world, key, host, self._versions_kept)
         opening.callback(self._shelf.close)
         if not world.is_main:
             return
@@ -117,6 +117,12 @@ class SeparateGenerators:
         opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
         if actors.port:
             announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")
+
+    @property
+    def _versions_kept(self) -> int:
+        """The newest, one that may still be read, and those that generators take late, who finish what they began."""
+        actors = self._config.actors
+        return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
 
     def _fresh_key(self, path: Path) -> bytes:
         path.unlink(missing_ok=True)  # of a run that was killed

@@ -18,19 +18,26 @@ from lockstep.model import TrainableModel, hugging_face_name, write_description
 from lockstep.parallel import World
 
 EMBEDDING = "model/model.embed_tokens.weight"
-KEPT = 2
-"""Versions: the newest, and the one that a generator may still be reading."""
 
 
 class WeightFolders:
     """Writes `FOLDER/version_N`, in whatever layout the model is, and deletes older ones. All ranks call its methods.
 
-    A folder that has its name is whole. own_head: also writes the head of a model whose head is its embedding.
+    A folder that has its name is whole. own_head: also writes the head of a model whose head is its embedding. kept:
+    versions that are there at a time.
     """
 
-    def __init__(self, folder: Path, model: TrainableModel, dtype: torch.dtype, world: World, own_head: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        model: TrainableModel,
+        dtype: torch.dtype,
+        world: World,
+        own_head: bool = False,
+        kept: int = 2,
+    ):
         self.folder, self._model, self._dtype, self._world = folder.resolve(), model, dtype, world
-        self._own_head = own_head and model.config.tie_embeddings
+        self._own_head, self._kept = own_head and model.config.tie_embeddings, kept
         self._group = dist.new_group(backend="gloo") if world.mesh is not None else None
         self._written: list[Path] = []
         self.close()
@@ -71,7 +78,7 @@ class WeightFolders:
                 exit_code=1,
             )
         self._written = [*(old for old in self._written if old != folder), folder]
-        while len(self._written) > KEPT:
+        while len(self._written) > self._kept:
             old = self._written.pop(0)
             if self._world.is_main:
                 shutil.rmtree(old, ignore_errors=True)

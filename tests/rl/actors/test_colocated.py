@@ -43,6 +43,11 @@ class Vowels(rl.Environment):
     def reward(self, example, completion):
         return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion))}
 
+class Many(Vowels):
+    def examples(self, split):
+        for number in range(100):
+            yield rl.Example(prompt=f"{split} {number}", answer="")
+
 class Unseeded(Vowels):
     def examples(self, split):
         import os

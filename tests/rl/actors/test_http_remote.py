@@ -126,6 +126,24 @@ def finished(url, wanted, folder, prompt, samples):
     return samples
 
 
+def test_what_is_asked_after_weights_that_are_gone_by_now_is_not_sampled_from_older_ones(server, model, folder):
+    params = dataclasses.replace(PARAMS, seed=17)
+    samples = [RemoteSample() for _ in range(params.n)]
+    client, reports = client_of(server.url), Recorder(samples)
+    remote = HttpRemote(client, asyncio.run(find_server(client, _wanted(model))), reports, finish=True)
+    try:
+        remote.new_weights({"version": 3, "folder": str(folder)})
+        reports.wait()
+        remote.new_weights({"version": 4, "folder": str(folder / "deleted")})
+        remote.ask(Request(0, PROMPTS[0], params, samples))
+        remote.new_weights({"version": 5, "folder": str(folder)})
+        while not all(sample.finish_reason for sample in samples):
+            reports.wait()
+    finally:
+        remote.close()
+    assert {version for sample in samples for version in sample.versions} == {5}
+
+
 def test_samples_that_another_has_begun_go_on_as_they_would_have(server, model, folder):
     params = dataclasses.replace(PARAMS, seed=17, top_p=0.9)
     (expected,) = Engine(model, ENGINE).generate(PROMPTS[:1], params)
