@@ -152,7 +152,7 @@ class _Generator:
     def _serve(self) -> None:
         while True:
             self._receive_all()
-            while self._queue and not (self._finishes_first and self._queue[0]["kind"] == "weights" and self._held):
+            while self._queue and not (self._queue[0]["kind"] == "weights" and self._finishes_before_weights()):
                 message = self._queue.popleft()
                 kind = message["kind"]
                 if kind == "end":
@@ -185,7 +185,7 @@ class _Generator:
                 if any(each["kind"] == "end" for each in self._queue):
                     return  # the trainer has said so, and gone
                 raise message
-            if message["kind"] in ("end", "abort") and self._finishes_first:
+            if message["kind"] in ("end", "abort"):
                 # Not behind weights that wait for what is to be ended.
                 self._queue.appendleft(message)
             else:
@@ -203,6 +203,17 @@ class _Generator:
         told = [sequence.sampled for sequence in sequences]
         ended = [sequence.finish_reason is not None for sequence in sequences]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
+
+    def _finishes_before_weights(self) -> bool:
+        """Whether what has begun is sampled to its end first: always, or where that is less work than going on.
+
+        With new weights the keys of all tokens so far are computed anew.
+        """
+        begun = [s for held in self._held.values() for s in held.sequences if s.finish_reason is None]
+        if self._finishes_first:
+            return bool(begun)
+        left = sum(sequence.params.max_tokens - sequence.sampled for sequence in begun)
+        return left < sum(len(sequence.tokens) for sequence in begun)
 
     def _abort(self, request: int) -> None:
         if held := self._held.pop(request, None):
