@@ -47,8 +47,8 @@ class ActorsConfig:
     are sampled ahead, while others are trained. 0: sampling and training take turns."""
     on_update: Literal["continue", "finish"] = "continue"
     """What generators do with new weights while they sample: `continue` takes them at once, and rollouts go on with
-    them, unless finishing these is less work; `finish` ends what it has begun first, so that the run does not depend on who was how fast
-    (conversations aside, whose later turns are asked when they come)."""
+    them, unless finishing these is less work; `finish` ends what it has begun first, so that the run does not depend on
+    who was how fast (conversations aside, whose later turns are asked when they come)."""
 
     def problems(self, reduction_chunks: int) -> Iterator[str]:
         """What cannot be."""

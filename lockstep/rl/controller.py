@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -202,6 +203,17 @@ def _reinforce(
     # As long as there may be no generator at all.
     start_limit = config.actors.start_seconds if config.actors.separate else 0.0
     asked_of = "the generators" if config.actors.separate else ""
+
+    def judge(step: int) -> dict[str, Any]:
+        """Samples and grades the held-out examples; writes what came of them, and returns it in figures."""
+        with timeline.span("validation", asked_of, max(patience, start_limit)):
+            own = replicas.own(held_out)
+            judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+        with timeline.span("wait", everyone):
+            validation, _ = replicas.everyones(held_out, judged)
+        world.on_main(partial(write_rollouts, run.validation_path(step), validation))
+        return validation_metrics(validation, environment)
+
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     task = type(environment).__name__
     work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
@@ -226,13 +238,7 @@ def _reinforce(
         if start and start >= config.steps:
             log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0 and not only:
-            with timeline.span("validation", asked_of, max(patience, start_limit)):
-                own = replicas.own(held_out)
-                judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
-            with timeline.span("wait", everyone):
-                validation, _ = replicas.everyones(held_out, judged)
-            world.on_main(partial(write_rollouts, run.validation_path(0), validation))
-            metrics = validation_metrics(validation, environment)
+            metrics = judge(0)
             observer.write(0, metrics | watch.enter(0, metrics))
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
@@ -297,13 +303,7 @@ def _reinforce(
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
-                    with timeline.span("validation", asked_of, max(patience, start_limit)):
-                        own = replicas.own(held_out)
-                        judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
-                    with timeline.span("wait", everyone):
-                        validation, _ = replicas.everyones(held_out, judged)
-                    world.on_main(partial(write_rollouts, run.validation_path(step), validation))
-                    metrics |= validation_metrics(validation, environment)
+                    metrics |= judge(step)
                 observer.write(step, metrics | watch.enter(step, metrics))
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts))
