@@ -37,10 +37,8 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
-from lockstep.rl.actors.generators import open_generators, whole_policy
-from lockstep.rl.actors.http_generators import suited_to_servers
+from lockstep.rl.actors.generators import open_generators, suited_to_actors, whole_policy
 from lockstep.rl.actors.models import policy_model, refuse_on_ranks
-from lockstep.rl.actors.monarch_workers import require_workers
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
@@ -123,8 +121,7 @@ def _reinforce(
     world = open_world(config.parallel, config.device)
     opened.callback(close_world, world)
     device = world.device
-    config = settle(suited_to_servers(config, world), world)
-    world.on_main(lambda: require_workers(config.actors))
+    config = settle(suited_to_actors(config, world), world)
     seed_generators(config.seed)
     algorithm = algorithm_of(config)
     others = (

@@ -65,12 +65,14 @@ class Fleet:
         """As `Engine.generate`. Raises RunStopped where no generator is left."""
         return self.complete([self.begin(*each) for each in _pairs(prompts, params)])
 
-    def begin(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> Request:
+    def begin(
+        self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), asker: object = None
+    ) -> Request:
         """Asks for a prompt's samples, which go on where those of `begun` end."""
         seed = secrets.randbits(62) if params.seed is None else params.seed
         samples = [RemoteSample.begun(completion) for completion in begun] or [RemoteSample() for _ in range(params.n)]
         with self.changed:
-            request = Request(self._next_id, list(prompt), replace(params, seed=seed), samples)
+            request = Request(self._next_id, list(prompt), replace(params, seed=seed), samples, asker)
             self._next_id += 1
             if request.unfinished:
                 self._requests[request.id] = request
@@ -105,10 +107,10 @@ class Fleet:
         """Those of a request, once: it may have ended by now."""
         return self._added.pop(request_id).samples
 
-    def step(self) -> None:
-        """Waits for news, for a moment. Raises as `generate`."""
+    def step(self, asker: object = None) -> None:
+        """Waits for news, for a moment. Raises as `generate`, of refused requests those of `asker` only."""
         with self.changed:
-            self._raise_problems(list(self._refused))
+            self._raise_problems([request for request in self._refused if self._requests[request].asker is asker])
             self.changed.wait(GLANCE)
 
     def abort(self, request_id: int) -> None:
@@ -306,7 +308,7 @@ class RememberingFleet:
         return next(request.samples for request in self._asked.values() if request.id == request_id)
 
     def step(self) -> None:
-        self._fleet.step()
+        self._fleet.step(self)
 
     def abort(self, request_id: int) -> None:
         self._fleet.abort(request_id)
@@ -329,7 +331,7 @@ class RememberingFleet:
         digest = hashlib.sha256(json.dumps([prompt, asdict(params)]).encode()).hexdigest()
         begun = [Completion(**plain) for plain in self._kept.get(digest, ())]
         with self._fleet.changed:
-            request = self._asked[digest] = self._fleet.begin(prompt, params, begun)
+            request = self._asked[digest] = self._fleet.begin(prompt, params, begun, self)
         return request
 
 

@@ -119,13 +119,13 @@ class _Generator:
         """What has come and is not done yet."""
         self._finishes_first = welcome["on_update"] == "finish"
         self._ended, self._over = threading.Event(), threading.Event()
-        for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
-            threading.Thread(target=work, name="trainer", daemon=True).start()
         self._held: dict[int, _Held] = {}
         self._told = 0.0
         self._did: dict[str, float] = {}
         """What is told of its work; see `Remote.did`."""
         self._seconds = {"sampling_seconds": 0.0, "weights_seconds": 0.0}
+        for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
+            threading.Thread(target=work, name="trainer", daemon=True).start()
         try:
             self._reader, self._engine = _open(welcome, key, world)
         except UserError as error:
@@ -358,7 +358,7 @@ def _attend(welcome: dict[str, Any], address: str, key: bytes, world: World, ove
     host, _, port = address.rpartition(":")
     try:
         channel = call(host, int(port), key)
-        hello = {"lockstep": __version__, "beside": welcome["name"], "rank": world.rank}
+        hello = {"lockstep": __version__, "beside": welcome["name"], "rank": world.rank, "host": socket.gethostname()}
         channel.send(hello | {"pid": os.getpid(), "place": place()})
         while not over.is_set():
             channel.send({"kind": "alive"})

@@ -82,6 +82,19 @@ class OwnGenerator:
         self.sampler.weights_changed(version)
 
 
+def suited_to_actors(config: RLConfig, world: World) -> RLConfig:
+    """`config` with the settings that its generators need. Raises UserError where what starts them is not there."""
+    if config.actors.urls:
+        from lockstep.rl.actors.http_generators import suited_to_servers
+
+        config = suited_to_servers(config, world)
+    if config.actors.hosts:
+        from lockstep.rl.actors.monarch_workers import require_workers
+
+        world.on_main(lambda: require_workers(config.actors))
+    return config
+
+
 def open_generators(
     config: RLConfig,
     world: World,

@@ -137,9 +137,10 @@ class HttpRemote:
         try:
             await self._server.load(self._client, Path(edition["folder"]), version)
         except HttpError as error:
-            if newer := [order for order in self._orders._queue if not isinstance(order, Request)]:  # type: ignore[attr-defined]
+            editions = [order for order in self._orders._queue if not isinstance(order, Request)]  # type: ignore[attr-defined]
+            if editions and editions[-1]["version"] > version:
                 # Superseded, and perhaps deleted by now. What was asked after it must not be sampled from older ones.
-                return await self._load(newer[-1])
+                return await self._load(editions[-1])
             if self._version < 0:
                 problem = f"it cannot load the weights in {edition['folder']}: {error.message}"
                 self._reports.unfit(self, f"{problem}; give an --output that it sees under the same path")

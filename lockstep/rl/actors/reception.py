@@ -80,8 +80,9 @@ class Reception:
             hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
             remote = WireRemote(name, channel, self._room, hearing)
             channel.send({**self._welcome, "name": name})
-            remote.start(self._fleet)
+            # First, so that one that is lost at once is known, and forgotten.
             self._fleet.join(remote)
+            remote.start(self._fleet)
         ranks = f", {hello['tensor']} ranks" if hello["tensor"] > 1 else ""
         announce(f"rl: {name} joins, process {hello['pid']} on {hello['host']}{ranks}")
 

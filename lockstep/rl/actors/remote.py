@@ -52,6 +52,8 @@ class Request:
     """With a seed, so that all generators draw the same."""
     samples: list[RemoteSample]
 
+    asker: object = None
+    """Whose request it is, where several share a fleet."""
     begun_at: float = field(default_factory=time.monotonic)
     first_at: float = 0.0
     """When its first token was known here; 0: not yet."""

@@ -78,7 +78,7 @@ class WireRemote:
             while (message := self._outbox.get()) is not None:
                 self._channel.send(message)
         except Closed:
-            pass  # whoever reads hears of it too
+            self._channel.close()  # whoever reads hears of it
 
     def _read(self, reports: Reports) -> None:
         try:

@@ -231,6 +231,19 @@ def test_samples_that_were_under_way_go_on_where_they_were():
         assert staleness[0] == ages_before[0] and set(staleness[1:]) <= {0}
 
 
+def test_a_resumed_run_that_is_saved_again_holds_all_that_it_was_given():
+    with running(2, seed=3) as first:
+        first.train(3)
+        first.ahead.wait()
+        state = first.state()
+    with running(2, seed=4, state=state, step=3) as second:
+        assert second.state() == state  # before anything is asked
+        second.ahead.begin(4, last=4)  # of two steps that were under way
+        again = second.state()["ahead"]
+    assert again["prompts"] == state["ahead"]["prompts"]
+    assert again["samples"].keys() == state["ahead"]["samples"].keys()
+
+
 def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted():
     with running(2, True, seed=1) as whole:
         whole.train(9, last=9)

@@ -1,5 +1,6 @@
 """Who may sample for a run and who may not, each said in a sentence; over real connections, without a trainer."""
 
+import contextlib
 import os
 import threading
 
@@ -19,7 +20,7 @@ from lockstep.rl.actors.generator import plain_shape, run_generator
 from lockstep.rl.actors.local import LocalGenerators
 from lockstep.rl.actors.reception import Reception
 from lockstep.rl.actors.shelf import Shelf
-from lockstep.rl.actors.wire import Listener, call
+from lockstep.rl.actors.wire import Closed, Listener, call
 from tests.rl.actors.test_fleet import wait_until
 
 KEY = bytes(range(32))
@@ -117,11 +118,11 @@ def test_of_a_generator_every_rank_is_heard(model_folder):
 
     with reception:
         talking, beside = channels("silent")
-        for _ in range(20):
-            talking.send({"kind": "alive"})
-            if not fleet.names:
-                break
-            threading.Event().wait(0.1)
+        with contextlib.suppress(Closed):  # when it has been given up
+            for _ in range(20):
+                talking.send({"kind": "alive"})
+                threading.Event().wait(0.1)
+        wait_until(lambda: not fleet.names)
         assert not fleet.names  # though its first rank has gone on to say that it lives
         talking, beside = channels("gone")
         beside.close()
