@@ -68,9 +68,8 @@ def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_p
     run.wait(lambda: again in run.said and "generator_0 joins" in run.said.split(again)[1])
     run.wait(lambda: run.step == 2 and "generator_1 joins" in run.said)
     (stopped,) = run.generators()["generator_0"]
-    run.hold(4)
-    time.sleep(0.05)  # they have begun to sample
     os.kill(stopped, signal.SIGSTOP)
+    run.hold(4)  # it is asked for samples now, and cannot end them
     run.wait(lambda: "generator_0: it has said nothing for 1.5 s" in run.said)
     run.wait(lambda: not is_alive(stopped))
     run.wait(lambda: run.step == 4)
