@@ -20,7 +20,7 @@ ANYWHERE = ("", "0.0.0.0", "::")
 class ActorsConfig:
     """Generators that sample for a reinforcement run, how many and where."""
 
-    generators: Annotated[int, AtLeast(0)] = 0
+    generators: Annotated[int, AtLeast(0), AtMost(1024)] = 0
     """Generators that the run starts, each a process, or a tensor group of them. 0: the ranks that train sample too,
     unless `port` lets others join."""
     hosts: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class ActorsConfig:
     urls: tuple[str, ...] = ()
     """Servers that generate: `lockstep serve` with an admin key, or vLLM. They read new weights from the run's folder,
     which they must see under the same path; their keys are LOCKSTEP_API_KEY and LOCKSTEP_ADMIN_KEY."""
-    silence_seconds: Annotated[float, Above(0)] = 1.5
+    silence_seconds: Annotated[float, AtLeast(0.1)] = 1.5
     """A generator that says nothing for so long is taken for dead; they say something five times as often."""
     start_seconds: Annotated[float, Above(0)] = 120.0
     """Time that the first generator is given to be ready, and a run without any to get another one."""
@@ -59,6 +59,10 @@ class ActorsConfig:
                 f"parallel.reduction_chunks is {reduction_chunks}; it must be no less than actors.tensor "
                 f"({self.tensor}): leave it at 0, or give at least as many (and with them other bits)"
             )
+        if not self.host:
+            yield "actors.host is empty, which would be every address of this host; name one, such as 0.0.0.0 for all"
+        if self.tensor > 1 and not self.processes:
+            yield "actors.tensor is of generators in processes of their own; give actors.generators or actors.port too"
         if self.max_staleness and not self.separate:
             yield (
                 "actors.max_staleness samples while others are trained, which the ranks that train cannot; give "

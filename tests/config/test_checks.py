@@ -74,6 +74,16 @@ def test_every_number_is_finite_and_has_a_lower_bound(config):
         (PretrainConfig(), "template", "\udcff {text}", "which is no text in UTF-8; write it as one"),
         (RLConfig(model="m"), "top_p", 0.0, "top_p is 0.0; it must be above 0"),
         (RLConfig(model="m"), "clip_low", 1.1, "clip_low is 1.1; it must be 1 or less"),
+        (
+            RLConfig(model="m"),
+            "actors.max_staleness",
+            1,
+            "which the ranks that train cannot; give actors.generators too",
+        ),
+        (RLConfig(model="m"), "actors.tensor", 2, "give actors.generators or actors.port too"),
+        (RLConfig(model="m"), "actors.tensor", 3, "actors.tensor is 3; give 1, 2, 4 or 8"),
+        (RLConfig(model="m"), "actors.host", "", "actors.host is empty, which would be every address"),
+        (RLConfig(model="m"), "actors.generators", 5000, "actors.generators is 5000; it must be 1024 or less"),
         (ServeConfig(model="m"), "port", 65536, "port is 65536; it must be 65535 or less"),
     ],
 )
