@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -30,6 +32,19 @@ CONTEXT.set_forkserver_preload(
 )
 
 
+_numbers = itertools.count(os.getpid())
+
+
+def _free_port() -> int:
+    """Of those that the system gives to nobody by itself: whoever asks it for any could else take the ranks' first."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in _numbers:
+        port = 20_000 + 1_000 * (worker % 12) + number % 1_000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("numbers end")
+
+
 def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
     """`function(*arguments)` on each of `ranks` processes, one thread each; returns every rank's result.
 
@@ -37,9 +52,7 @@ def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: f
     of the processes. Raises AssertionError with the traceback of the first rank that failed,
     and TimeoutError after `seconds`.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     results: Any = CONTEXT.Queue()
     fault = os.environ.get(VARIABLE, "")  # not the processes' own, which is that of the server they are forked from
     processes = [
