@@ -22,6 +22,16 @@ class EngineConfig:
     """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""
     cuda_graphs: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
     """Record the generator's launches and replay them: decode steps whole, or small steps between attentions."""
+    draft: Literal["auto", "none", "ngram", "layers", "model"] = "auto"
+    """Whose guesses at the next tokens a step checks beside its own work; results are the same bits with any of them.
+    `ngram`: what followed the last tokens before; `auto`: that, and in `rl` earlier completions of the same prompt;
+    `layers` and `model`: as the two settings below say."""
+    draft_tokens: Annotated[int, Above(0)] = 15
+    """Tokens guessed at once for a sequence at most. How many it is goes by what was accepted lately."""
+    draft_layers: Annotated[int, AtLeast(0)] = 0
+    """With draft `layers`: as many of the model's own first layers guess."""
+    draft_model: str = ""
+    """With draft `model`: folder of a smaller model with the same tokenizer."""
 
 
 @dataclass

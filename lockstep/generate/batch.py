@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.generate.sampling_params import SamplingParams
 from lockstep.generate.scheduler import Chunk
 from lockstep.generate.sequence import Sequence
 
@@ -24,14 +25,27 @@ class StepBatch:
     block_table: Tensor
     query_lengths: Tensor
     context_lengths: Tensor
-    sequences: list[Sequence]
-    """Those that are sampled in this step."""
-    last_rows: Tensor
-    """The row of each one's last token."""
+    sampled: list[Chunk]
+    """Those whose sequences are sampled in this step: after their last token, and after each guess."""
+    sampled_rows: Tensor
+    """The rows that are sampled, chunk after chunk."""
     sampling: tuple[Tensor, ...]
-    """Temperature, top_k, top_p, min_p and uniform draw of each."""
-    decodes: bool
-    """Whether every sequence computes one token and is sampled."""
+    """Temperature, top_k, top_p, min_p and uniform draw of each of these rows."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row is sampled."""
+        return len(self.sampled_rows) == len(self.tokens)
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """Of each sampled row."""
+        return [chunk.sequence.params for chunk in self.sampled for _ in range(1 + len(chunk.guess))]
+
+    def row_by_row(self) -> tuple[Tensor, Tensor]:
+        """Pages and context length of each row, as if it were a sequence of its own, of one query."""
+        repeats = self.query_lengths.long()
+        return self.block_table.repeat_interleave(repeats, 0), (self.positions + 1).int()
 
     def to(self, device: torch.device) -> StepBatch:
         """This batch on another device."""
@@ -59,17 +73,19 @@ class BatchArrays:
             self._update(chunk.sequence)
         slots = np.array([c.sequence.slot for c in chunks])
         starts = np.array([c.start for c in chunks])
-        counts = np.array([c.count for c in chunks])
+        counts = np.array([c.rows for c in chunks])
         ends = counts.cumsum()
         total = int(ends[-1])
-        tokens = np.array([t for c in chunks for t in _tokens(c)], dtype=np.int64)
+        tokens = np.array([t for c in chunks for t in c.tokens], dtype=np.int64)
         positions = np.arange(total) + np.repeat(starts - (ends - counts), counts)
-        final = [i for i, c in enumerate(chunks) if c.start + c.count == len(c.sequence.tokens)]
-        last_rows = ends[final] - 1
-        sampled, chosen = [chunks[i].sequence for i in final], slots[final]
-        draws = ops.uniforms(
-            torch.from_numpy(self._seed[chosen]), torch.tensor([s.sampled for s in sampled], dtype=torch.int64)
-        )
+        final = [i for i, c in enumerate(chunks) if c.is_sampled]
+        sampled = [chunks[i] for i in final]
+        runs = np.array([1 + len(c.guess) for c in sampled], dtype=np.int64)
+        within = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
+        sampled_rows = np.repeat(ends[final] - runs, runs) + within
+        chosen = np.repeat(slots[final], runs)
+        places = np.repeat(np.array([c.sequence.sampled for c in sampled], dtype=np.int64), runs) + within
+        draws = ops.uniforms(torch.from_numpy(self._seed[chosen]), torch.from_numpy(places))
         width = int(self._filled[slots].max())
         columns = (self._temperature, self._top_k, self._top_p, self._min_p)
         return StepBatch(
@@ -78,10 +94,9 @@ class BatchArrays:
             block_table=torch.from_numpy(self._table[slots, :width]),
             query_lengths=torch.from_numpy(counts.astype(np.int32)),
             context_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
-            sequences=sampled,
-            last_rows=torch.from_numpy(last_rows),
+            sampled=sampled,
+            sampled_rows=torch.from_numpy(sampled_rows),
             sampling=(*(torch.from_numpy(c[chosen]) for c in columns), draws),
-            decodes=len(final) == total,
         )
 
     def _update(self, sequence: Sequence) -> None:
@@ -103,7 +118,3 @@ class BatchArrays:
                 self._table = np.pad(self._table, ((0, 0), (0, wider - self._table.shape[1])))
             self._table[slot, filled : len(sequence.pages)] = sequence.pages[filled:]
             self._filled[slot] = len(sequence.pages)
-
-
-def _tokens(chunk: Chunk) -> list[int]:
-    return chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]

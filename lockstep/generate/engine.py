@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,10 @@ from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer
 from lockstep.errors import UserError
 from lockstep.generate.batch import BatchArrays
+from lockstep.generate.drafts import Draft, Speculation, make_draft
 from lockstep.generate.graphs import GraphRunner
 from lockstep.generate.pages import PageAllocator
-from lockstep.generate.runner import Runner
+from lockstep.generate.runner import Runner, make_cache, sampler_of
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
@@ -29,7 +31,6 @@ from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.messages import from_all
-from lockstep.parallel.sampler import ShardedSampler
 from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
 
 LOGITS_ELEMENTS = 1 << 24
@@ -47,6 +48,10 @@ class Statistics:
     prompt_tokens_computed: int = 0
     prompt_tokens_reused: int = 0
     tokens_sampled: int = 0
+    tokens_guessed: int = 0
+    """Those that a draft proposed."""
+    guesses_accepted: int = 0
+    """Those of them that were drawn."""
     preemptions: int = 0
 
 
@@ -59,7 +64,13 @@ class Engine:
     Call `weights_changed` after every update: cached keys, and panels of weights, are of the old ones until then.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        draft: Draft | None = None,
+    ):
         if not isinstance(model, Decoder):
             raise UserError(f"an Engine samples from a Decoder, not from {model!r:.60}; load it with load_model")
         if sharded_over_data(model):
@@ -72,7 +83,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.weights_version = 0
         self.statistics = Statistics()
-        shape = model.config
         self._group = tensor_group_of(model)
         if self._group is not None and self.config.cuda_graphs != "none":
             raise UserError("engine.cuda_graphs do not go with parallel.tensor so far; leave them out")
@@ -84,19 +94,17 @@ class Engine:
             )
         self.allocator = PageAllocator(num_pages)
         self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
-        self.cache = ops.KVCache(
-            shape.num_layers,
-            num_pages,
-            max(1, shape.num_kv_heads // (dist.get_world_size(self._group) if self._group else 1)),
-            shape.head_dim,
-            model.dtype,
-            model.device,
-        )
-        self._sampler: Any = ops if self._group is None else ShardedSampler(shape.vocab_size, self._group)
+        self.cache = make_cache(model, num_pages)
+        self._sampler = sampler_of(model)
         self._weights = ops.PackedWeights()
         self._arrays = BatchArrays(self.config.max_sequences)
         graphs = self.config.cuda_graphs != "none"
         self._runner = GraphRunner(model, self.cache, self.config) if graphs else Runner(model, self.cache)
+        draft = draft or make_draft(self.config, model)
+        rows = min(self.config.max_tokens_per_step, self._runner.most_rows)
+        self._speculation = (
+            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self._group) if draft else None
+        )
         self._requests: dict[int, list[Sequence]] = {}
         # Whoever's call it is that steps, each event goes to the stream or the call of `generate` that owns its
         # request; what nobody owns is for the caller of `step`.
@@ -242,6 +250,8 @@ class Engine:
         """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""
         self.weights_version = version
         self._weights.forget()
+        if self._speculation:
+            self._speculation.draft.weights_changed()
         self._start_over()
 
     def step(self) -> list[TokenEvent]:
@@ -262,7 +272,7 @@ class Engine:
         try:
             if chunks := self.scheduler.schedule():
                 with self._weights.in_use(), whole_rows():
-                    samples = self._compute(chunks)
+                    samples = self._guess_and_compute(chunks)
                 self._count(chunks)
                 for event in self._events(samples):
                     self._inboxes.get(event.request_id, self._unowned).append(event)
@@ -276,17 +286,26 @@ class Engine:
         self.scheduler.restart(s for group in self._requests.values() for s in group if s.finish_reason is None)
         self._under_way = False
 
+    def _guess_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
+        if self._speculation is None:
+            return self._compute(chunks)
+        self._speculation.extend(chunks, self.scheduler)
+        began = time.perf_counter()
+        samples = self._compute(chunks)
+        self._speculation.timed(chunks, time.perf_counter() - began)
+        return samples
+
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
-        """Runs the model; samples for each chunk that reaches its sequence's end."""
+        """Runs the model; for each chunk that reaches its sequence's end a sample after it, and after each guess."""
         batch = self._arrays.prepare(chunks)
-        self._sampling = batch.sequences
+        self._sampling, params = batch.sampled, batch.params
         decoded = self._runner.decode(batch)
-        if decoded is not None and not any(s.params.cuts or s.params.top_logprobs for s in batch.sequences):
+        if decoded is not None and not any(p.cuts or p.top_logprobs for p in params):
             drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist())
             return [(token, score, score, []) for token, score in drawn]
         batch = batch.to(self.model.device)
         hidden = None if decoded is not None else self._runner.hidden(batch)
-        count, vocab = len(batch.sequences), self.model.config.vocab_size
+        count, vocab = len(params), self.model.config.vocab_size
         rows = max(1, LOGITS_ELEMENTS // vocab)
         samples: list[Sample] = []
         for start in range(0, count, rows):
@@ -295,10 +314,10 @@ class Engine:
                 assert decoded is not None
                 logits = decoded.logits[part]
             else:
-                logits = self.model.logits(hidden[batch.last_rows[part]])
+                logits = self.model.logits(hidden[batch.sampled_rows[part]])
             sampling = [p[part] for p in batch.sampling]
             drawn, scores, cut_scores = self._sampler.sample(logits, *sampling)
-            wanted = [s.params.top_logprobs for s in batch.sequences[part]]
+            wanted = [p.top_logprobs for p in params[part]]
             tops = self._sampler.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
             samples += zip(drawn.tolist(), scores.tolist(), cut_scores.tolist(), tops)
         return samples
@@ -306,26 +325,54 @@ class Engine:
     def _events(self, samples: list[Sample]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         finished: list[Sequence] = []
-        for sequence, (token, log_prob, cut_log_prob, top) in zip(self._sampling, samples):
-            if sequence.finish_reason is not None:  # with another sample of its request, just now
-                continue
-            if math.isfinite(log_prob):
-                sequence.append(token, log_prob, cut_log_prob)
-            else:
-                self._break(sequence.request_id)
-            reason = sequence.finish_reason
-            if reason is not None:
-                finished.append(sequence)
-            cut = cut_log_prob if sequence.params.cuts else None
-            events.append(
-                TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, self.weights_version, top, cut)
-            )
+        rows = iter(samples)
+        for chunk in self._sampling:
+            before, accepted = len(events), 0
+            for (token, log_prob, cut_log_prob, top), guess in zip(
+                list(islice(rows, 1 + len(chunk.guess))), [*chunk.guess, None], strict=True
+            ):
+                if chunk.sequence.finish_reason is not None:  # with this token, or with another sample of its request
+                    break
+                events.append(self._drawn(chunk.sequence, token, log_prob, cut_log_prob, top))
+                if token != guess:
+                    break
+                accepted += 1
+            self._take_guesses(chunk, accepted)
+            if len(events) > before and chunk.sequence.finish_reason is not None:
+                finished.append(chunk.sequence)
+        self.statistics.tokens_sampled += len(events)
         if finished:
             self.scheduler.remove(finished)
+            self._tell_draft(finished)
             for request_id in {s.request_id for s in finished}:
                 if all(s.finish_reason is not None for s in self._requests[request_id]):
                     del self._requests[request_id]
         return events
+
+    def _tell_draft(self, finished: list[Sequence]) -> None:
+        for sequence in finished:
+            if self._speculation and sequence.finish_reason != "error":
+                self._speculation.draft.ended(sequence)
+
+    def _drawn(
+        self, sequence: Sequence, token: int, log_prob: float, cut_log_prob: float, top: list[tuple[int, float]]
+    ) -> TokenEvent:
+        if math.isfinite(log_prob):
+            sequence.append(token, log_prob, cut_log_prob)
+        else:
+            self._break(sequence.request_id)
+        cut = cut_log_prob if sequence.params.cuts else None
+        reason = sequence.finish_reason
+        return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, self.weights_version, top, cut)
+
+    def _take_guesses(self, chunk: Chunk, accepted: int) -> None:
+        if not chunk.guess or self._speculation is None:
+            return
+        self.statistics.tokens_guessed += len(chunk.guess)
+        self.statistics.guesses_accepted += accepted
+        self._speculation.verified(chunk, accepted)
+        if chunk.sequence.finish_reason != "error":
+            self.scheduler.accept(chunk, accepted)
 
     def _break(self, request_id: int) -> None:
         """Ends a request whose logits are not finite. Its pages are not reused: what they hold need not be finite."""
@@ -338,7 +385,6 @@ class Engine:
     def _count(self, chunks: list[Chunk]) -> None:
         statistics = self.statistics
         statistics.steps += 1
-        statistics.tokens_sampled += len(self._sampling)
         statistics.prompt_tokens_computed += sum(
             max(0, min(c.start + c.count, c.sequence.prompt_length) - c.start) for c in chunks
         )

@@ -23,15 +23,18 @@ from lockstep.generate.runner import Decoded, Runner
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block
 
+GUESSED_ROWS = 64
+"""Rows of a decode step that are captured where guesses fill what few sequences leave."""
+
 Tensors = tuple[Tensor, ...]
 Replay = Callable[[], Tensors]
 Capture = Callable[[Callable[[], Tensors]], Replay]
 """Records what a function does with its static buffers; the result does it again and returns the same tensors."""
 
 
-def ladder(max_sequences: int) -> list[int]:
-    """The batch sizes that are captured: powers of two, and the largest batch."""
-    return sorted({1 << i for i in range(max_sequences.bit_length())} | {max_sequences})
+def ladder(largest: int) -> list[int]:
+    """The numbers of rows that are captured: powers of two, and the largest."""
+    return sorted({1 << i for i in range(largest.bit_length())} | {largest})
 
 
 class CudaCapture:
@@ -85,7 +88,7 @@ class GraphRunner(Runner):
                 'set it to "none", or move the model to a GPU'
             )
         self.mode = config.cuda_graphs
-        self.sizes = ladder(config.max_sequences)
+        self.sizes = ladder(config.max_sequences if config.draft == "none" else max(config.max_sequences, GUESSED_ROWS))
         self._capture = capture or CudaCapture()
         self._whole: dict[int, Replay] = {}
         self._pieces: dict[tuple[int, int], Replay] = {}
@@ -105,22 +108,27 @@ class GraphRunner(Runner):
         self._attended = torch.zeros(largest, heads, head_dim, dtype=model.dtype, device=device)
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        """The whole step in one replay, where every sequence of it awaits one token."""
-        count = len(batch.sequences)
+        """The whole step in one replay, where every row of it is sampled."""
+        count = len(batch.tokens)
         if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
             return None
         size = self._size(count)
         inputs = self._inputs
-        columns = (batch.tokens[:count], batch.positions[:count], batch.context_lengths)
+        table, contexts = batch.row_by_row()
+        columns = (batch.tokens, batch.positions, contexts)
         for buffer, values in zip((inputs.tokens, inputs.positions, inputs.contexts), columns):
             _fill(buffer[:size], values)
         _fill(inputs.temperature[:size], batch.sampling[0])
         _fill(inputs.uniform[:size], batch.sampling[-1])
-        inputs.table[:count, : batch.block_table.shape[1]].copy_(batch.block_table, non_blocking=True)
+        inputs.table[:count, : table.shape[1]].copy_(table, non_blocking=True)
         if size not in self._whole:
-            self._whole[size] = self._captured(partial(self._step, size), f"a decode step of {size} sequences")
+            self._whole[size] = self._captured(partial(self._step, size), f"a decode step of {size} rows")
         logits, tokens, log_probs = self._whole[size]()
         return Decoded(logits[:count], tokens[:count], log_probs[:count])
+
+    @property
+    def most_rows(self) -> int:
+        return self.sizes[-1]
 
     def hidden(self, batch: StepBatch) -> Tensor:
         rows = batch.tokens.shape[0]

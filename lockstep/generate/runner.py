@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep import ops
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
+from lockstep.parallel.sampler import ShardedSampler
+from lockstep.parallel.tensor import tensor_group_of
+
+
+def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
+    """A cache for the key-value heads of this rank."""
+    shape, group = model.config, tensor_group_of(model)
+    heads = max(1, shape.num_kv_heads // (dist.get_world_size(group) if group else 1))
+    return ops.KVCache(shape.num_layers, num_pages, heads, shape.head_dim, model.dtype, model.device)
+
+
+def sampler_of(model: Decoder) -> Any:
+    """Has `sample` and `top_log_probs` for the logits of this rank."""
+    group = tensor_group_of(model)
+    return ops if group is None else ShardedSampler(model.config.vocab_size, group)
 
 
 class Decoded(NamedTuple):
@@ -27,6 +44,11 @@ class Runner:
     def __init__(self, model: Decoder, cache: ops.KVCache):
         self.model = model
         self.cache = cache
+
+    @property
+    def most_rows(self) -> int:
+        """Of a step that guesses make longer."""
+        return sys.maxsize
 
     def decode(self, batch: StepBatch) -> Decoded | None:
         """The whole step down to the draw, where that is one replay; `batch` is on the CPU."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.config import EngineConfig
 from lockstep.generate.pages import ROOT, PageAllocator
@@ -13,11 +13,26 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass
 class Chunk:
-    """Tokens [start, start + count) of a sequence, computed in this step."""
+    """Tokens [start, start + count) of a sequence, computed in this step, and guesses at those that follow them."""
 
     sequence: Sequence
     start: int
     count: int
+    guess: list[int] = field(default_factory=list)
+    """Only where the sequence is sampled."""
+
+    @property
+    def rows(self) -> int:
+        return self.count + len(self.guess)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence.tokens[self.start : self.start + self.count] + self.guess
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the next token of its sequence is drawn in this step, which has not ended."""
+        return self.start + self.count == len(self.sequence.tokens)
 
 
 class Scheduler:
@@ -71,6 +86,20 @@ class Scheduler:
             scheduled.add(id(sequence))
             budget -= count
         return chunks
+
+    def extend(self, chunk: Chunk, guess: list[int]) -> None:
+        """Computes guessed tokens too, as many as free pages take: nobody gives up a page for a guess."""
+        sequence = chunk.sequence
+        room = (len(sequence.pages) + self.allocator.num_free) * self.page_size - sequence.computed
+        chunk.guess = guess[:room]
+        missing = self._pages_for(sequence.computed + len(chunk.guess)) - len(sequence.pages)
+        sequence.pages += [self.allocator.allocate() for _ in range(missing)]
+
+    def accept(self, chunk: Chunk, count: int) -> None:
+        """So many of a chunk's guesses are its sequence's tokens: their keys are in the cache."""
+        chunk.sequence.computed += count
+        if self.config.prefix_cache:
+            self._make_known(chunk.sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Frees what finished or aborted sequences hold."""

@@ -1,0 +1,133 @@
+"""How many tokens to propose for each sequence: those that raise the tokens a second, by what was accepted lately."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from lockstep.generate.sequence import Sequence
+
+MEMORY = 0.95
+"""Of what is known about acceptance, the share that is kept when another token has been checked."""
+FIRST_CHANCE = 0.7
+LONGEST_REST = 32
+"""Steps without a guess after which a few sequences try again."""
+GROWTH = 2
+"""A step of more rows than any that was timed has at most so many times as many."""
+
+
+@dataclass
+class Acceptance:
+    """How many of the tokens checked lately were drawn; a guess is checked up to its first wrong token."""
+
+    accepted: float = 0.0
+    checked: float = 0.0
+
+    def update(self, proposed: int, accepted: int) -> None:
+        checked = min(proposed, accepted + 1)
+        kept = MEMORY**checked
+        self.accepted = self.accepted * kept + accepted
+        self.checked = self.checked * kept + checked
+
+    def chance(self, prior: float, weight: float) -> float:
+        """That the next token is drawn, where `prior` counts as so many checked tokens."""
+        return (self.accepted + weight * prior) / (self.checked + weight)
+
+
+class StepTimes:
+    """Seconds of a decode step by its rows, from the steps that have run: a row more is not free at every size."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._seconds: list[float] = []
+
+    def record(self, rows: int, seconds: float) -> None:
+        place = bisect.bisect_left(self._rows, rows)
+        if place == len(self._rows) or self._rows[place] != rows:
+            self._rows.insert(place, rows)
+            self._seconds.insert(place, seconds)
+        elif seconds < self._seconds[place]:
+            self._seconds[place] = seconds
+        else:  # what lasts is no disturbance: a longer context, or other work on the machine
+            self._seconds[place] += 0.1 * (seconds - self._seconds[place])
+
+    @property
+    def most_rows(self) -> int:
+        """Of a step that may be tried."""
+        return GROWTH * self._rows[-1] if self._rows else 0
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Between two sizes that have run the line through them; beyond the largest the same slope."""
+        # More rows take no less time: a faster one of more rows says that the slower one was disturbed.
+        known = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        inside = np.interp(rows, self._rows, known)
+        if len(self._rows) < 2:
+            return inside
+        slope = (known[-1] - known[0]) / (self._rows[-1] - self._rows[0])
+        return inside + slope * np.maximum(rows - self._rows[-1], 0)
+
+
+class DraftLengths:
+    """Chooses lengths, and learns from what came of them.
+
+    The chance that a sequence's guess holds for j tokens is its acceptance rate to the power of j. Of all tokens that
+    may be proposed in a step the likeliest are taken, as many as make the expected tokens a second most.
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self.times = StepTimes()
+        self._all = Acceptance()
+        self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
+        self._rest = self._rested = 0
+
+    def choose(self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int) -> list[int]:
+        """Tokens for each sequence, at most `limits[i]` and `room` in all, in a step of `rows` rows without them."""
+        none = [0] * len(sequences)
+        room = min(room, self.times.most_rows - rows, sum(limits))
+        if room <= 0:
+            return none
+        if self._rested < self._rest:
+            self._rested += 1
+            return none
+        counts = self._best(sequences, np.minimum(limits, self.most), rows, room)
+        if counts.any():
+            self._rest = self._rested = 0
+            return counts.tolist()
+        self._rest, self._rested = min(max(1, 2 * self._rest), LONGEST_REST), 0
+        return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
+
+    def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        self._own.setdefault(sequence, Acceptance()).update(proposed, accepted)
+        self._all.update(proposed, accepted)
+
+    def _best(self, sequences: ListLike[Sequence], limits: np.ndarray, rows: int, room: int) -> np.ndarray:
+        prior = self._all.chance(FIRST_CHANCE, 4)
+        nothing = Acceptance()
+        chances = np.array([self._own.get(s, nothing).chance(prior, 4) for s in sequences])
+        weights = _weights(sequences)
+        gains = np.cumprod(np.repeat(chances[:, None], self.most, 1), 1) * weights[:, None]
+        gains[np.arange(self.most) >= limits[:, None]] = 0
+        order = np.argsort(-gains, axis=None, kind="stable")[:room]
+        expected = weights.sum() + np.concatenate(([0.0], np.cumsum(gains.flat[order])))
+        taken = int(np.argmax(expected / self.times.of(rows + np.arange(len(order) + 1))))
+        return np.bincount(order[:taken] // self.most, minlength=len(sequences))
+
+    def _trial(self, sequences: ListLike[Sequence], limits: ListLike[int], room: int) -> list[int]:
+        """Two tokens for one sequence in 16, those with the most to go: texts begin to repeat themselves."""
+        order = sorted(range(len(sequences)), key=lambda place: -limits[place])
+        counts = [0] * len(sequences)
+        for place in order[: 1 + len(sequences) // 16]:
+            counts[place] = min(2, limits[place], room)
+            room -= counts[place]
+        return counts
+
+
+def _weights(sequences: ListLike[Sequence]) -> np.ndarray:
+    """What a token of each is worth: more where more are to come, for the step ends with its longest sequence."""
+    left = np.array([s.params.max_tokens - s.sampled for s in sequences], dtype=np.float64)
+    return np.clip(left / left.mean(), 0.5, 2.0)

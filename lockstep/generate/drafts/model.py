@@ -1,0 +1,113 @@
+"""Guesses of a smaller model, or of the model's own first layers, drawn as the model itself will draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
+from dataclasses import replace
+from itertools import takewhile
+
+from torch import nn
+
+from lockstep import ops
+from lockstep.config import EngineConfig
+from lockstep.errors import UserError
+from lockstep.generate.batch import BatchArrays
+from lockstep.generate.drafts.draft import Draft
+from lockstep.generate.pages import PageAllocator
+from lockstep.generate.runner import Runner, make_cache, sampler_of
+from lockstep.generate.scheduler import Chunk
+from lockstep.generate.sequence import Sequence
+from lockstep.model import Decoder
+
+
+def first_layers(model: Decoder, count: int) -> Decoder:
+    """A model of the first `count` layers, with the embedding, norm and head of the whole: nothing is copied."""
+    if not 1 <= count < model.config.num_layers:
+        raise UserError(
+            f"engine.draft_layers is {count}; a draft of the model's own takes from 1 to "
+            f"{model.config.num_layers - 1} of its {model.config.num_layers} layers"
+        )
+    part = Decoder(replace(model.config, num_layers=count), model.dtype, "meta")
+    for name, child in model.named_children():
+        setattr(part, name, child)
+    part.layers = nn.ModuleList(list(model.layers)[:count])
+    part.rotary, part.halves, part.runs_on = model.rotary, model.halves, model.runs_on
+    return part
+
+
+class ModelDraft(Draft):
+    """Decodes with `model`, a few steps ahead of each sequence, with the draws that the sequence itself will have.
+
+    It has a cache of its own, as large in tokens as the engine's. Where a model is cut over ranks they all call it.
+    """
+
+    def __init__(self, model: Decoder, config: EngineConfig):
+        self.model = model
+        self._budget = config.max_tokens_per_step
+        self._allocator = PageAllocator(config.cache_tokens // ops.PAGE)
+        self._runner = Runner(model, make_cache(model, self._allocator.num_pages))
+        self._sampler = sampler_of(model)
+        self._arrays = BatchArrays(config.max_sequences)
+        self._slots = list(range(config.max_sequences))
+        self._own: dict[Sequence, Sequence] = {}
+        """Of each of the engine's sequences the one here: its tokens, and then guesses."""
+
+    def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
+        self._release(s for s in list(self._own) if s.finish_reason is not None)
+        going = {s: count for s, count in zip(sequences, counts) if self._make_room(s, count, sequences)}
+        for place in range(max(going.values(), default=0)):
+            self._draw([self._own[s] for s, count in going.items() if place < count])
+        return [self._own[s].tokens[len(s.tokens) :] if s in going else [] for s in sequences]
+
+    def weights_changed(self) -> None:
+        for own in self._own.values():
+            own.computed = 0
+
+    def _make_room(self, sequence: Sequence, count: int, asked: ListLike[Sequence]) -> bool:
+        """Brings its own sequence up to its tokens; False where so many more never fit, or do not now."""
+        length = len(sequence.tokens) + count
+        if length > self.model.config.max_positions:
+            return False
+        own = self._own.get(sequence)
+        if own is None:
+            if not self._slots:
+                self._release([next(s for s in self._own if s not in asked)])
+            own = self._own[sequence] = replace(sequence, tokens=[], pages=[], slot=self._slots.pop(), computed=0)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own.tokens, sequence.tokens)))
+        own.computed = min(own.computed, same, len(sequence.tokens) - 1)
+        own.tokens = list(sequence.tokens)
+        missing = -(-length // ops.PAGE) - len(own.pages)
+        idle = (s for s in list(self._own) if s not in asked)
+        while missing > self._allocator.num_free:
+            if (victim := next(idle, None)) is None:
+                return False
+            self._release([victim])
+        own.pages += [self._allocator.allocate() for _ in range(missing)]
+        return True
+
+    def _release(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            own = self._own.pop(sequence)
+            self._slots.append(own.slot)
+            for page in own.pages:
+                self._allocator.release(page)
+
+    def _draw(self, pending: list[Sequence]) -> None:
+        """One more token for each, their other tokens computed first where they are not."""
+        while pending:
+            chunks, budget = [], self._budget
+            for sequence in pending:
+                if count := min(len(sequence.tokens) - sequence.computed, budget):
+                    chunks.append(Chunk(sequence, sequence.computed, count))
+                    budget -= count
+            batch = self._arrays.prepare(chunks).to(self.model.device)
+            hidden = self._runner.hidden(batch)
+            for chunk in chunks:
+                chunk.sequence.computed += chunk.count
+            pending = [sequence for sequence in pending if sequence.computed < len(sequence.tokens)]
+            if batch.sampled:
+                logits = self.model.logits(hidden[batch.sampled_rows])
+                tokens = self._sampler.sample(logits, *batch.sampling)[0].tolist()
+                for chunk, token in zip(batch.sampled, tokens):
+                    chunk.sequence.tokens.append(token)

@@ -1,0 +1,71 @@
+"""Speculative decoding: a step computes guessed tokens too, and keeps those that equal its own draws.
+
+A row's bits depend on its sequence's tokens up to it, and a draw on (seed, index) and these bits. So the tokens and
+log-probabilities are those of decoding one by one: nothing is rejected by chance, and nothing drifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+
+import torch
+import torch.distributed as dist
+
+from lockstep.generate.drafts.draft import Draft
+from lockstep.generate.drafts.lengths import DraftLengths
+from lockstep.generate.scheduler import Chunk, Scheduler
+from lockstep.generate.sequence import Sequence
+
+
+class Speculation:
+    """Adds guesses to a step's chunks, and keeps count of them.
+
+    rows: those that a step may have at most; group: the ranks that share the model, of which the first one decides.
+    """
+
+    def __init__(self, draft: Draft, vocab: int, rows: int, most: int, group: dist.ProcessGroup | None):
+        self.draft = draft
+        self.lengths = DraftLengths(most)
+        self._vocab, self._rows, self._group = vocab, rows, group
+
+    def extend(self, chunks: ListLike[Chunk], scheduler: Scheduler) -> None:
+        """Guesses for the sequences that are sampled in this step, as far as rows and free pages go."""
+        sampled = [chunk for chunk in chunks if chunk.is_sampled]
+        rows = sum(chunk.count for chunk in chunks)
+        sequences = [chunk.sequence for chunk in sampled]
+        # The last token of a sequence is drawn, and never computed.
+        limits = [s.params.max_tokens - s.sampled - 1 for s in sequences]
+        counts = self._agreed(self.lengths.choose(sequences, limits, rows, self._rows - rows) if sequences else [])
+        asked = [place for place, count in enumerate(counts) if count]
+        if not asked:
+            return
+        wanted = [counts[place] for place in asked]
+        proposals = self.draft.propose([sequences[place] for place in asked], wanted)
+        for place, proposal, count in zip(asked, proposals, wanted, strict=True):
+            scheduler.extend(sampled[place], self._usable(sequences[place], proposal[:count]))
+
+    def verified(self, chunk: Chunk, accepted: int) -> None:
+        if chunk.guess:
+            self.lengths.verified(chunk.sequence, len(chunk.guess), accepted)
+            self.draft.verified(chunk.sequence, len(chunk.guess), accepted)
+
+    def timed(self, chunks: ListLike[Chunk], seconds: float) -> None:
+        """A step has taken so long. Those that compute prompts say nothing of what a row costs in decoding."""
+        if all(chunk.count == 1 for chunk in chunks):
+            self.lengths.times.record(sum(chunk.rows for chunk in chunks), seconds)
+
+    def _agreed(self, counts: list[int]) -> list[int]:
+        """Those of the group's first rank: its clock is not that of the others."""
+        if self._group is None or not counts:
+            return counts
+        told = torch.tensor(counts)
+        dist.broadcast(told, group=self._group, group_src=0)
+        agreed: list[int] = told.tolist()
+        return agreed
+
+    def _usable(self, sequence: Sequence, proposal: list[int]) -> list[int]:
+        """The proposal up to what is no token, or would be the last one: nothing is computed after that."""
+        for place, token in enumerate(proposal):
+            if not 0 <= token < self._vocab or token in sequence.stop_ids:
+                return proposal[:place]
+        return proposal

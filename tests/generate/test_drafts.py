@@ -1,0 +1,475 @@
+"""Speculation: the very tokens and log-probabilities of decoding one by one, whatever is guessed."""
+
+import dataclasses
+import random
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, save_model
+from lockstep.config import CompileConfig
+from lockstep.data import ByteTokenizer
+from lockstep.errors import UserError
+from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
+from lockstep.generate.drafts.history import SuffixAutomaton
+from lockstep.generate.drafts.lengths import LONGEST_REST, DraftLengths, StepTimes
+from lockstep.generate.sequence import Sequence
+from lockstep.model import ModelConfig
+from lockstep.parallel import apply_compile
+
+VOCAB = 60
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=VOCAB,
+    dim=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=64,
+    qk_norm=True,
+    max_positions=512,
+    eos_token_ids=(7,),
+)
+ROOMY = EngineConfig(max_tokens_per_step=512, max_sequences=32, cache_tokens=8192, draft="none")
+
+
+@cache
+def _model(dtype: str, compiled: bool = False):
+    model = build_model(CONFIG, dtype, seed=2)
+    with torch.no_grad():  # sharper logits than fresh weights give: texts that repeat themselves at times
+        model.embed_tokens.weight.mul_(4)
+    if compiled:
+        apply_compile(model, CompileConfig(backend="inductor"))
+    return model
+
+
+class Oracle(Draft):
+    """Knows what will be drawn, and spoils it as told."""
+
+    def __init__(self, answers: dict[tuple[int, int, tuple[int, ...]], list[int]], spoil):
+        self.answers, self.spoil = answers, spoil
+
+    def propose(self, sequences, counts):
+        return [self._propose(s, count) for s, count in zip(sequences, counts)]
+
+    def _propose(self, sequence, count):
+        whole = self.answers.get((sequence.seed, sequence.index, tuple(sequence.tokens[: sequence.prompt_length])), [])
+        return self.spoil(whole[sequence.sampled :][:count], count)
+
+
+SPOILS = {
+    "all right": lambda right, count: right,
+    "all wrong": lambda right, count: [(t + 1) % VOCAB for t in right],
+    "the second wrong": lambda right, count: [*right[:1], *((t + 1) % VOCAB for t in right[1:2]), *right[2:]],
+    "end of text in the middle": lambda right, count: [*right[:2], 7, *right[2:]],
+    "not in the vocabulary": lambda right, count: [*right[:1], VOCAB, -1, 2**40, *right[1:]],
+    "more than asked": lambda right, count: right + [3] * 100,
+    "nothing": lambda right, count: [],
+}
+
+
+def _forced(monkeypatch):
+    """Always as many guesses as there is room for: the clock has no say."""
+
+    def choose(self, sequences, limits, rows, room):
+        counts = []
+        for limit in limits:
+            counts.append(max(0, min(limit, self.most, room)))
+            room -= counts[-1]
+        return counts
+
+    monkeypatch.setattr(DraftLengths, "choose", choose)
+
+
+def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    draw = random.Random(seed)
+    common = [draw.randrange(8, VOCAB) for _ in range(40)]
+    prompts = [common[: draw.choice([0, 20, 40])] + [draw.randrange(VOCAB)] * draw.randint(1, 40) for _ in range(4)]
+    params = [
+        SamplingParams(
+            max_tokens=draw.randint(1, 40),
+            temperature=draw.choice([0.0, 0.4, 1.0]),
+            top_k=draw.choice([0, 0, 5]),
+            top_p=draw.choice([1.0, 0.8]),
+            min_p=draw.choice([0.0, 0.05]),
+            n=draw.choice([1, 3]),
+            seed=draw.randrange(1000),
+            top_logprobs=draw.choice([0, 0, 2]),
+            stop=draw.choice([(), ("12", ";")]),
+            ignore_eos=draw.random() < 0.3,
+        )
+        for _ in prompts
+    ]
+    return prompts, params
+
+
+def _values(groups):
+    return [[(c.token_ids, c.logprobs, c.cut_logprobs, c.finish_reason) for c in group] for group in groups]
+
+
+def _answers(prompts, params, groups):
+    return {
+        ((q.seed + index * 0x9E3779B97F4A7C15) % 2**63, index, tuple(p)): completion.token_ids
+        for p, q, group in zip(prompts, params, groups)
+        for index, completion in enumerate(group)
+    }
+
+
+def _drafts(model, config, prompts, params, groups):
+    history = HistoryDraft()
+    for prompt, group in zip(prompts, groups):
+        for completion in group:
+            history.remember(prompt, completion.token_ids)
+    answers = _answers(prompts, params, groups)
+    return {
+        "n-grams": NGramDraft(),
+        "history": FirstOf(history, NGramDraft()),
+        "first layers": ModelDraft(first_layers(model, 1), config),
+        **{f"oracle, {name}": Oracle(answers, spoil) for name, spoil in SPOILS.items()},
+    }
+
+
+DRAFTS = ["n-grams", "history", "first layers", *(f"oracle, {name}" for name in SPOILS)]
+
+
+@pytest.mark.parametrize("dtype, compiled", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize("name", DRAFTS)
+@settings(max_examples=3, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    budget=st.sampled_from([19, 60, 300]),
+    sequences=st.sampled_from([2, 5, 16]),
+    cache_tokens=st.sampled_from([144, 304, 4096]),
+    most=st.sampled_from([1, 4, 15]),
+)
+def test_guesses_change_no_bit_and_lose_no_page(name, dtype, compiled, seed, budget, sequences, cache_tokens, most):
+    model = _model(dtype, compiled)
+    prompts, params = _load(seed)
+    expected = Engine(model, ROOMY, ByteTokenizer()).generate(prompts, params)
+    config = EngineConfig(budget, sequences, cache_tokens, draft_tokens=most)
+    with pytest.MonkeyPatch.context() as patch:
+        _forced(patch)
+        engine = Engine(model, config, ByteTokenizer(), draft=_drafts(model, config, prompts, params, expected)[name])
+        assert _values(engine.generate(prompts, params)) == _values(expected)
+    assert engine.allocator.num_free == engine.allocator.num_pages and not engine.has_work
+    statistics = engine.statistics
+    assert statistics.tokens_sampled == sum(len(c.token_ids) for group in expected for c in group)
+    assert statistics.guesses_accepted <= statistics.tokens_guessed
+    if name == "oracle, all right" and cache_tokens == 4096:
+        assert statistics.guesses_accepted == statistics.tokens_guessed
+
+
+def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_of_it(monkeypatch):
+    _forced(monkeypatch)
+    model, prompt = _model("float32"), [9, 10, 11]
+    params = SamplingParams(max_tokens=12, seed=4, top_logprobs=2, ignore_eos=True)
+    plain = list(Engine(model, ROOMY).stream(prompt, params))
+    answers = {(4, 0, tuple(prompt)): [event.token_id for event in plain]}
+    engine = Engine(model, draft=Oracle(answers, SPOILS["all right"]))
+    assert [dataclasses.replace(e, request_id=0) for e in engine.stream(prompt, params)] == plain
+    assert engine.statistics.steps == 1, "the prompt and eleven guesses in one step"
+
+
+def test_text_ends_in_the_middle_of_an_accepted_run(monkeypatch):
+    _forced(monkeypatch)
+    model, prompt = _model("float32"), [9, 10, 11]
+    free = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
+    [[plain]] = Engine(model, ROOMY).generate([prompt], free)
+    stop = ByteTokenizer().decode(plain.token_ids[5:7])
+    draft = Oracle({(4, 0, tuple(prompt)): plain.token_ids}, SPOILS["all right"])
+    engine = Engine(model, tokenizer=ByteTokenizer(), draft=draft)
+    [[stopped]] = engine.generate([prompt], dataclasses.replace(free, stop=stop))
+    assert stopped.finish_reason == "stop" and stopped.token_ids == plain.token_ids[: len(stopped.token_ids)]
+    assert len(stopped.token_ids) <= 7 and engine.allocator.num_free == engine.allocator.num_pages
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    actions=st.lists(st.sampled_from(["add", "step", "step", "abort", "update"]), max_size=30),
+)
+def test_no_page_is_lost_whatever_is_cancelled_when(seed, actions):
+    draw = random.Random(seed)
+    config = EngineConfig(max_tokens_per_step=40, max_sequences=5, cache_tokens=256)
+    draft = FirstOf(HistoryDraft(), NGramDraft(), ModelDraft(first_layers(_model("float32"), 1), config))
+    with pytest.MonkeyPatch.context() as patch:
+        _forced(patch)
+        engine = Engine(_model("float32"), config, draft=draft)
+        ids: list[int] = []
+        for action in actions:
+            if action == "add":
+                prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 90))]
+                ids.append(engine.add(prompt, SamplingParams(max_tokens=draw.randint(1, 30), n=draw.choice([1, 4]))))
+            elif action == "abort" and ids:
+                engine.abort(draw.choice(ids))
+            elif action == "update":
+                engine.weights_changed(1)
+            else:
+                engine.step()
+        while engine.has_work:
+            engine.step()
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert not any(engine.allocator.holders)
+
+
+def test_new_weights_in_the_middle_of_a_text_are_those_that_guesses_are_checked_with(monkeypatch):
+    _forced(monkeypatch)
+    old, new = build_model(CONFIG, "float32", seed=2), build_model(CONFIG, "float32", seed=3)
+    prompt, params = [9, 10, 11], SamplingParams(max_tokens=24, seed=4, ignore_eos=True, temperature=0.5)
+
+    def sampled(config, draft):
+        model = build_model(CONFIG, "float32", seed=2)
+        engine = Engine(model, config, draft=draft and draft(model))
+        request = engine.add(prompt, params)
+        samples = engine.samples(request)
+        while samples[0].sampled < 8:
+            engine.step()
+        kept = samples[0].sampled
+        with torch.no_grad():
+            for own, other in zip(model.parameters(), new.parameters()):
+                own.copy_(other)
+        engine.weights_changed(1)
+        while engine.has_work:
+            engine.step()
+        return samples[0].completion(), kept
+
+    config = EngineConfig(draft_tokens=3)
+    layers = lambda model: ModelDraft(first_layers(model, 2), config)  # noqa: E731
+    completion, kept = sampled(config, layers)
+    [[before]] = Engine(old, ROOMY).generate([prompt], params)
+    assert completion.token_ids[:kept] == before.token_ids[:kept]
+    rest = dataclasses.replace(params, max_tokens=24)
+    engine = Engine(new, ROOMY)
+    begun = dataclasses.replace(before, token_ids=before.token_ids[:kept], logprobs=before.logprobs[:kept])
+    request = engine.add(prompt, rest, [dataclasses.replace(begun, finish_reason="abort")])
+    samples = engine.samples(request)
+    while engine.has_work:
+        engine.step()
+    assert completion.token_ids == samples[0].completion().token_ids
+    assert completion.logprobs == samples[0].completion().logprobs
+
+
+def test_what_is_not_finite_behind_a_wrong_guess_breaks_nothing(monkeypatch):
+    _forced(monkeypatch)
+    # With a head of its own, which stays whole.
+    model = build_model(dataclasses.replace(CONFIG, tie_embeddings=False), "float32", seed=2)
+    [[plain]] = Engine(model, ROOMY).generate([[9, 10]], SamplingParams(max_tokens=9, seed=4, ignore_eos=True))
+    poison = next(t for t in range(8, VOCAB) if t not in [*plain.token_ids, 9, 10])
+    with torch.no_grad():
+        model.embed_tokens.weight[poison] = float("nan")
+    draft = Oracle({(4, 0, (9, 10)): plain.token_ids}, lambda right, count: [*right[:2], poison, poison])
+    engine = Engine(model, draft=draft)
+    params = SamplingParams(max_tokens=9, seed=4, ignore_eos=True)
+    assert _values(engine.generate([[9, 10]], params)) == _values([[plain]])
+    assert engine.statistics.tokens_guessed > 0
+    with pytest.raises(UserError, match="not finite"):
+        engine.generate([[9, poison]], params)
+    assert engine.allocator.num_free == engine.allocator.num_pages
+
+
+def test_a_guess_takes_no_page_from_a_sequence_and_no_row_from_a_prompt(monkeypatch):
+    _forced(monkeypatch)
+    model, params = _model("float32"), SamplingParams(max_tokens=16, seed=1, ignore_eos=True)
+    prompts = [[9, 10] * 8, [11, 12] * 8, [13] * 16]
+    expected = Engine(model, ROOMY).generate(prompts, params)
+    # Six pages, which the three fill in the end; a prompt and its neighbours' tokens are all that a step takes.
+    config = EngineConfig(max_tokens_per_step=18, max_sequences=4, cache_tokens=96, prefix_cache=False)
+    draft = Oracle(_answers(prompts, [params] * 3, expected), SPOILS["all right"])
+    engine = Engine(model, config, draft=draft)
+    assert _values(engine.generate(prompts, params)) == _values(expected)
+    assert engine.statistics.guesses_accepted > 20 and engine.statistics.preemptions == 0
+    assert engine.statistics.prompt_tokens_computed == 48
+
+
+texts = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
+
+
+@given(texts, st.lists(st.integers(0, 3), max_size=14))
+def test_the_automaton_knows_every_substring_and_the_longest_match(texts, query):
+    automaton = SuffixAutomaton(texts)
+    counts = Counter(tuple(t[i:j]) for t in texts for i in range(len(t)) for j in range(i + 1, len(t) + 1))
+    for substring, count in counts.items():
+        state = 0
+        for token in substring:
+            state = automaton.following[state][token]
+        assert automaton.count[state] == count
+        following = {s[-1]: c for s, c in counts.items() if s[:-1] == substring}
+        likeliest = automaton.likeliest(state)
+        assert following.get(likeliest) == max(following.values(), default=None)
+    state = matched = 0
+    for end, token in enumerate(query, 1):
+        state, matched = automaton.advanced(state, matched, token)
+        assert matched == max(k for k in range(end + 1) if k == 0 or tuple(query[end - k : end]) in counts)
+
+
+def _sequence(tokens, prompt_length=None, max_tokens=64):
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(0, 0, params, 0, list(tokens), len(tokens) if prompt_length is None else prompt_length, frozenset())
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9))
+def test_n_grams_continue_the_latest_of_the_longest_matches(tokens, count):
+    draft, sequence = NGramDraft(), _sequence(tokens[:1])
+    for token in tokens[1:]:  # grows as in the engine
+        draft.propose([sequence], [2])
+        sequence.tokens.append(token)
+    lengths = {
+        end: next((k for k in range(8) if end - k < 0 or tokens[end - k] != tokens[-1 - k]), 8)
+        for end in range(len(tokens) - 1)
+    }
+    longest = max(lengths.values(), default=0)
+    [proposal] = draft.propose([sequence], [count])
+    if longest < 2:
+        assert proposal == []
+    else:
+        text, start = list(tokens), 1 + max(end for end, length in lengths.items() if length == longest)
+        for place in range(count):
+            text.append(text[start + place])
+        assert proposal == text[len(tokens) :]
+
+
+def test_history_goes_on_as_most_completions_did_and_forgets_the_oldest_prompts():
+    draft = HistoryDraft(capacity=20, per_prompt=3)
+    for completion in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 6]):
+        draft.remember([9], completion)
+    assert draft.propose([_sequence([9])], [8]) == [[1, 2, 5, 6]], "from the first token on"
+    other = _sequence([9, 8, 1, 2], prompt_length=1)
+    assert draft.propose([other], [2]) == [[5, 6]], "a match begins anywhere"
+    other.tokens += [3]
+    assert draft.propose([other], [2]) == [[4]]
+    assert draft.propose([_sequence([8])], [2]) == [[]], "another prompt"
+    del other
+    draft.remember([9], [7, 7, 7, 7])  # the newest three stay
+    assert draft.propose([_sequence([9])], [4])[0][:2] == [1, 2]
+    for prompt in range(20, 23):
+        draft.remember([prompt], [1] * 6)
+    assert draft.propose([_sequence([9])], [4]) == [[]] and draft.propose([_sequence([22])], [2]) == [[1, 1]]
+
+
+def test_history_is_what_the_engine_sampled_before(monkeypatch):
+    _forced(monkeypatch)
+    model, params = _model("float32"), SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    history = HistoryDraft()
+    engine = Engine(model, draft=history)
+    first = engine.generate([[9, 10], [11, 12]], params)
+    guessed, steps = engine.statistics.tokens_guessed, engine.statistics.steps
+    assert guessed == 0
+    assert _values(engine.generate([[9, 10], [11, 12]], params)) == _values(first)
+    assert engine.statistics.guesses_accepted == engine.statistics.tokens_guessed >= 2 * 15
+    assert engine.statistics.steps - steps <= 3
+    assert not history._places and not history._automata, "nothing is kept of sequences that have ended"
+
+
+def test_a_smaller_model_of_the_same_vocabulary_guesses(tmp_path, monkeypatch):
+    _forced(monkeypatch)
+    model, params = _model("float32"), SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    save_model(first_layers_of_its_own(model), tmp_path)
+    config = EngineConfig(draft="model", draft_model=str(tmp_path), draft_tokens=4)
+    engine = Engine(model, config)
+    prompts = [[9, 10], [11, 12, 13]]
+    assert _values(engine.generate(prompts, params)) == _values(Engine(model, ROOMY).generate(prompts, params))
+    layers = Engine(model, EngineConfig(draft="layers", draft_layers=2, draft_tokens=4))
+    layers.generate(prompts, params)
+    assert engine.statistics == layers.statistics, "the same weights guess the same"
+    save_model(build_model(dataclasses.replace(CONFIG, vocab_size=61), "float32"), tmp_path / "other")
+    with pytest.raises(UserError, match="vocabulary of 61 tokens, the model one of 60"):
+        Engine(model, EngineConfig(draft="model", draft_model=str(tmp_path / "other")))
+
+
+def first_layers_of_its_own(model):
+    small = build_model(dataclasses.replace(CONFIG, num_layers=2), "float32")
+    small.load_state_dict(first_layers(model, 2).state_dict())
+    return small
+
+
+@pytest.mark.parametrize(
+    "settings_of_engine, said",
+    [
+        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's own takes from 1 to 2"),
+        ({"draft": "layers", "draft_layers": 3}, "draft_layers is 3"),
+        ({"draft": "model"}, "draft_model names no folder"),
+        ({"draft": "model", "draft_model": "/no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_named(settings_of_engine, said):
+    with pytest.raises(UserError, match=said):
+        Engine(_model("float32"), EngineConfig(**settings_of_engine))
+
+
+def test_reinforcement_remembers_and_a_server_does_not():
+    model = _model("float32")
+    assert isinstance(make_draft(EngineConfig(), model), NGramDraft)
+    assert isinstance(make_draft(EngineConfig(), model, remember=True), FirstOf)
+    assert isinstance(make_draft(EngineConfig(draft="ngram"), model, remember=True), NGramDraft)
+    assert make_draft(EngineConfig(draft="none"), model, remember=True) is None
+
+
+def _lengths(seconds):
+    lengths = DraftLengths(15)
+    for rows, each in seconds.items():
+        lengths.times.record(rows, each)
+    return lengths
+
+
+FREE = {1: 1.0, 16: 1.01, 64: 1.1, 256: 1.2}
+LINEAR = {1: 1.0, 16: 16.0, 64: 64.0, 256: 256.0}
+
+
+def test_lengths_follow_what_was_accepted_and_what_a_row_costs():
+    sequences = [_sequence([1] * 4) for _ in range(4)]
+    good, bad = sequences[:2], sequences[2:]
+    lengths = _lengths(FREE)
+    for _ in range(30):
+        for sequence in good:
+            lengths.verified(sequence, 8, 8)
+        for sequence in bad:
+            lengths.verified(sequence, 8, 0)
+    counts = lengths.choose(sequences, [63] * 4, rows=4, room=500)
+    assert counts[:2] == [15, 15] and max(counts[2:]) <= 2
+    assert lengths.choose(sequences, [3, 0, 63, 63], rows=4, room=500)[:2] == [3, 0]
+    assert sum(lengths.choose(sequences, [63] * 4, rows=4, room=5)) == 5
+    dear = _lengths(LINEAR)
+    dear._all, dear._own = lengths._all, lengths._own
+    assert dear.choose(sequences, [63] * 4, rows=4, room=500) == [0] * 4, "a token costs as much as it brings"
+
+
+def test_those_that_the_step_waits_for_get_more():
+    sequences = [_sequence([1], max_tokens=10), _sequence([1], max_tokens=500)]
+    lengths = _lengths({1: 1.0, 2: 1.0, 4: 1.05, 8: 1.4, 16: 2.5, 64: 10.0})
+    short, long = lengths.choose(sequences, [9, 499], rows=2, room=100)
+    assert long > short
+
+
+def test_where_guesses_do_not_pay_they_are_tried_seldom():
+    sequences = [_sequence([1] * 4) for _ in range(32)]
+    lengths = _lengths({32: 1.0, 64: 2.0, 512: 16.0})
+    guessed = []
+    for _ in range(400):
+        counts = lengths.choose(sequences, [50] * 32, rows=32, room=400)
+        for sequence, count in zip(sequences, counts):
+            if count:
+                lengths.verified(sequence, count, 0)
+        guessed.append(sum(counts))
+    late = guessed[100:]
+    assert 0 < sum(late) <= 4 * 3 * (len(late) // LONGEST_REST + 1), "a few sequences, now and then"
+
+
+def test_times_are_learnt_and_a_disturbed_step_is_forgotten():
+    times = StepTimes()
+    assert times.most_rows == 0, "nothing is guessed before a plain step has run"
+    times.record(8, 1.0)
+    assert times.most_rows == 16 and times.of(np.array([8, 16])).tolist() == [1.0, 1.0]
+    times.record(16, 2.0)
+    assert times.of(np.array([4, 12, 24])).tolist() == [1.0, 1.5, 3.0]
+    times.record(8, 50.0)
+    times.record(8, 1.0)
+    assert times.of(np.array([8])).tolist() == [1.0]
+    for _ in range(100):
+        times.record(8, 1.8)
+    assert times.of(np.array([8]))[0] == pytest.approx(1.8, abs=0.01)
