@@ -71,7 +71,8 @@ def best_of(script: str, arguments: list[str], sides: list[str], rounds: int) ->
     best: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
         for side in sides:
-            python = peer_python(side) if side in ("transformers", "TRL", "vLLM") else sys.executable
+            name = side.split()[0]
+            python = peer_python(name) if name in ("transformers", "TRL", "vLLM") else sys.executable
             result = _run([python, script, "--side", side, *arguments])
             if side not in best or result["seconds"] < best[side]["seconds"]:
                 best[side] = result

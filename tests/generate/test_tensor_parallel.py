@@ -13,6 +13,8 @@ from lockstep import Engine, SamplingParams, build_model, save_model, score
 from lockstep.config import EngineConfig, ParallelConfig
 from lockstep.errors import UserError
 from lockstep.generate import lead
+from lockstep.generate.drafts import FirstOf, HistoryDraft, NGramDraft
+from lockstep.generate.drafts.lengths import StepTimes
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
@@ -74,6 +76,31 @@ def test_ranks_sample_what_one_process_does(ranks, chunks, model, dtype, vocab):
     assert len(alone[0]) > 20
     for rank in launch(ranks, sample, ranks, chunks, model, dtype, vocab):
         assert rank == alone
+
+
+def guessed(ranks, draft):
+    """With guesses, of as many tokens as the first rank's clock says."""
+    world, model = model_of(ranks, 2, "qwen3:micro", "bfloat16", 259)
+    settings = EngineConfig(max_tokens_per_step=60, max_sequences=5, cache_tokens=256, draft=draft, draft_layers=1)
+    own = FirstOf(HistoryDraft(), NGramDraft()) if draft == "auto" else None
+    engine = Engine(model, settings, draft=own)
+    timed = StepTimes.record
+    with pytest.MonkeyPatch.context() as patch:
+        slow = 1.0 if world.rank == 0 else 1000.0
+        patch.setattr(StepTimes, "record", lambda times, rows, seconds: timed(times, rows, slow * rows**0.1))
+        params = SamplingParams(max_tokens=30, temperature=0.3, n=2, seed=5, ignore_eos=True)
+        found = [engine.generate([[9, 10] * 8, [11, 12] * 5, [13] * 7], params) for _ in range(2)]
+    guesses = engine.statistics.tokens_guessed, engine.statistics.guesses_accepted
+    close_world(world)
+    return [[[(c.token_ids, c.logprobs) for c in group] for group in groups] for groups in found], guesses
+
+
+@pytest.mark.parametrize("draft", ["auto", "layers"])
+def test_ranks_guess_alike_and_sample_what_one_process_does_without(draft):
+    ((alone, none),) = launch(1, guessed, 1, "none")
+    (first, guesses), second = launch(2, guessed, 2, draft)
+    assert first == alone and none == (0, 0) and guesses[1] > 0
+    assert second == (first, guesses)
 
 
 def unseeded(ranks):

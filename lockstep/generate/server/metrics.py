@@ -40,6 +40,8 @@ class EngineCollector(Collector):
             ("prompt_tokens_computed", "Prompt tokens that went through the model.", done.prompt_tokens_computed),
             ("prompt_tokens_reused", "Prompt tokens that were found in the cache.", done.prompt_tokens_reused),
             ("tokens_sampled", "Tokens sampled.", done.tokens_sampled),
+            ("tokens_guessed", "Tokens that a draft proposed.", done.tokens_guessed),
+            ("guesses_accepted", "Those of them that were drawn.", done.guesses_accepted),
             ("preemptions", "Sequences that gave up their pages and were computed anew.", done.preemptions),
             ("steps", "Forward passes.", done.steps),
         ]

@@ -1,0 +1,232 @@
+"""Speculative decoding against plain decoding and against vLLM's own n-gram speculation; the same tokens with both.
+
+Run: python benchmarks/speculation.py one --model DIR [--data DATA]      one prompt, 256 new tokens
+     python benchmarks/speculation.py rollouts --model DIR --data DATA   GRPO over five epochs, with and without
+     python benchmarks/speculation.py acceptance [--picture FILE]        speed by acceptance and batch size
+
+DIR is what `lockstep pretrain --recipe gsm8k_tiny` made, DATA the folder of GSM8K.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+NEW = 256
+PROMPTS = 6
+EPOCHS = 5
+
+
+def prompts_of(folder: str, data: str) -> list[list[int]]:
+    """Questions of the test set, as the model knows them."""
+    from lockstep.data import load_tokenizer
+
+    tokenizer = load_tokenizer(folder, json.loads(Path(folder, "config.json").read_text())["vocab_size"])
+    lines = islice(Path(data, "test.jsonl").read_text().splitlines(), PROMPTS)
+    return [tokenizer.encode(f"Question: {json.loads(line)['question']}\nAnswer:") for line in lines]
+
+
+def lockstep_side(folder: str, prompts: list[list[int]], draft: str, temperature: float) -> dict[str, Any]:
+    from lockstep import Engine, EngineConfig, SamplingParams, load_model
+
+    model = load_model(folder)
+    engine = Engine(model, EngineConfig(max_sequences=16, cache_tokens=8192, draft=draft))
+    params = SamplingParams(max_tokens=NEW, temperature=temperature, seed=0, ignore_eos=True)
+    engine.generate([prompts[0][:16]], params)
+    before, times, tokens = dict(vars(engine.statistics)), [], []
+    for round_number in range(2):
+        engine.weights_changed(round_number)
+        began = time.perf_counter()
+        tokens = [engine.generate([prompt], params)[0][0] for prompt in prompts]
+        times.append(time.perf_counter() - began)
+    done = {name: value - before[name] for name, value in vars(engine.statistics).items()}
+    return {
+        "seconds": min(times),
+        "tokens": [c.token_ids for c in tokens],
+        "logprobs": [c.logprobs for c in tokens],
+        "accepted": done["guesses_accepted"] / max(1, done["tokens_guessed"]),
+        "run": done["tokens_sampled"] / max(1, done["steps"]),
+    }
+
+
+def vllm_side(folder: str, prompts: list[list[int]], speculate: bool, temperature: float) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    guesses = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    model = LLM(
+        model=folder, skip_tokenizer_init=True, dtype="auto", max_model_len=2048, enable_prefix_caching=False,
+        max_num_seqs=16, disable_log_stats=True, **({"speculative_config": guesses} if speculate else {}),
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=NEW, temperature=temperature, seed=0, ignore_eos=True, detokenize=False)
+    times = []
+    model.generate([{"prompt_token_ids": prompts[0][:16]}], params, use_tqdm=False)
+    for _ in range(2):
+        began = time.perf_counter()
+        for prompt in prompts:
+            model.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        times.append(time.perf_counter() - began)
+    return {"seconds": min(times)}
+
+
+def report_one(folder: str, data: str, rounds: int) -> None:
+    from peers import best_of
+
+    for temperature in (0.0, 1.0):
+        arguments = ["one", "--model", folder, "--data", data, "--temperature", str(temperature)]
+        sides = ["plain", "auto", "vLLM", "vLLM n-gram"]
+        best = best_of(__file__, arguments, sides, rounds)
+        assert best["plain"]["tokens"] == best["auto"]["tokens"], "other tokens with guesses"
+        assert best["plain"]["logprobs"] == best["auto"]["logprobs"], "other bits with guesses"
+        ours = best["auto"]["seconds"]
+        print(f"\n{PROMPTS} prompts one after the other, {NEW} new tokens each, temperature {temperature}")
+        for side in sides:
+            seconds = best[side]["seconds"]
+            print(f"  {side:12} {seconds:7.2f} s  {PROMPTS * NEW / seconds:7.0f} tokens/s  ratio {seconds / ours:.2f}")
+        print(f"  accepted {best['auto']['accepted']:.2f} of the guesses, {best['auto']['run']:.2f} tokens a step")
+
+
+def report_rollouts(folder: str, data: str, steps: int) -> None:
+    """As many prompts as the steps see five times, sampled with and without guesses: the same run, and its times."""
+    rows = {}
+    with tempfile.TemporaryDirectory() as place:
+        lines = Path(data, "train.jsonl").read_text().splitlines()[: steps * 8 // EPOCHS]
+        Path(place, "train.jsonl").write_text("\n".join(lines))
+        Path(place, "test.jsonl").write_text("\n".join(Path(data, "test.jsonl").read_text().splitlines()[:32]))
+        for draft in ("none", "auto"):
+            command = [
+                *(sys.executable, "-m", "lockstep", "rl", "--recipe", "gsm8k_tiny", "--model", folder),
+                *("--data", place, "--output", f"{place}/{draft}", "--steps", str(steps), "--engine.draft", draft),
+                *("--validation-every", "0", "--checkpoint.every", "0"),
+            ]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            rows[draft] = [json.loads(line) for line in Path(place, draft, "metrics.jsonl").read_text().splitlines()]
+    first = steps // EPOCHS
+    for name in ("loss", "reward/mean", "rollout/tokens", "parity/tokens_different"):
+        assert [row[name] for row in rows["none"]] == [row[name] for row in rows["auto"]], name
+    print(f"\nGRPO, 8 x 8, {steps} steps over {EPOCHS} epochs; the same rewards and losses bit for bit")
+    for epoch in range(EPOCHS):
+        part = slice(epoch * first, (epoch + 1) * first)
+        figures = []
+        for name in ("time/generate", "time/step"):
+            plain, guessed = (statistics.median(r[name] for r in rows[draft][part]) for draft in ("none", "auto"))
+            figures.append(f"{name} {plain:.3f} -> {guessed:.3f} s: {plain / guessed:.2f}x")
+        print(f"  epoch {epoch + 1}: {'; '.join(figures)}")
+
+
+class Spoilt:
+    """Knows what will be drawn, and is wrong about each token with the same chance."""
+
+    def __init__(self, answers: dict[int, list[int]], acceptance: float):
+        self.answers, self.acceptance = answers, acceptance
+
+    def propose(self, sequences: list[Any], counts: list[int]) -> list[list[int]]:
+        return [self._propose(s, count) for s, count in zip(sequences, counts)]
+
+    def _propose(self, sequence: Any, count: int) -> list[int]:
+        right = self.answers[sequence.tokens[0]][sequence.sampled :][:count]
+        draw = random.Random(sequence.sampled * 1000 + sequence.tokens[0])
+        return [token if draw.random() < self.acceptance else token ^ 1 for token in right]
+
+    def verified(self, *_: Any) -> None: ...
+
+    def ended(self, *_: Any) -> None: ...
+
+    def weights_changed(self) -> None: ...
+
+
+def report_acceptance(preset_name: str, vocab: int, new: int, picture: str) -> None:
+    from lockstep import Engine, EngineConfig, SamplingParams, build_model
+    from lockstep.model import preset
+
+    model = build_model(preset(preset_name, vocab), dtype="bfloat16")
+    shares, ratios = [0.0, 0.25, 0.5, 0.75, 0.9, 1.0], {}
+    params = SamplingParams(max_tokens=new, seed=0, ignore_eos=True)
+    print(f"\n{preset_name} of fresh weights, bfloat16, {new} new tokens: speed against plain decoding by acceptance")
+    for batch in (1, 4, 16, 64):
+        prompts = [[i + 1, *range(40)] for i in range(batch)]
+        cache = (new + 64) * batch
+
+        def timed(draft: Any, config: EngineConfig, prompts: list[list[int]] = prompts) -> tuple[float, Any]:
+            engine = Engine(model, config, draft=draft)
+            engine.generate(prompts, params)
+            engine.weights_changed(1)
+            began = time.perf_counter()
+            groups = engine.generate(prompts, params)
+            return time.perf_counter() - began, groups
+
+        plain_config = EngineConfig(max_sequences=batch, cache_tokens=cache, draft="none")
+        plain, groups = timed(None, plain_config)
+        answers = {prompt[0]: group[0].token_ids for prompt, group in zip(prompts, groups)}
+        ratios[batch] = []
+        for share in shares:
+            seconds, guessed = timed(Spoilt(answers, share), EngineConfig(max_sequences=batch, cache_tokens=cache))
+            assert [g[0].logprobs for g in guessed] == [g[0].logprobs for g in groups]
+            plain = min(plain, timed(None, plain_config)[0])
+            ratios[batch].append(plain / seconds)
+        print(
+            f"  {batch:3} sequences: " + ", ".join(f"{s:.2f}: {r:.2f}x" for s, r in zip(shares, ratios[batch])),
+            flush=True,
+        )
+    if picture:
+        _draw(shares, ratios, preset_name, picture)
+
+
+def _draw(shares: list[float], ratios: dict[int, list[float]], name: str, picture: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for batch, values in ratios.items():
+        axes.plot(shares, values, marker="o", label=f"{batch} sequences")
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set(xlabel="share of guesses that are right", ylabel="tokens/s against plain decoding", title=name)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(picture, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", choices=("one", "rollouts", "acceptance"))
+    parser.add_argument("--model", default="")
+    parser.add_argument("--data", default="")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--preset", default="qwen3:tiny")
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--picture", default="")
+    parser.add_argument("--side")
+    options = parser.parse_args()
+    if options.side:
+        if options.side.startswith("vLLM"):
+            prompts = json.loads(Path(options.model, "benchmark_prompts.json").read_text())
+            result = vllm_side(options.model, prompts, options.side != "vLLM", options.temperature)
+        else:
+            draft = "none" if options.side == "plain" else options.side
+            result = lockstep_side(options.model, prompts_of(options.model, options.data), draft, options.temperature)
+        print(json.dumps(result))
+    elif options.work == "one":
+        # The peer's environment lacks our tokenizers: it reads the tokens from a file beside the weights.
+        Path(options.model, "benchmark_prompts.json").write_text(json.dumps(prompts_of(options.model, options.data)))
+        report_one(options.model, options.data, options.rounds)
+    elif options.work == "rollouts":
+        report_rollouts(options.model, options.data, options.steps)
+    else:
+        report_acceptance(options.preset, options.vocab, options.new, options.picture)
+
+
+if __name__ == "__main__":
+    main()
