@@ -28,13 +28,14 @@ from lockstep.model import (
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import panel_words
-from lockstep.parallel import World, close_world, generator_model
+from lockstep.parallel import World, close_world, generator_layout
 from lockstep.parallel.world import imagined_world
 from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_transfer
+from lockstep.rl.actors.own_weights import lay_out
 from lockstep.rl.critic import ValueHead, train_settings
 from lockstep.rl.reference import AVERAGE, START
 from lockstep.train import Trainer
-from lockstep.train.dry_run import DryRun, imagined_step, imagined_tensors, leave, on_meta, whole_shapes_uncounted
+from lockstep.train.dry_run import DryRun, imagined_step, imagined_tensors, on_meta, whole_shapes_uncounted
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
 STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
@@ -136,8 +137,12 @@ def _with_generator(
     on_cpu: bool,
 ) -> RLDryRun:
     apart = world.mesh is not None
+    policy = dict(trainer.model.named_parameters())
+    in_place = set(policy)
     if apart:
-        sampling = _frozen(shape, config, world, fake)
+        sampling = _layout(shape, config, world)
+        with fake:
+            in_place = lay_out(sampling, policy, torch.device("cpu"))
     else:
         assert isinstance(trainer.model, Decoder)
         sampling = trainer.model
@@ -156,8 +161,7 @@ def _with_generator(
         note(name, size)
     if config.kl_coefficient and config.kl_reference == AVERAGE:
         note("moving average", _bytes(trainer.optimizer.masters.values()))
-    if apart:
-        note("generator's copy", _bytes(sampling.parameters()))
+    note("generator's copy", _bytes(p for name, p in sampling.named_parameters() if name not in in_place))
     if config.kl_coefficient:
         folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
         note("reference model", _bytes(_frozen(_shape(folder), config, world, fake).parameters()))
@@ -171,7 +175,7 @@ def _with_generator(
     note("sums of micro-batches", subtrees, TRAINING)
     note("a micro-batch at its peak", at_peak, TRAINING)
     note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
-    transfer = foresee_transfer(dict(trainer.model.named_parameters()), sampling, world) if apart else None
+    transfer = foresee_transfer(policy, sampling, world) if apart else None
     if transfer:
         # A CPU keeps this memory for the next sync: the system would clear every page of new one.
         note("arriving weights and messages", transfer.held, *(STAGES if on_cpu else (SYNC,)))
@@ -218,10 +222,14 @@ class _Loss:
 
 def _frozen(shape: ModelConfig, config: RLConfig, world: World, fake: FakeTensorMode) -> Decoder:
     """As `actors.models.frozen_model`, without values."""
-    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
-    model = generator_model(shape, resolve_dtype(config.dtype), on_meta(world), parallel, leave)
+    model = _layout(shape, config, world)
     with fake:
         return model.to_empty(device="cpu")
+
+
+def _layout(shape: ModelConfig, config: RLConfig, world: World) -> Decoder:
+    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
+    return generator_layout(shape, resolve_dtype(config.dtype), on_meta(world), parallel)
 
 
 def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:

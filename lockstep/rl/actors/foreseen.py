@@ -38,12 +38,11 @@ def foresee_transfer(tensors: Mapping[str, Tensor], model: Decoder, world: World
     places = _places(world)
     itemsize = model.dtype.itemsize
     sent = received = arrived = held = 0
-    for bucket in _buckets(model, itemsize):
+    for bucket in _buckets(model, itemsize, _staying(tensors, model, places)):
         sent_of_bucket = received_of_bucket = rounded = 0
         for name, parameter in bucket:
             wanted = _boxes(parameter, places)
-            arrived += volume(wanted[0]) * itemsize
-            kept = 0
+            kept, in_place = 0, False
             if name in tensors:
                 held_by = _boxes(tensors[name], places)
                 # Ranks of another stage have other tensors.
@@ -55,7 +54,9 @@ def foresee_transfer(tensors: Mapping[str, Tensor], model: Decoder, world: World
                         sent_of_bucket += volume(part) * itemsize
                 own = common(held_by[0], wanted[0])
                 kept = volume(own) if own else 0
+                in_place = held_by[0] == wanted[0] and tensors[name].dtype == model.dtype
                 rounded += volume(held_by[0]) * itemsize * (tensors[name].dtype != model.dtype)
+            arrived += volume(wanted[0]) * itemsize * (not in_place)
             received_of_bucket += (volume(wanted[0]) - kept) * itemsize
         sent, received = sent + sent_of_bucket, received + received_of_bucket
         held = max(held, arrived + rounded + sent_of_bucket + received_of_bucket)
@@ -91,15 +92,27 @@ def _boxes(tensor: Tensor, places: list[dict[str, int]]) -> list[Box]:
     return boxes
 
 
-def _buckets(model: Decoder, itemsize: int) -> Iterator[list[tuple[str, Tensor]]]:
+def _staying(tensors: Mapping[str, Tensor], model: Decoder, places: list[dict[str, int]]) -> set[str]:
+    """Tensors that every rank's generator reads where its trainer has them (`own_weights`)."""
+    if any(place["pipeline"] for place in places):
+        return set()
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if tensors[name].dtype == model.dtype and _boxes(tensors[name], places) == _boxes(parameter, places)
+    }
+
+
+def _buckets(model: Decoder, itemsize: int, staying: set[str]) -> Iterator[list[tuple[str, Tensor]]]:
     """As `WeightTransfer` makes them."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in ((n, p) for n, p in model.named_parameters() if n not in staying):
         nbytes = math.prod(parameter.shape) * itemsize
         if bucket and size + nbytes > BUCKET:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))
         size += nbytes
-    yield bucket
+    if bucket:
+        yield bucket

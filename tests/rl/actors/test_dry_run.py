@@ -53,9 +53,10 @@ def config_of(folder, output, parallel, **changes):
 
 
 def bytes_of_rank_0(transfer):
-    """What it sends to other ranks, and what it receives from them, in bfloat16."""
+    """What it sends to other ranks, and what it receives from them."""
     pieces = [p for of_tensor in transfer.pieces.values() for p in of_tensor if p.source != p.target]
-    return [sum(2 * volume(p.box) for p in pieces if getattr(p, end) == 0) for end in ("source", "target")]
+    size = transfer.model.dtype.itemsize
+    return [sum(size * volume(p.box) for p in pieces if getattr(p, end) == 0) for end in ("source", "target")]
 
 
 def measured(config):
@@ -97,6 +98,7 @@ def foreseen(config, ranks):
         (1, ParallelConfig(), dict(dtype="float32", kl_coefficient=0.1, entropy_coefficient=0.1)),
         (2, ParallelConfig(), dict(kl_coefficient=0.1, kl_reference="average")),
         (2, ParallelConfig(tensor=2), {}),
+        (2, ParallelConfig(tensor=2), dict(dtype="float32")),  # generators read the trainers' own weights
     ],
 )
 def test_its_memory_is_the_peak_of_each_stage_of_a_real_step(folder, tmp_path, ranks, parallel, changes):
@@ -127,8 +129,9 @@ def real_transfer(config):
         (3, ParallelConfig()),
     ],
 )
-def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ranks, parallel):
-    config = config_of(folder, tmp_path / "run", parallel)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ranks, parallel, dtype):
+    config = config_of(folder, tmp_path / "run", parallel, dtype=dtype)
     sizes, *_ = launch(ranks, real_transfer, config)
     ((_, transfer),) = launch(1, foreseen, config, ranks)
     assert transfer == sizes and sizes[1] > 0
