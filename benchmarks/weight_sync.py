@@ -252,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help="one size instead of all")
     parser.add_argument("--plot", type=Path, help="picture to write")
+    parser.add_argument("--keep", type=Path, help="file of what was measured; what stands there is not measured again")
     parser.add_argument("--steps", type=int, default=0, help="steps of a GRPO run, whose share a sync is")
     parser.add_argument("--way", choices=WAYS, help="one way instead of all, with --steps")
     parser.add_argument("--rank-of", choices=[*LAYOUTS, *SEPARATE], help=argparse.SUPPRESS)
@@ -272,11 +273,15 @@ def main() -> None:
                 f"{way:>16} {share['weight_sync']:8.3f} s of {share['step']:7.2f} s: {share['share']:.1%}", flush=True
             )
         return
-    results: dict[str, dict[str, dict[str, Any]]] = {}
+    kept = options.keep and options.keep.is_file()
+    results: dict[str, dict[str, dict[str, Any]]] = json.loads(options.keep.read_text()) if kept else {}
     print(f"{'model':>6} {'layout':>8} {'MiB':>8} {'transfer':>10} {'GB/s':>6} {'copy':>9} {'GB/s':>6}")
     for size in [options.size] if options.size else SIZES:
         for layout in (*LAYOUTS, *SEPARATE):
-            found = results.setdefault(size, {})[layout] = run(size, layout)
+            of_size = results.setdefault(size, {})
+            found = of_size[layout] = of_size.get(layout) or run(size, layout)
+            if options.keep:
+                options.keep.write_text(json.dumps(results, indent=1))
             rates = [found["bytes"] / found[name] / 1e9 for name in ("transfer", "copy")]
             print(
                 f"{size:>6} {layout:>8} {found['bytes'] / 2**20:8.1f} {found['transfer']:8.3f} s {rates[0]:6.2f} "
