@@ -236,7 +236,7 @@ class WeightTransfer:
         What the model reads where the trainer has it stays. Only without `keep`.
         """
         assert not self.keep
-        self._arrived, self._memory = {}, {}
+        self._arrived = {}
         for copy in self._copies.values():
             copy.untyped_storage().resize_(0)
 
@@ -277,6 +277,7 @@ class WeightTransfer:
     @torch.no_grad()
     def _take(self, arrived: Mapping[str, Tensor]) -> None:
         if not self.keep:
+            self._memory = {}
             return  # they have arrived where they are read
         for name, part in arrived.items():
             self._parts[name].copy_(part)
