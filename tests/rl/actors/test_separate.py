@@ -60,8 +60,8 @@ def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_ten_steps_are_the_same_with_separate_generators_of_every_kind(task, model_folder, tmp_path, dtype):
-    launch(1, run, config_of(task, model_folder, tmp_path / "one", dtype=dtype, steps=10), seconds=600)
-    expected = outcome(tmp_path / "one")
+    launch(1, run, config_of(task, model_folder, tmp_path / "alone", dtype=dtype, steps=10), seconds=600)
+    expected = outcome(tmp_path / "alone")
     assert len(expected[0]) == 11
     for way, (ranks, parallel, actors) in WAYS.items():
         output = tmp_path / way.replace(" ", "")
