@@ -3,7 +3,7 @@
 Trainer and generator are two processes of one thread each. `speed`: a 5M Qwen3 whose sampling and training take like
 times, steps a minute by actors.max_staleness, and how long the trainer waited. `curves`: reward on sums of digits
 against the clock, at staleness 0, 1, 2 and 4, into docs/async.png.
-Run: OMP_NUM_THREADS=1 python benchmarks/async.py speed [--steps 20] | curves [--seconds 60]
+Run: OMP_NUM_THREADS=1 python benchmarks/async.py speed [--steps 20] | curves [--seconds 60 --learning-rate 1e-4]
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def speed(steps: int, inner_steps: int, rounds: int) -> None:
         print(f"{staleness:13} | {step:14.3f} | {waits:19.3f} | {trains:8.3f} | {turns / step:.2f}x")
 
 
-def curves(seconds: float, model: str, output: Path) -> None:
+def curves(seconds: float, model: str, output: Path, rate: float) -> None:
     """Draws rewards against the clock."""
     import matplotlib.pyplot as plt
 
@@ -70,7 +70,7 @@ def curves(seconds: float, model: str, output: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(model) if model else _start(Path(scratch))
         for staleness in STALENESS:
-            times, rewards = _curve(folder, f"{scratch}/run-{staleness}", staleness, seconds)
+            times, rewards = _curve(folder, f"{scratch}/run-{staleness}", staleness, seconds, rate)
             print(f"max_staleness {staleness}: {len(rewards)} steps, last rewards {statistics.mean(rewards[-5:]):.3f}")
             smooth = [statistics.mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
             axes.plot(times, smooth, label=f"max_staleness {staleness}: {len(rewards)} steps")
@@ -87,7 +87,7 @@ def _start(scratch: Path) -> Path:
     return start(scratch, seed=0)
 
 
-def _curve(model: Path, output: str, staleness: int, seconds: float) -> tuple[list[float], list[float]]:
+def _curve(model: Path, output: str, staleness: int, seconds: float, rate: float) -> tuple[list[float], list[float]]:
     class Enough(Exception):
         pass
 
@@ -107,6 +107,7 @@ def _curve(model: Path, output: str, staleness: int, seconds: float) -> tuple[li
 
     config = digit_sum()
     config.model, config.output, config.steps, config.validation_examples = str(model), output, 100_000, 1
+    config.train.learning_rate = rate
     config.actors, config.off_policy = actors(staleness), "truncate"
     with suppress(Enough):
         reinforce(config, on_metrics=note)
@@ -120,10 +121,11 @@ if __name__ == "__main__":
     parser.add_argument("--inner-steps", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--model", default="")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of curves; the recipe's by default")
+    parser.add_argument("--model", default="", help="folder that curves begin with; pretrained when left out")
     parser.add_argument("--output", type=Path, default=PLOT)
     options = parser.parse_args()
     if options.work == "speed":
         speed(options.steps, options.inner_steps, options.rounds)
     else:
-        curves(options.seconds, options.model, options.output)
+        curves(options.seconds, options.model, options.output, options.learning_rate)

@@ -3,7 +3,10 @@
 Two processes of one thread each, bfloat16, models of 5M to 0.6B parameters. Colocated: both train and generate (FSDP 2,
 TP 2 and two stages of a pipeline). Separate: one trains, and the other takes what it publishes, through memory or TCP.
 GB/s are bytes of the weights that a rank receives, in seconds of the whole transfer: rounding, sending, checksums of
-all tensors, and the copy into the generator's. Run: python benchmarks/weight_sync.py [--size 110M] [--plot FILE.png]
+all tensors, and the copy into the generator's.
+
+Run: python benchmarks/weight_sync.py [--size 110M] [--plot docs/weight_sync.png]
+     python benchmarks/weight_sync.py --steps 5       share of a real GRPO step (32 completions of 64 tokens), 110M
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +29,13 @@ TIMES = 7
 KEY = bytes(32)
 LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, "TP 2": {"tensor": 2}, "PP 2": {"pipeline": 2}}
 SEPARATE = ("memory", "TCP")
+WAYS: dict[str, list[str]] = {
+    "FSDP 2": [],
+    "TP 2": ["--parallel.tensor", "2"],
+    "TP 2, float32": ["--parallel.tensor", "2", "--dtype", "float32"],
+    "separate": ["--actors.generators", "1", "--actors.threads", "1"],
+}
+"""How a GRPO run is laid out on two processes."""
 SIZES: dict[str, dict[str, int]] = {
     "5M": dict(
         vocab_size=8192, dim=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=768
@@ -190,6 +201,35 @@ def run(size: str, layout: str) -> dict[str, float]:
     return found
 
 
+def share_of_step(way: str, steps: int) -> dict[str, float]:
+    """Median seconds of the steps of a GRPO run at 110M but for the first, of its weight syncs, and their share."""
+    from grpo import GROUP, NEW, PROMPTS, TASK
+
+    from lockstep import build_model, save_model
+    from lockstep.data import named_tokenizer
+    from lockstep.model import ModelConfig
+    from lockstep.observe import read_metrics
+
+    with tempfile.TemporaryDirectory() as scratch:
+        # Nothing ends a completion, so that all steps are of one size.
+        shape = ModelConfig("qwen3", qk_norm=True, tie_embeddings=True, **SIZES["110M"])  # type: ignore[arg-type]
+        save_model(build_model(shape, dtype="bfloat16"), f"{scratch}/model")
+        named_tokenizer("byte", ()).save(Path(f"{scratch}/model"))
+        (Path(scratch) / "task.py").write_text(TASK)
+        ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"] if way != "separate" else []
+        command = [
+            sys.executable, *ranks, "-m", "lockstep", "rl", "--model", f"{scratch}/model", "--dtype", "bfloat16",
+            "--environment", f"{scratch}/task.py:Letters", "--output", f"{scratch}/run", "--steps", str(steps + 1),
+            "--prompts-per-step", str(PROMPTS), "--samples-per-prompt", str(GROUP), "--max-new-tokens", str(NEW),
+            "--validation-examples", "1", "--validation-every", "0", "--checkpoint.every", "0",
+            "--train.learning-rate", "1e-5", *WAYS[way],
+        ]  # fmt: skip
+        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
+        lines = read_metrics(Path(scratch) / "run" / "metrics.jsonl")[2:]
+    found = {name: statistics.median(line[f"time/{name}"] for line in lines) for name in ("step", "weight_sync")}
+    return found | {"share": statistics.median(line["time/weight_sync"] / line["time/step"] for line in lines)}
+
+
 def plot(results: dict[str, dict[str, dict[str, Any]]], file: Path) -> None:
     import matplotlib
 
@@ -212,6 +252,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, help="one size instead of all")
     parser.add_argument("--plot", type=Path, help="picture to write")
+    parser.add_argument("--keep", type=Path, help="file of what was measured; what stands there is not measured again")
+    parser.add_argument("--steps", type=int, default=0, help="steps of a GRPO run, whose share a sync is")
+    parser.add_argument("--way", choices=WAYS, help="one way instead of all, with --steps")
     parser.add_argument("--rank-of", choices=[*LAYOUTS, *SEPARATE], help=argparse.SUPPRESS)
     parser.add_argument("--replica", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -223,11 +266,22 @@ def main() -> None:
         found = measure_separate(options.size, way) if way in SEPARATE else measure(options.size, LAYOUTS[way])
         print(json.dumps(found))
         return
-    results: dict[str, dict[str, dict[str, Any]]] = {}
+    if options.steps:
+        for way in [options.way] if options.way else WAYS:
+            share = share_of_step(way, options.steps)
+            print(
+                f"{way:>16} {share['weight_sync']:8.3f} s of {share['step']:7.2f} s: {share['share']:.1%}", flush=True
+            )
+        return
+    kept = options.keep and options.keep.is_file()
+    results: dict[str, dict[str, dict[str, Any]]] = json.loads(options.keep.read_text()) if kept else {}
     print(f"{'model':>6} {'layout':>8} {'MiB':>8} {'transfer':>10} {'GB/s':>6} {'copy':>9} {'GB/s':>6}")
     for size in [options.size] if options.size else SIZES:
         for layout in (*LAYOUTS, *SEPARATE):
-            found = results.setdefault(size, {})[layout] = run(size, layout)
+            of_size = results.setdefault(size, {})
+            found = of_size[layout] = of_size.get(layout) or run(size, layout)
+            if options.keep:
+                options.keep.write_text(json.dumps(results, indent=1))
             rates = [found["bytes"] / found[name] / 1e9 for name in ("transfer", "copy")]
             print(
                 f"{size:>6} {layout:>8} {found['bytes'] / 2**20:8.1f} {found['transfer']:8.3f} s {rates[0]:6.2f} "

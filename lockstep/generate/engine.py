@@ -113,6 +113,7 @@ class Engine:
         self._next_id = 0
         self._under_way = False
         """A step has begun and not ended: where none runs, an interrupt ended it anywhere."""
+        self._away = False
 
     def generate(
         self, prompts: ListLike[list[int]], params: SamplingParams | ListLike[SamplingParams]
@@ -246,8 +247,19 @@ class Engine:
         assert sources is not None
         copy_weights(sources)
 
+    def weights_away(self) -> None:
+        """The memory of the model's weights is given away until `weights_changed`, and with it that of their panels.
+
+        Nothing is sampled until then: a step raises RuntimeError. Raises UserError where CUDA graphs hold addresses.
+        """
+        if self.config.cuda_graphs != "none":
+            raise UserError("CUDA graphs read weights where they were captured; leave engine.cuda_graphs out")
+        self._away = True
+        self._weights.release()
+
     def weights_changed(self, version: int) -> None:
         """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""
+        self._away = False
         self.weights_version = version
         self._weights.forget()
         if self._speculation:
@@ -266,6 +278,8 @@ class Engine:
 
     @torch.no_grad()
     def _step(self) -> None:
+        if self._away:
+            raise RuntimeError("the engine's weights are away; call weights_changed when the model has them again")
         if self._under_way:
             self._start_over()
         self._under_way = True

@@ -44,6 +44,12 @@ class PackedWeights:
             self._release(address)
         self._current.clear()
 
+    def release(self) -> None:
+        """As `forget`, and gives the memory of all panels back."""
+        self._current.clear()
+        for address in list(self._panels):
+            self._release(address)
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within it products of few rows read, and make, these panels."""

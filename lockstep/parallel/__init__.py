@@ -1,6 +1,6 @@
 """How a model is run, from outside of it: its distribution over ranks, and compilation."""
 
-from lockstep.parallel.apply import chunks_for, generator_model, parallel_model
+from lockstep.parallel.apply import chunks_for, generator_layout, generator_model, parallel_model
 from lockstep.parallel.compile import CompiledHalves, apply_compile
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.world import World, close_world, generating_world, open_world, refuse_ranks
@@ -13,6 +13,7 @@ __all__ = [
     "chunks_for",
     "close_world",
     "generating_world",
+    "generator_layout",
     "generator_model",
     "open_world",
     "parallel_model",

@@ -76,12 +76,18 @@ def generator_model(
 
     Raises UserError for a degree that the model's shape does not allow.
     """
+    model = generator_layout(config, dtype, world, parallel)
+    model.to_empty(device=world.device)
+    fill(model)
+    return model
+
+
+def generator_layout(config: ModelConfig, dtype: torch.dtype, world: World, parallel: ParallelConfig) -> Decoder:
+    """As `generator_model`, on the meta device: no weight has memory."""
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel)
     model = Decoder(config, dtype, "meta")
     shard_tensor_parallel(model, world)
-    model.to_empty(device=world.device)
-    fill(model)
     return model
 
 

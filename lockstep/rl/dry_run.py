@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,13 +28,16 @@ from lockstep.model import (
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import panel_words
-from lockstep.parallel import World, close_world, generator_model
+from lockstep.parallel import World, close_world, generator_layout
 from lockstep.parallel.world import imagined_world
-from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_transfer
+from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_shelf, foresee_transfer
+from lockstep.rl.actors.own_weights import lay_out
+from lockstep.rl.actors.shelf import versions_laid_out
+from lockstep.rl.actors.shelf_memory import length_of
 from lockstep.rl.critic import ValueHead, train_settings
 from lockstep.rl.reference import AVERAGE, START
 from lockstep.train import Trainer
-from lockstep.train.dry_run import DryRun, imagined_step, imagined_tensors, leave, on_meta, whole_shapes_uncounted
+from lockstep.train.dry_run import DryRun, imagined_step, imagined_tensors, on_meta, whole_shapes_uncounted
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
 STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
@@ -49,35 +52,79 @@ class RLDryRun:
     memory: dict[str, dict[str, int]]
     """By what it is for, at the peak of each of `STAGES`; what is not held then is left out."""
     transfer: ForeseenTransfer | None
-    """Of a weight sync; None where the generator reads the trainer's own weights."""
+    """Of a weight sync; None where the generator reads the trainer's own weights, or is another process."""
+    generator: GeneratorDryRun | None = None
+    """Of generators in processes of their own."""
 
     @property
     def peaks(self) -> dict[str, int]:
         """Bytes of each of `STAGES`, together."""
-        return {stage: sum(of_stage.get(stage, 0) for of_stage in self.memory.values()) for stage in STAGES}
+        return _peaks(self.memory)
 
     def text(self) -> str:
         """Tables for a terminal."""
         found, peaks = self.trained, self.peaks
-        stages = STAGES if self.transfer else STAGES[:2]
+        stages = STAGES if self.transfer or self.generator else STAGES[:2]
         degrees = ", ".join(f"{axis} {degree}" for axis, degree in found.world.degrees.items() if degree > 1)
         lines = [
             f"{found.world.size} ranks ({degrees or 'alone'})",
             f"{found.parameters / 1e9:.3f} B parameters in {found.dtype}",
             f"about {found.microbatches} full micro-batches per rank and step, prompts not counted",
             "",
-            f"{'memory of a rank, GiB':36}" + "".join(f"{stage:>12}" for stage in stages),
+            *_table("memory of a rank, GiB", self.memory, stages),
+            "",
         ]
-        for name, held in self.memory.items():
-            lines.append(f"  {name:34}" + "".join(_gib(held.get(stage)) for stage in stages))
-        lines += [f"  {'together':34}" + "".join(_gib(peaks[stage]) for stage in stages), ""]
         lines.append(f"the peak is {max(peaks.values()) / 2**30:.3f} GiB, in {max(stages, key=peaks.__getitem__)}")
-        if self.transfer:
+        if self.generator:
+            lines += ["", *self.generator.lines()]
+        elif self.transfer:
             sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
             lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB (rank 0)")
         else:
             lines.append("no weight sync: the generator reads the trainer's own weights")
         return "\n".join(lines)
+
+
+@dataclass
+class GeneratorDryRun:
+    """What was found of a rank of each generator in processes of its own. Memory and weights are in bytes."""
+
+    ranks: int
+    """Of each generator."""
+    memory: dict[str, dict[str, int]]
+    """As `RLDryRun.memory`; it does not train."""
+    laid_out: int
+    """By rank 0 of the trainer, of one version of the weights."""
+    read: int
+    """Of these and other ranks' by a rank of a generator."""
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each of `STAGES`, together."""
+        return _peaks(self.memory)
+
+    def lines(self) -> list[str]:
+        """A table for a terminal."""
+        laid_out, read = self.laid_out / 2**20, self.read / 2**20
+        return [
+            *_table(f"memory of each generator's rank, GiB ({self.ranks} of each)", self.memory, STAGES[1:]),
+            "",
+            f"the peak is {max(self.peaks.values()) / 2**30:.3f} GiB, in {max(STAGES[1:], key=self.peaks.__getitem__)}",
+            f"in a weight sync rank 0 lays out {laid_out:.1f} MiB, and a generator's rank reads {read:.1f} MiB",
+        ]
+
+
+def _peaks(memory: dict[str, dict[str, int]]) -> dict[str, int]:
+    return {stage: sum(of_stage.get(stage, 0) for of_stage in memory.values()) for stage in STAGES}
+
+
+def _table(title: str, memory: dict[str, dict[str, int]], stages: Sequence[str]) -> list[str]:
+    peaks = _peaks(memory)
+    return [
+        f"{title:36}" + "".join(f"{stage:>12}" for stage in stages),
+        *(f"  {name:34}" + "".join(_gib(held.get(stage)) for stage in stages) for name, held in memory.items()),
+        f"  {'together':34}" + "".join(_gib(peaks[stage]) for stage in stages),
+    ]
 
 
 def _gib(size: int | None) -> str:
@@ -90,8 +137,11 @@ def foresee(config: RLConfig) -> RLDryRun:
     Raises UserError for bad input.
     """
     validate(config)
-    if config.actors.separate:
-        raise UserError("a dry run counts generators on the ranks that train; leave actors.generators out")
+    if config.actors.urls:
+        raise UserError(
+            "a dry run does not know the servers of actors.urls; leave them out, and give actors.generators to count "
+            "the trainer's ranks without generators of their own"
+        )
     config = replace(config, model=folder_if_model(config.model))
     # The ranks are somewhere else, unless it is said that they are CPUs.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
@@ -104,6 +154,8 @@ def foresee(config: RLConfig) -> RLDryRun:
 
 def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     """Builds rank 0 of `ranks`, and takes it through a micro-batch and an update, and a forward of its generator.
+
+    With generators in processes of their own the forward is of a rank of those.
 
     A micro-batch is `train.tokens_per_microbatch` tokens, all but the first of each completion sampled, or one
     completion where that is longer. Raises UserError where the degrees do not fit the ranks or the model.
@@ -121,9 +173,37 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
         row, share = _microbatch(config), _share(config, world)
         trainer, trained = imagined_step(settings, shape, world, fake, row, share, _Loss(config, critic), beside)
         with whole_shapes_uncounted():
-            return _with_generator(config, shape, world, fake, trainer, trained, on_cpu)
+            found = _with_generator(config, shape, world, fake, trainer, trained, on_cpu)
+        laid_out = foresee_shelf(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
     finally:
         close_world(world)
+    if config.actors.separate:
+        found.generator = _separate_generator(config, shape, laid_out, on_cpu)
+    return found
+
+
+def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_cpu: bool) -> GeneratorDryRun:
+    """Of a rank of each of `config.actors.generators`."""
+    ranks = config.actors.tensor
+    parallel = ParallelConfig(tensor=ranks, data_shard=1, reduction_chunks=config.parallel.reduction_chunks)
+    config = replace(config, parallel=parallel)
+    world = imagined_world(parallel, ranks)
+    try:
+        fake = imagined_tensors()
+        model = _frozen(shape, config, world, fake)
+        with whole_shapes_uncounted():
+            with fake, pretending():
+                engine = Engine(model, replace(config.engine, cuda_graphs="none"))
+            weights = _bytes(model.parameters())
+            # Kept for the next ones, on every device.
+            sizes = {"weights": weights, "arriving weights": weights, "cache of keys and values": engine.cache.nbytes}
+            if on_cpu:
+                sizes["weights in a decode step's order"] = _panels(model)
+            memory = {name: dict.fromkeys(STAGES[1:], size) for name, size in sizes.items()}
+            memory["a generator's step at its peak"] = {SAMPLING: _generator_step(engine, fake)}
+    finally:
+        close_world(world)
+    return GeneratorDryRun(ranks, memory, laid_out, weights)
 
 
 def _with_generator(
@@ -135,14 +215,17 @@ def _with_generator(
     trained: DryRun,
     on_cpu: bool,
 ) -> RLDryRun:
-    apart = world.mesh is not None
-    if apart:
-        sampling = _frozen(shape, config, world, fake)
-    else:
+    ranks, samples = world.mesh is not None, not config.actors.separate
+    policy = dict(trainer.model.named_parameters())
+    in_place = set(policy)
+    sampling: Decoder | None = None
+    if samples and ranks:
+        sampling = _layout(shape, config, world)
+        with fake:
+            in_place = lay_out(sampling, policy, torch.device("cpu"))
+    elif samples:
         assert isinstance(trainer.model, Decoder)
         sampling = trainer.model
-    with fake, pretending():
-        engine = Engine(sampling, replace(config.engine, cuda_graphs="none"))
     memory: dict[str, dict[str, int]] = {}
 
     def note(name: str, size: int, *stages: str) -> None:
@@ -156,27 +239,35 @@ def _with_generator(
         note(name, size)
     if config.kl_coefficient and config.kl_reference == AVERAGE:
         note("moving average", _bytes(trainer.optimizer.masters.values()))
-    if apart:
-        note("generator's copy", _bytes(sampling.parameters()))
+    if sampling:
+        note("generator's copy", _bytes(p for name, p in sampling.named_parameters() if name not in in_place))
     if config.kl_coefficient:
         folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
-        note("reference model", _bytes(_frozen(_shape(folder), config, world, fake).parameters()))
+        reference = _frozen(_shape(folder), config, world, fake)
+        note("reference model", _bytes(reference.parameters()))
     if config.teacher:
         note("teacher", _bytes(_frozen(_shape(config.teacher), config, world, fake).parameters()))
-    note("cache of keys and values", engine.cache.nbytes)
-    if on_cpu:
-        note("weights in a decode step's order", _panels(sampling))
+    if sampling:
+        with fake, pretending():
+            engine = Engine(sampling, replace(config.engine, cuda_graphs="none"))
+        note("cache of keys and values", engine.cache.nbytes)
+        if on_cpu:
+            note("weights in a decode step's order", _panels(sampling))
+        note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
+    else:
+        laid_out = foresee_shelf(policy, resolve_dtype(config.dtype))
+        note("versions laid out, in the host's memory", length_of(laid_out, versions_laid_out(config.actors)))
     # Of bfloat16 weights in one process the float32 sums keep their memory for the next step's.
     note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
     note("sums of micro-batches", subtrees, TRAINING)
     note("a micro-batch at its peak", at_peak, TRAINING)
-    note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
-    transfer = foresee_transfer(dict(trainer.model.named_parameters()), sampling, world) if apart else None
+    transfer = foresee_transfer(policy, sampling, world) if sampling and ranks else None
+    # A CPU keeps this memory for the next sync: the system would clear every page of new one.
+    stages = STAGES if on_cpu else (SYNC,)
     if transfer:
-        # A CPU keeps this memory for the next sync: the system would clear every page of new one.
-        note("arriving weights and messages", transfer.held, *(STAGES if on_cpu else (SYNC,)))
-        if on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:
-            note("the moving average's, arriving", transfer.held)
+        note("arriving weights and messages", transfer.held, *stages)
+    if ranks and on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:
+        note("the moving average's, arriving", foresee_transfer(policy, reference, world, in_place=False).held)
     return RLDryRun(trained, memory, transfer)
 
 
@@ -218,10 +309,14 @@ class _Loss:
 
 def _frozen(shape: ModelConfig, config: RLConfig, world: World, fake: FakeTensorMode) -> Decoder:
     """As `actors.models.frozen_model`, without values."""
-    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
-    model = generator_model(shape, resolve_dtype(config.dtype), on_meta(world), parallel, leave)
+    model = _layout(shape, config, world)
     with fake:
         return model.to_empty(device="cpu")
+
+
+def _layout(shape: ModelConfig, config: RLConfig, world: World) -> Decoder:
+    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
+    return generator_layout(shape, resolve_dtype(config.dtype), on_meta(world), parallel)
 
 
 def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:

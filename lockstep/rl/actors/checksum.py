@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,6 +15,11 @@ WORD = 8
 ROWS_BYTES = 1 << 20
 """Of a part, looked at together: they stay in the processor's cache."""
 
+KEPT = 64
+"""Places of parts whose factors are kept for the next transfer: layers have the same ones."""
+Bounds = tuple[tuple[int, int], ...]
+"""First row, and the one behind the last, along each dimension but the last."""
+
 
 def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
     """Σ bits · odd number of the place, modulo 2^64, over the elements of `part`, as an int64 of no dimensions.
@@ -24,7 +30,7 @@ def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tenso
     """
     if len(shape) < 2:
         part, place, shape = part.reshape(-1, 1), (*place, slice(0, 1))[-2:], torch.Size((*shape, 1)[-2:])
-    rows = _rows(place, shape)
+    bounds = tuple((own.start, own.stop) for own in place[:-1])
     columns, words = place[-1], WORD // part.element_size()
     bits = part.detach().reshape(-1, part.shape[-1]).contiguous()
     if shape[-1] % words == 0 and columns.start % words == 0 and columns.stop % words == 0:
@@ -32,8 +38,8 @@ def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tenso
     else:
         bits = bits.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()])
     if native.usable(part) and not native.is_pretending():
-        return torch.tensor(_native(bits, rows, columns.start))
-    return _plain(bits, rows, columns)
+        return torch.tensor(_native(bits, _rows(bounds, tuple(shape)), columns.start))
+    return _plain(bits, bounds, tuple(shape), columns)
 
 
 def _native(bits: Tensor, rows: Tensor, first_column: int) -> int:
@@ -43,9 +49,9 @@ def _native(bits: Tensor, rows: Tensor, first_column: int) -> int:
     return found
 
 
-def _plain(bits: Tensor, rows: Tensor, columns: slice) -> Tensor:
-    of_columns = _odd_numbers(torch.arange(columns.start, columns.stop, device=bits.device))
-    of_rows = _odd_numbers(~rows.to(bits.device))
+def _plain(bits: Tensor, bounds: Bounds, shape: tuple[int, ...], columns: slice) -> Tensor:
+    of_rows = _row_factors(bounds, shape, bits.device)
+    of_columns = _column_factors(columns.start, columns.stop, bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     step = max(1, ROWS_BYTES // max(1, WORD * bits.shape[1]))
     for first in range(0, len(bits), step):
@@ -54,12 +60,23 @@ def _plain(bits: Tensor, rows: Tensor, columns: slice) -> Tensor:
     return total
 
 
-def _rows(place: tuple[slice, ...], shape: torch.Size) -> Tensor:
+@lru_cache(maxsize=KEPT)
+def _rows(bounds: Bounds, shape: tuple[int, ...]) -> Tensor:
     """The number of each row of a part in the whole, all dimensions but the last taken together."""
     numbers = torch.zeros(1, dtype=torch.int64)
-    for size, own in zip(shape[:-1], place[:-1]):
-        numbers = (numbers[:, None] * size + torch.arange(own.start, own.stop)).reshape(-1)
+    for size, (start, stop) in zip(shape[:-1], bounds):
+        numbers = (numbers[:, None] * size + torch.arange(start, stop)).reshape(-1)
     return numbers
+
+
+@lru_cache(maxsize=KEPT)
+def _row_factors(bounds: Bounds, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return _odd_numbers(~_rows(bounds, shape).to(device))
+
+
+@lru_cache(maxsize=KEPT)
+def _column_factors(start: int, stop: int, device: torch.device) -> Tensor:
+    return _odd_numbers(torch.arange(start, stop, device=device))
 
 
 def _odd_numbers(numbers: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from lockstep.model import Decoder
+from lockstep.model.shard import local_values
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
-from lockstep.rl.actors.boxes import Box, common, volume
+from lockstep.rl.actors.boxes import Box, common, offsets, volume
 from lockstep.rl.actors.weights import BUCKET
 
 
@@ -30,20 +32,22 @@ class ForeseenTransfer:
     """The most that is in memory at once beside the weights: those that have arrived, and what is on its way."""
 
 
-def foresee_transfer(tensors: Mapping[str, Tensor], model: Decoder, world: World) -> ForeseenTransfer:
+def foresee_transfer(
+    tensors: Mapping[str, Tensor], model: Decoder, world: World, in_place: bool = True
+) -> ForeseenTransfer:
     """What `WeightTransfer(tensors, model, world)` moves on rank 0, where the other ranks exist or not.
 
-    tensors: rank 0's, float32 or of the model's dtype, with or without values.
+    tensors: rank 0's, float32 or of the model's dtype, with or without values. in_place: whether the model reads them
+    where they lie, if they fit (`own_weights`).
     """
     places = _places(world)
     itemsize = model.dtype.itemsize
     sent = received = arrived = held = 0
-    for bucket in _buckets(model, itemsize):
+    for bucket in _buckets(model, itemsize, _staying(tensors, model, places) if in_place else set()):
         sent_of_bucket = received_of_bucket = rounded = 0
         for name, parameter in bucket:
             wanted = _boxes(parameter, places)
-            arrived += volume(wanted[0]) * itemsize
-            kept = 0
+            kept, copied = 0, True
             if name in tensors:
                 held_by = _boxes(tensors[name], places)
                 # Ranks of another stage have other tensors.
@@ -55,11 +59,19 @@ def foresee_transfer(tensors: Mapping[str, Tensor], model: Decoder, world: World
                         sent_of_bucket += volume(part) * itemsize
                 own = common(held_by[0], wanted[0])
                 kept = volume(own) if own else 0
+                copied = not in_place or held_by[0] != wanted[0] or tensors[name].dtype != model.dtype
                 rounded += volume(held_by[0]) * itemsize * (tensors[name].dtype != model.dtype)
+            arrived += volume(wanted[0]) * itemsize * copied
             received_of_bucket += (volume(wanted[0]) - kept) * itemsize
         sent, received = sent + sent_of_bucket, received + received_of_bucket
         held = max(held, arrived + rounded + sent_of_bucket + received_of_bucket)
     return ForeseenTransfer(sent, received, held)
+
+
+def foresee_shelf(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """Bytes of each version that rank 0 lays out for generators in other processes: whatever it holds."""
+    parts = {name: local_values(tensor.detach()) for name, tensor in tensors.items()}
+    return offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})[1]
 
 
 def _places(world: World) -> list[dict[str, int]]:
@@ -91,15 +103,27 @@ def _boxes(tensor: Tensor, places: list[dict[str, int]]) -> list[Box]:
     return boxes
 
 
-def _buckets(model: Decoder, itemsize: int) -> Iterator[list[tuple[str, Tensor]]]:
+def _staying(tensors: Mapping[str, Tensor], model: Decoder, places: list[dict[str, int]]) -> set[str]:
+    """Tensors that every rank's generator reads where its trainer has them (`own_weights`)."""
+    if any(place["pipeline"] for place in places):
+        return set()
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if tensors[name].dtype == model.dtype and _boxes(tensors[name], places) == _boxes(parameter, places)
+    }
+
+
+def _buckets(model: Decoder, itemsize: int, staying: set[str]) -> Iterator[list[tuple[str, Tensor]]]:
     """As `WeightTransfer` makes them."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in ((n, p) for n, p in model.named_parameters() if n not in staying):
         nbytes = math.prod(parameter.shape) * itemsize
         if bucket and size + nbytes > BUCKET:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))
         size += nbytes
-    yield bucket
+    if bucket:
+        yield bucket

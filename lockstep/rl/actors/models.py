@@ -10,7 +10,8 @@ from lockstep.hub import local_folder
 from lockstep.model import Decoder, TrainableModel, load_weights, read_config, refuse_few_bytes, resolve_dtype
 from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
-from lockstep.parallel import World, apply_compile, generator_model, parallel_model
+from lockstep.parallel import World, apply_compile, generator_layout, generator_model, parallel_model
+from lockstep.rl.actors.own_weights import lay_out
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.environment import Environment
 
@@ -26,9 +27,10 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
 
 
 def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> Decoder:
-    """What the generator of this rank reads: the policy itself in one process, else a copy cut over the tensor axis.
+    """What the generator of this rank reads: the policy itself in one process, else a model cut over the tensor axis.
 
-    Raises UserError where its forward uses operators that are not known to be invariant.
+    Its parameters are the policy's own where the layouts allow it (`own_weights`). The others have no values until a
+    `WeightTransfer` brings them. Raises UserError where its forward uses operators that are not known to be invariant.
     """
     if isinstance(policy, Decoder) and world.mesh is None:
         # Of the layers as they are written: compiled ones hide their operators.
@@ -36,7 +38,9 @@ def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> De
         refuse_unknown_operators(policy)
         policy.halves = compiled
         return policy
-    model = frozen_model(config.model, config, world)
+    parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
+    model = generator_layout(policy.config, resolve_dtype(config.dtype), world, parallel)
+    lay_out(model, dict(policy.named_parameters()), world.device)
     if world.tensor_group is None:
         refuse_unknown_operators(model)
     apply_compile(model, config.compile)

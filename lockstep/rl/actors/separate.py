@@ -24,7 +24,7 @@ from lockstep.rl.actors.http_remote import SILENCE_SECONDS
 from lockstep.rl.actors.http_servers import Wanted
 from lockstep.rl.actors.local import LocalGenerators
 from lockstep.rl.actors.reception import Reception
-from lockstep.rl.actors.shelf import Edition, Shelf
+from lockstep.rl.actors.shelf import Edition, Shelf, versions_laid_out
 from lockstep.rl.actors.weight_folders import WeightFolders
 from lockstep.rl.actors.wire import Listener, make_key
 
@@ -92,7 +92,7 @@ class SeparateGenerators:
             world.on_main(lambda: opening.enter_context(servers))
             dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
             weights = self._run / "weights"
-            self._folders = WeightFolders(weights, self._model, dtype, world, own_head, self._versions_kept)
+            self._folders = WeightFolders(weights, self._model, dtype, world, own_head, versions_laid_out(actors))
             opening.callback(self._folders.close)
         if actors.processes:
             self._open_processes(opening)
@@ -105,7 +105,7 @@ class SeparateGenerators:
         loopback = actors.host.startswith("127.") or world.is_main
         host = actors.host if loopback else socket.gethostname()
         tensors = dict(self._model.named_parameters())
-        self._shelf = Shelf(tensors, resolve_dtype(config.dtype), world, key, host, self._versions_kept)
+        self._shelf = Shelf(tensors, resolve_dtype(config.dtype), world, key, host, versions_laid_out(actors))
         opening.callback(self._shelf.close)
         if not world.is_main:
             return
@@ -117,12 +117,6 @@ class SeparateGenerators:
         opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
         if actors.port:
             announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")
-
-    @property
-    def _versions_kept(self) -> int:
-        """The newest, one that may still be read, and those that generators take late, who finish what they began."""
-        actors = self._config.actors
-        return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
 
     def _fresh_key(self, path: Path) -> bytes:
         path.unlink(missing_ok=True)  # of a run that was killed

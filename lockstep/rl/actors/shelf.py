@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.config import ActorsConfig
 from lockstep.model.shard import local_values
 from lockstep.parallel import World
 from lockstep.rl.actors.boxes import at, checksum_of, held_part, holders_of, offsets, plain_parts, read_box, read_parts
@@ -161,6 +162,11 @@ class _Server:
             with contextlib.suppress(OSError):
                 caller.shutdown(socket.SHUT_RDWR)
             thread.join()
+
+
+def versions_laid_out(actors: ActorsConfig) -> int:
+    """The newest, one that may still be read, and those that generators take late, who finish what they began."""
+    return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
 
 
 def _added(sums: list[dict[str, int]]) -> dict[str, int]:

@@ -37,8 +37,8 @@ class ShelfMemory:
     @classmethod
     def created(cls, size: int, slots: int = 2) -> ShelfMemory:
         """Fresh memory; `place` says where other processes find it, and is None where they cannot."""
-        place = create_memory(_length(size, slots))
-        content = mmap.mmap(-1 if place is None else place[1], _length(size, slots))
+        place = create_memory(length_of(size, slots))
+        content = mmap.mmap(-1 if place is None else place[1], length_of(size, slots))
         return cls(content, size, place)
 
     @classmethod
@@ -46,9 +46,9 @@ class ShelfMemory:
         """What another process of this host has created, to be read. Raises OSError where it cannot be had."""
         file = open_memory(*place, flags=os.O_RDONLY)
         try:
-            if os.fstat(file).st_size != _length(size, slots):
+            if os.fstat(file).st_size != length_of(size, slots):
                 raise OSError("it has another size")
-            return cls(mmap.mmap(file, _length(size, slots), prot=mmap.PROT_READ), size)
+            return cls(mmap.mmap(file, length_of(size, slots), prot=mmap.PROT_READ), size)
         finally:
             os.close(file)
 
@@ -82,7 +82,8 @@ def _rounded(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _length(size: int, slots: int) -> int:
+def length_of(size: int, slots: int) -> int:
+    """Bytes of so many slots of `size`, with their marks."""
     return MARKS + slots * _rounded(size)
 
 

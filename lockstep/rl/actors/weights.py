@@ -2,7 +2,8 @@
 
 Every rank says once what it holds of each tensor and what it wants; from then on each knows which parts it sends and
 receives. A tensor's checksum is the sum of its parts' (`checksum`), so that both layouts have the same one: the
-generators take new weights only where every tensor's is the trainer's.
+generators take new weights only where every tensor's is the trainer's. What a generator reads where the trainer has it
+(`own_weights`) does not travel, and is compared all the same: between ranks that have the same part.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from lockstep.rl.actors.boxes import (
     read_parts,
     volume,
 )
+from lockstep.rl.actors.own_weights import same_memory
 from lockstep.rl.actors.shared_parts import SharedParts, share_parts
 
 BUCKET = 1 << 26
@@ -60,8 +62,8 @@ class WeightTransfer:
     """From tensors that lie on the ranks of `world` in any layout to `model`, which each rank has a part of.
 
     All ranks make it, and call its methods, together. `tensors`: by the model's names; what a rank has no part of is
-    not among its own. It calls `moved` for each bucket of them that has arrived. Raises UserError where they are not
-    the tensors of `model`.
+    not among its own. Parameters of `model` may be these very tensors. It calls `moved` for each bucket of them that
+    has arrived. Raises UserError where they are not the tensors of `model`.
     """
 
     def __init__(
@@ -70,26 +72,35 @@ class WeightTransfer:
         model: Decoder,
         world: World,
         moved: Callable[[], None] = lambda: None,
+        keep: bool = True,
     ):
+        """keep: whether the model's old weights stay until new ones have arrived whole. Else these arrive right in
+        their memory, and `drop` may give it away until then."""
         assert world.mesh is not None
         self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
+        self.keep = keep
         self.rank = world.rank
         own = {name: held_part(tensor) for name, tensor in tensors.items()}
         wanted = {name: held_part(parameter) for name, parameter in model.named_parameters()}
-        everyone = from_all([plain_parts(own), plain_parts(wanted)])
+        self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
+        self._in_place = {name for name in own if same_memory(local_values(tensors[name]), self._parts[name])}
+        everyone = from_all([plain_parts(own), plain_parts(wanted), sorted(self._in_place)])
         self.held = held = [read_parts(of_rank[0]) for of_rank in everyone]
         self.wanted = [read_parts(of_rank[1]) for of_rank in everyone]
         self._holders = holders_of(held)
         self.names = list(self.wanted[0])
+        self.staying = set[str](self.names).intersection(*(of_rank[2] for of_rank in everyone))
+        """Tensors that every rank's generator reads where its trainer has them."""
         self.pieces = {name: self._pieces(name, held) for name in self.names}
         # A part that several ranks hold counts once in a checksum: that of the first of them.
         self._sums_sent = {n for n, part in own.items() if self._holders[n][part.box][0] == self.rank}
         self._own = own
-        self._parts = {name: local_values(parameter.detach()) for name, parameter in model.named_parameters()}
+        self._copies = {name: part for name, part in self._parts.items() if name not in self._in_place}
         self._arrived: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}
         on_cpu = model.device.type == "cpu"
-        self._shared = share_parts(held, list(self._buckets()), model.dtype, self.rank, on_cpu)
+        buckets = list(self._buckets())
+        self._shared = share_parts(held, buckets, model.dtype, self.rank, on_cpu) if buckets else None
 
     def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
@@ -116,6 +127,7 @@ class WeightTransfer:
 
         Raises RunStopped, naming the tensors, where they do not after `TRIES`.
         """
+        kept = "the generators keep those that they had, and the run ends here" if self.keep else "the run ends here"
         for attempt in range(1, TRIES + 1):
             arrived, damaged = self._exchange()
             if not damaged:
@@ -126,8 +138,8 @@ class WeightTransfer:
                 "weights of version %d: %s did not arrive as sent (try %d of %d)", version, said, attempt, TRIES
             )
         raise RunStopped(
-            f"weights of version {version} did not arrive as they were sent, {TRIES} times over: {said}; the "
-            "generators keep those that they had, and the run ends here. --resume continues from the newest checkpoint",
+            f"weights of version {version} did not arrive as they were sent, {TRIES} times over: {said}; "
+            f"{kept}. --resume continues from the newest checkpoint",
             exit_code=1,
         )
 
@@ -135,13 +147,25 @@ class WeightTransfer:
         """This rank's part of each new tensor, and the names of those that are not the trainer's, on any rank."""
         arrived: dict[str, Tensor] = {}
         expected, found = torch.zeros(2, len(self.names), dtype=torch.int64, device=self.model.device)
+        places = {name: index for index, name in enumerate(self.names)}
+
+        def compare(name: str, sent: Tensor | None, got: Tensor) -> None:
+            index, in_place = places[name], name in self._in_place
+            found[index] = checksum_of(got, self.wanted[self.rank][name])
+            if name in self._sums_sent:
+                assert sent is not None
+                expected[index] = found[index] if in_place else checksum_of(sent, self._own[name])
+            if in_place and not same_memory(local_values(self.tensors[name].detach()), got):
+                found[index] += 1  # the trainer has it elsewhere now: it shows as damaged
+
+        for name in self.names:
+            if name in self.staying:
+                compare(name, local_values(self.tensors[name].detach()), self._parts[name])
         for names in self._buckets():
             sent = self._rounded(names)
             arrived_now = self._send(names, sent)
-            for index, name in enumerate(names, len(arrived)):
-                if name in self._sums_sent:
-                    expected[index] = checksum_of(sent[name], self._own[name])
-                found[index] = checksum_of(arrived_now[name], self.wanted[self.rank][name])
+            for name in names:
+                compare(name, sent.get(name), arrived_now.get(name, self._parts[name]))
             arrived |= arrived_now
             if self._shared is not None:
                 self._shared.next_bucket()
@@ -151,14 +175,15 @@ class WeightTransfer:
     def _buckets(self) -> Iterator[list[str]]:
         names: list[str] = []
         size = 0
-        for name in self.names:
+        for name in (name for name in self.names if name not in self.staying):
             bytes_of_tensor = math.prod(self.wanted[0][name].shape) * self.model.dtype.itemsize
             if names and size + bytes_of_tensor > BUCKET:
                 yield names
                 names, size = [], 0
             names.append(name)
             size += bytes_of_tensor
-        yield names
+        if names:
+            yield names
 
     def _rounded(self, names: list[str]) -> dict[str, Tensor]:
         """What this rank holds of the tensors, as the generator's forward is to read it."""
@@ -178,17 +203,16 @@ class WeightTransfer:
 
     def _send(self, names: list[str], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self._arrived:
-            self._arrived = {
-                name: torch.empty_like(part, memory_format=torch.contiguous_format)
-                for name, part in self._parts.items()
-            }
-        arrived = {name: self._arrived[name] for name in names}
+            self._arrived = {n: self._room_for(copy) for n, copy in self._copies.items()}
+        arrived = {name: self._arrived[name] for name in names if name not in self._in_place}
         if self._shared is not None:
             self._copy(arrived, self._shared)
             return arrived
         going: dict[int, list[Tensor]] = defaultdict(list)
         coming: dict[int, list[Tensor]] = defaultdict(list)
         for piece in (piece for name in names for piece in self.pieces[name]):
+            if piece.source == piece.target == self.rank and piece.name in self._in_place:
+                continue
             if piece.source == self.rank:
                 going[piece.target].append(at(sent[piece.name], piece.box, self._own[piece.name].box))
             if piece.target == self.rank:
@@ -198,6 +222,23 @@ class WeightTransfer:
             to_here.copy_(from_here)
         self._travel(going, coming)
         return arrived
+
+    def _room_for(self, copy: Tensor) -> Tensor:
+        """Where what `copy` is to hold arrives."""
+        if self.keep:
+            return torch.empty_like(copy, memory_format=torch.contiguous_format)
+        copy.untyped_storage().resize_(copy.nbytes)
+        return copy
+
+    def drop(self) -> None:
+        """Gives the memory of the model's copied weights away until the next call: nothing may read them before it.
+
+        What the model reads where the trainer has it stays. Only without `keep`.
+        """
+        assert not self.keep
+        self._arrived = {}
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(0)
 
     def _copy(self, arrived: Mapping[str, Tensor], shared: SharedParts) -> None:
         shared.wait_for_all()
@@ -235,8 +276,11 @@ class WeightTransfer:
 
     @torch.no_grad()
     def _take(self, arrived: Mapping[str, Tensor]) -> None:
-        for name, part in self._parts.items():
-            part.copy_(arrived[name])
+        if not self.keep:
+            self._memory = {}
+            return  # they have arrived where they are read
+        for name, part in arrived.items():
+            self._parts[name].copy_(part)
         if self.model.device.type != "cpu":
             # An accelerator's allocator gives the same memory again without clearing it, and has use for it meanwhile.
             self._arrived, self._memory = {}, {}

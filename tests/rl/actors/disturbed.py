@@ -28,14 +28,36 @@ def _run(config):
         while hold.is_file() and step >= int(hold.read_text() or 0):
             time.sleep(0.005)
 
+    stall = Path(f"{config.output}.stall")
+    if stall.is_file():
+        _stall_in_rename(*stall.read_text().split(), stall)
     reinforce(config, on_metrics=wait)
+
+
+def _stall_in_rename(moment, name, mark):
+    """Whoever gives a file or folder this name stands still `before` or `after` it has it; `mark` is gone then."""
+    exact = Path.rename
+
+    def rename(self, target):
+        if Path(target).name != name:
+            return exact(self, target)
+        if moment == "after":
+            exact(self, target)
+        mark.unlink()
+        time.sleep(3600)
+
+    Path.rename = rename
 
 
 class Disturbed:
     """The trainer of `config`; `start` starts it again."""
 
-    def __init__(self, config, until=10**6):
+    def __init__(self, config, until=10**6, stall=""):
+        """stall: "before NAME" or "after NAME", as for `_stall_in_rename`; of the first start."""
         self.config, self.folder = config, Path(config.output)
+        self.stall = Path(f"{config.output}.stall")
+        if stall:
+            self.stall.write_text(stall)
         self.hold(until)
         self.start()
 

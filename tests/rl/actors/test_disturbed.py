@@ -112,6 +112,28 @@ def test_a_rank_of_a_generator_that_stops_and_a_trainer_that_is_killed_leave_not
     assert outcome(run.folder) == expected
 
 
+@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.slow)])
+def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(
+    whole, tmp_path, moment
+):
+    config, expected = whole
+    actors = ActorsConfig(generators=2, threads=1)
+    run = Disturbed(replace(config, output=str(tmp_path / "run"), actors=actors), stall=f"{moment} step_00000003")
+    run.wait(lambda: not run.stall.is_file() and len(run.generators()) == 2)
+    generators = [pid for pids in run.generators().values() for pid in pids]
+    os.killpg(run.process.pid, signal.SIGKILL)  # their whole group, the generators too
+    run.process.join()
+    end = time.monotonic() + 2
+    while any(map(is_alive, generators)):
+        assert time.monotonic() < end
+    checkpoints = run.folder / "checkpoints"
+    assert (checkpoints / "step_00000003").is_dir() == (moment == "after")
+    assert (checkpoints / "step_00000003.partial").is_dir() == (moment == "before")
+    run.start()
+    assert run.end() == 0
+    assert outcome(run.folder) == expected and not left_over(run.folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -6,12 +6,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from lockstep.config import EngineConfig, ParallelConfig, RewardConfig, RLConfig, TrainConfig
+from lockstep.checkpoint import load_model
+from lockstep.config import ActorsConfig, EngineConfig, ParallelConfig, RewardConfig, RLConfig, TrainConfig
 from lockstep.errors import UserError
+from lockstep.generate import Engine, SamplingParams
+from lockstep.model import arithmetic_of
 from lockstep.parallel import close_world, open_world
 from lockstep.rl.actors.boxes import volume
 from lockstep.rl.actors.models import policy_model, sampling_model
+from lockstep.rl.actors.shelf import Shelf
 from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.dry_run import STAGES, dry_run
 from tests.parallel.launch import launch
@@ -26,6 +31,9 @@ class Letters(rl.Environment):
     def reward(self, example, completion):
         return {"length": float(len(completion) % 3)}
 """
+
+
+SEPARATE = ActorsConfig(generators=1, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +61,10 @@ def config_of(folder, output, parallel, **changes):
 
 
 def bytes_of_rank_0(transfer):
-    """What it sends to other ranks, and what it receives from them, in bfloat16."""
+    """What it sends to other ranks, and what it receives from them."""
     pieces = [p for of_tensor in transfer.pieces.values() for p in of_tensor if p.source != p.target]
-    return [sum(2 * volume(p.box) for p in pieces if getattr(p, end) == 0) for end in ("source", "target")]
+    size = transfer.model.dtype.itemsize
+    return [sum(size * volume(p.box) for p in pieces if getattr(p, end) == 0) for end in ("source", "target")]
 
 
 def measured(config):
@@ -70,6 +79,7 @@ def measured(config):
     begin, transfer = Stopwatch.begin, generators.WeightTransfer
 
     def noted(self, lap, *arguments, **keywords):
+        torch.zeros(1)  # where a trainer waits for generators, no operator has looked
         peaks[self._lap], peak.nbytes = peak.nbytes, 0  # of the lap that ends here
         begin(self, lap, *arguments, **keywords)
 
@@ -97,6 +107,9 @@ def foreseen(config, ranks):
         (1, ParallelConfig(), dict(dtype="float32", kl_coefficient=0.1, entropy_coefficient=0.1)),
         (2, ParallelConfig(), dict(kl_coefficient=0.1, kl_reference="average")),
         (2, ParallelConfig(tensor=2), {}),
+        (2, ParallelConfig(tensor=2), dict(dtype="float32")),  # generators read the trainers' own weights
+        (1, ParallelConfig(), dict(actors=SEPARATE, kl_coefficient=0.1)),
+        (2, ParallelConfig(), dict(actors=SEPARATE, kl_coefficient=0.1, kl_reference="average")),
     ],
 )
 def test_its_memory_is_the_peak_of_each_stage_of_a_real_step(folder, tmp_path, ranks, parallel, changes):
@@ -104,7 +117,7 @@ def test_its_memory_is_the_peak_of_each_stage_of_a_real_step(folder, tmp_path, r
     (measured_peaks, sizes), *_ = launch(ranks, measured, config)
     ((peaks, transfer),) = launch(1, foreseen, config, ranks)
     assert (transfer or []) == sizes
-    for stage in STAGES if transfer else STAGES[:2]:
+    for stage in STAGES if transfer or config.actors.separate else STAGES[:2]:
         # CPUs sum gradients by an all-to-all, which takes more than a device's reduce-scatter; checksums a MiB or so.
         assert peaks[stage] == pytest.approx(measured_peaks[stage], rel=0.03), stage
 
@@ -127,14 +140,104 @@ def real_transfer(config):
         (3, ParallelConfig()),
     ],
 )
-def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ranks, parallel):
-    config = config_of(folder, tmp_path / "run", parallel)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ranks, parallel, dtype):
+    config = config_of(folder, tmp_path / "run", parallel, dtype=dtype)
     sizes, *_ = launch(ranks, real_transfer, config)
     ((_, transfer),) = launch(1, foreseen, config, ranks)
     assert transfer == sizes and sizes[1] > 0
 
 
-def test_the_command_prints_a_cluster_on_one_process():
+def generator_measured(config):
+    """The peaks of a rank of a separate generator, and the bytes that it reads of a version."""
+    from lockstep.rl.actors import generator
+    from tests.parallel.memory import PeakMemory
+
+    world = open_world(ParallelConfig(tensor=config.actors.tensor, data_shard=1), "cpu")
+    trained = load_model(config.model, dtype=config.dtype, device="cpu")
+    shelf = Shelf(dict(trained.named_parameters()), trained.dtype, world, bytes(32))
+    shape = dataclasses.replace(trained.config, reduction_chunks=world.size)
+    welcome = dict(
+        model=config.model, shape=generator.plain_shape(shape),
+        dtype=config.dtype, reduction_chunks=world.size, arithmetic=arithmetic_of(world.device), name="generator_0",
+        engine=dataclasses.asdict(config.engine), compile=dataclasses.asdict(config.compile), host="here", pid=1,
+    )  # fmt: skip
+    peaks = {}
+    with pytest.MonkeyPatch.context() as patched, PeakMemory() as peak:
+        patched.setattr(generator, "LeadingEngine", Engine)  # all of its ranks are asked here
+        reader, engine = generator._open(welcome, bytes(32), world)
+        for version in (1, 2):  # the first weights meet an engine that has never sampled
+            edition = shelf.publish(version)
+            peak.nbytes = 0
+            assert reader.take(edition).outcome == "taken"
+            engine.weights_changed(version)
+            peaks["weight sync"], peak.nbytes = peak.nbytes, 0
+            engine.generate([[1]] * 4, SamplingParams(n=8, max_tokens=8, seed=0))
+            peaks["sampling"] = peak.nbytes
+    pieces = [(source._memory, piece) for source in reader._sources for piece in source._pieces]
+    mapped = sum({id(memory): memory._bytes.nbytes for memory, _ in pieces}.values())  # the trainer's
+    if shelf._held:  # and what stands for the trainer here
+        mapped += shelf._memory._bytes.nbytes + sum(parameter.nbytes for parameter in trained.parameters())
+    read = sum(volume(piece.box) for _, piece in pieces) * trained.dtype.itemsize
+    reader.close()
+    shelf.close()
+    close_world(world)
+    return {stage: size - mapped for stage, size in peaks.items()}, read
+
+
+def generator_foreseen(config, ranks):
+    found = dry_run(config, ranks, on_cpu=True).generator
+    return found.peaks, found.read
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_memory_of_a_separate_generator_is_that_of_a_real_one(folder, tmp_path, tensor):
+    actors = dataclasses.replace(SEPARATE, tensor=tensor)
+    config = config_of(folder, tmp_path / "run", ParallelConfig(), actors=actors)
+    (measured_peaks, bytes_read), *_ = launch(tensor, generator_measured, config)
+    ((peaks, read),) = launch(1, generator_foreseen, config, 2)
+    assert read == bytes_read
+    for stage in STAGES[1:]:
+        assert peaks[stage] == pytest.approx(measured_peaks[stage], rel=0.03), stage
+
+
+def real_shelf(config):
+    """Bytes of a version that this rank lays out."""
+    world = open_world(config.parallel, "cpu")
+    policy = policy_model(config, world)
+    shelf = Shelf(dict(policy.named_parameters()), torch.bfloat16, world, bytes(32))
+    size = shelf.publish(1)["shelf"]["ranks"][0]["size"]
+    shelf.close()
+    close_world(world)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(1, ParallelConfig()), (3, ParallelConfig()), (4, ParallelConfig(tensor=2, pipeline=2))]
+)
+def test_the_bytes_that_are_laid_out_are_those_of_a_real_shelf(folder, tmp_path, ranks, parallel):
+    config = config_of(folder, tmp_path / "run", parallel, actors=SEPARATE)
+    size, *_ = launch(ranks, real_shelf, config)
+    ((laid_out,),) = [launch(1, shelf_foreseen, config, ranks)]
+    assert laid_out == size
+
+
+def shelf_foreseen(config, ranks):
+    return dry_run(config, ranks, on_cpu=True).generator.laid_out
+
+
+def test_the_command_prints_separate_generators_and_refuses_servers():
+    command = [sys.executable, "-m", "lockstep", "rl", "--model", "qwen3:micro", "--dry-run", "4"]
+    separate = [*command, "--actors.generators", "2", "--actors.tensor", "2"]
+    printed = subprocess.run(separate, capture_output=True, text=True, check=True).stdout
+    assert "4 ranks (data_shard 4)" in printed and "versions laid out" in printed
+    assert "memory of each generator's rank, GiB (2 of each)" in printed and "generator's copy" not in printed
+    assert "in a weight sync rank 0 lays out" in printed
+    done = subprocess.run([*command, "--actors.urls", "http://127.0.0.1:1"], capture_output=True, text=True)
+    assert done.returncode == 2 and "a dry run does not know the servers of actors.urls" in done.stderr
+
+
+def test_the_command_prints_a_cluster_a_cluster_on_one_process():
     command = [sys.executable, "-m", "lockstep", "rl", "--model", "qwen3:micro", "--algorithm", "ppo"]
     command += ["--kl-coefficient", "0.1", "--parallel.tensor", "2", "--dry-run", "16"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

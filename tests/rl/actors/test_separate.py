@@ -31,10 +31,14 @@ def task(tmp_path):
 
 
 WAYS = {
+    "one": (1, ONE, ActorsConfig(generators=1, threads=1)),
     "two": (1, ONE, ActorsConfig(generators=2, threads=1)),
     "TP 2": (1, ONE, ActorsConfig(generators=1, tensor=2, threads=1)),
     "one for FSDP 2": (2, ONE, ActorsConfig(generators=1, threads=1)),
+    "two for TP 2": (*LAYOUTS["TP 2"], ActorsConfig(generators=2, threads=1)),
 }
+FAST = ("two", "TP 2", "one for FSDP 2")
+"""Of these the others are parts."""
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +50,24 @@ def alone(model_folder, tmp_path_factory):
     return outcome(folder / "run")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FAST)
 def test_a_run_is_the_same_with_separate_generators(task, model_folder, tmp_path, way, alone):
     ranks, parallel, actors = WAYS[way]
     launch(ranks, run, config_of(task, model_folder, tmp_path / "run", parallel, actors=actors), seconds=300)
     assert outcome(tmp_path / "run") == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_ten_steps_are_the_same_with_separate_generators_of_every_kind(task, model_folder, tmp_path, dtype):
+    launch(1, run, config_of(task, model_folder, tmp_path / "alone", dtype=dtype, steps=10), seconds=600)
+    expected = outcome(tmp_path / "alone")
+    assert len(expected[0]) == 11
+    for way, (ranks, parallel, actors) in WAYS.items():
+        output = tmp_path / way.replace(" ", "")
+        config = config_of(task, model_folder, output, parallel, actors=actors, dtype=dtype, steps=10)
+        launch(ranks, run, config, seconds=600)
+        assert outcome(output) == expected, way
 
 
 def test_conversations_with_separate_generators_are_the_same_though_trainers_share_the_model(

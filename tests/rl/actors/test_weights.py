@@ -11,8 +11,9 @@ from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import build_model, initialize, preset
 from lockstep.model.shard import local_part
-from lockstep.parallel import close_world, generator_model, open_world, parallel_model
+from lockstep.parallel import close_world, generator_layout, generator_model, open_world, parallel_model
 from lockstep.rl.actors import weights
+from lockstep.rl.actors.own_weights import lay_out
 from lockstep.rl.actors.weights import WeightTransfer
 from tests.parallel.launch import launch
 
@@ -195,3 +196,115 @@ def unlike(change):
 def test_tensors_that_are_not_the_generators_are_named(change, said):
     for message in launch(2, unlike, change):
         assert f"weights cannot travel: layers.0.mlp.up_proj.weight {said}" in message
+
+
+OWN = {
+    # Of each rank: the tensors that its generator reads where the trainer has them.
+    "TP 2": (torch.float32, "all"),
+    "DDP 2": (torch.float32, "all"),
+    "full DTensor TP 2": (torch.bfloat16, "all"),
+    "PP 2": (torch.float32, "its stage's"),
+    "FSDP 2": (torch.float32, "none"),
+    "bfloat16 of float32 masters": (torch.bfloat16, "none"),
+}
+OWN_LAYOUTS = LAYOUTS | {
+    "full DTensor TP 2": (2, ParallelConfig(tensor=2, full_dtensor=True)),
+    "bfloat16 of float32 masters": LAYOUTS["TP 2"],
+}
+
+
+def in_place(parallel, dtype, shared=True):
+    """What a generator has of the trainer's weights when those have changed, before a transfer and after one."""
+    os.environ["LOCKSTEP_SHARED_MEMORY"] = str(int(shared))
+    weights.BUCKET = 1 << 14
+    world = open_world(parallel, "cpu")
+    shape = replace(SHAPE, reduction_chunks=4)
+    trained = parallel_model(shape, dtype, world, parallel, CompileConfig(), partial(initialize, seed=1))
+    tensors = dict(trained.named_parameters())
+    generator = generator_layout(shape, dtype, world, parallel)
+    fitting = lay_out(generator, tensors, world.device)
+    transfer = WeightTransfer(tensors, generator, world)
+    transfer(1)
+    first = _parts(generator)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            local_part(tensor)[0].mul_(1.5)
+    changed = {name for name, (part, _) in _local(generator).items() if not torch.equal(part, first[name][0])}
+    transfer(2)
+    found = _parts(generator)
+    pieces = sum(len(transfer.pieces[name]) for name in transfer.names if name not in transfer.staying)
+    close_world(world)
+    return fitting, set(tensors), changed, pieces, found
+
+
+@pytest.mark.parametrize("layout", OWN)
+def test_a_generator_reads_the_trainers_own_weights_where_the_layout_allows_it(layout):
+    dtype, which = OWN[layout]
+    ranks, parallel = OWN_LAYOUTS[layout]
+    whole = dict(build_model(SHAPE, dtype=dtype, seed=1).named_parameters())
+    for shared in (True, False) if layout == "PP 2" else (True,):
+        for fitting, of_trainer, changed, travelling, found in launch(ranks, in_place, parallel, dtype, shared):
+            expected = {"all": set(whole), "its stage's": of_trainer, "none": set()}[which]
+            # They change with the trainer's before anything is sent.
+            assert fitting == changed == expected
+            assert (travelling == 0) == (which == "all")
+            for name, (part, place) in found.items():
+                assert torch.equal(part, (whole[name].detach() * 1.5)[place]), name
+
+
+def moved_away(parallel):
+    """What a transfer says when an update was written where the generator does not read."""
+    world = open_world(parallel, "cpu")
+    trained = parallel_model(SHAPE, torch.float32, world, parallel, CompileConfig(), partial(initialize, seed=1))
+    tensors = dict(trained.named_parameters())
+    generator = generator_layout(SHAPE, torch.float32, world, parallel)
+    lay_out(generator, tensors, world.device)
+    transfer = WeightTransfer(tensors, generator, world)
+    transfer(1)
+    name = "layers.0.mlp.up_proj.weight"
+    if world.rank == 1:
+        tensors[name] = torch.nn.Parameter(tensors[name].detach() * 2)
+    try:
+        transfer(2)
+    except RunStopped as error:
+        return str(error)
+    finally:
+        close_world(world)
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(tensor=2), ParallelConfig(data_replicate=2)], ids=["TP 2", "DDP 2"]
+)
+def test_an_update_that_does_not_reach_weights_read_in_place_is_named_on_every_rank(parallel):
+    for said in launch(2, moved_away, parallel):
+        assert "weights of version 2 did not arrive" in said and "layers.0.mlp.up_proj.weight" in said
+
+
+def dropped(parallel, dtype):
+    """Bytes of the copied weights and of what a transfer keeps, while they are away; and the weights after it."""
+    world, trained, _ = _models(parallel, dtype)
+    generator = generator_layout(replace(SHAPE, reduction_chunks=4), dtype, world, parallel)
+    fitting = lay_out(generator, dict(trained.named_parameters()), world.device)
+    transfer = WeightTransfer(dict(trained.named_parameters()), generator, world, keep=False)
+    for version in (1, 2):
+        transfer(version)
+        held = {name: part.untyped_storage().nbytes() for name, (part, _) in _local(generator).items()}
+        assert all(size >= part.nbytes for size, (part, _) in zip(held.values(), _local(generator).values()))
+        transfer.drop()
+        away = {name: part.untyped_storage().nbytes() for name, (part, _) in _local(generator).items()}
+        assert {name for name, size in away.items() if size} == fitting
+        assert not transfer._arrived and not transfer._memory
+    transfer(3)
+    found = _parts(generator)
+    close_world(world)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["FSDP 2", "PP 2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copied_weights_have_no_memory_while_they_are_away_and_the_same_bits_after_it(layout, dtype):
+    ranks, parallel = LAYOUTS[layout]
+    whole = dict(build_model(SHAPE, dtype=torch.float32, seed=1).named_parameters())
+    for found in launch(ranks, dropped, parallel, dtype):
+        for name, (part, place) in found.items():
+            assert torch.equal(part, (whole[name].detach() * 1.0001).to(dtype)[place]), name

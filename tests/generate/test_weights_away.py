@@ -1,0 +1,32 @@
+"""An engine whose weights' memory is given away: nothing is sampled, and no panel of them is held."""
+
+import pytest
+import torch
+
+from lockstep.config import EngineConfig
+from lockstep.errors import UserError
+from lockstep.generate import Engine, SamplingParams
+from lockstep.model import build_model, preset
+
+
+def test_nothing_is_sampled_until_the_weights_are_there_again():
+    model = build_model(preset("qwen3:micro", 64), dtype=torch.float32, seed=0)
+    engine = Engine(model, EngineConfig(cache_tokens=256))
+    params = SamplingParams(max_tokens=8, seed=1)
+    before = engine.generate([[1, 2, 3]], params)
+    assert engine._weights._panels
+    engine.weights_away()
+    assert not engine._weights._panels and not engine._weights._current
+    with pytest.raises(RuntimeError, match="the engine's weights are away; call weights_changed"):
+        engine.generate([[1, 2, 3]], params)
+    engine.weights_changed(1)
+    after = engine.generate([[1, 2, 3]], params)
+    assert [c.token_ids for c in after[0]] == [c.token_ids for c in before[0]]
+    assert [c.logprobs for c in after[0]] == [c.logprobs for c in before[0]]
+
+
+def test_cuda_graphs_which_hold_addresses_are_refused():
+    engine = Engine(build_model(preset("qwen3:micro", 64), dtype=torch.float32, seed=0))
+    engine.config.cuda_graphs = "full"
+    with pytest.raises(UserError, match="leave engine.cuda_graphs out"):
+        engine.weights_away()
