@@ -27,6 +27,7 @@ from lockstep.generate.runner import Runner, make_cache, sampler_of
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
+from lockstep.generate.stragglers import stragglers
 from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
@@ -115,9 +116,15 @@ class Engine:
         """A step has begun and not ended: where none runs, an interrupt ended it anywhere."""
 
     def generate(
-        self, prompts: ListLike[list[int]], params: SamplingParams | ListLike[SamplingParams]
+        self,
+        prompts: ListLike[list[int]],
+        params: SamplingParams | ListLike[SamplingParams],
+        first: int | None = None,
     ) -> list[list[Completion]]:
         """`result[i][j]` is sample j of prompt i.
+
+        first: so many prompts are enough, those whose longest sample is shortest. The others are stopped once that is
+        known of them, and `result[i]` is empty; None: all.
 
         Raises UserError for a prompt that cannot be computed here, or whose logits are not finite.
         """
@@ -126,23 +133,28 @@ class Engine:
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
         # Between two calls weights may change in ways that leave no trace.
         self._weights.forget()
-        first = self._next_id  # known before any is added, for an interrupt may come between
+        begin = self._next_id  # known before any is added, for an interrupt may come between
         groups: list[list[Sequence]] = []
         try:
             for prompt, param in zip(prompts, each):
                 request_id = self.add(prompt, param)
                 groups.append(self._requests[request_id])
                 self._inboxes[request_id] = deque(maxlen=1)  # the last event says how it ended
-            unfinished = set(range(first, self._next_id))
+            wanted = dict(enumerate(groups))
+            unfinished = set(range(begin, self._next_id))
             while unfinished:
                 self._step()
                 for request_id in [i for i in unfinished if i not in self._requests]:
                     unfinished.remove(request_id)
-                    _raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - first}")
+                    _raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - begin}")
+                for number in stragglers(wanted, first) if first is not None else ():
+                    del wanted[number]
+                    unfinished.discard(begin + number)
+                    self.abort(begin + number)
         finally:
-            for request_id in range(first, self._next_id):
+            for request_id in range(begin, self._next_id):
                 self.abort(request_id)
-        return [[s.completion() for s in group] for group in groups]
+        return [[s.completion() for s in group] if number in wanted else [] for number, group in enumerate(groups)]
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
         """The events of one request as they come; closing the iterator aborts it.

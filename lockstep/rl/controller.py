@@ -182,17 +182,18 @@ def _reinforce(
     if talks and config.actors.max_staleness:
         conversing = opened.enter_context(open_grader(config, environment, is_given, run.path, timeline.moved))
 
-    def draw(asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler) -> list[Rollout]:
+    def draw(asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int) -> list[Rollout]:
         if recorded:
             return recorded(asked)
         with talking if talks else nullcontext():
-            own = replicas.own(asked)
+            own, first = replicas.own(asked, wanted)
             return collect(
-                asked, environment, sampler, tokenizer, config, step, extra_round, rendering, conversing, own
+                asked, environment, sampler, tokenizer, config, step, extra_round, rendering, conversing, own, first
             )
 
     count, depth = config.prompts_per_step, config.actors.max_staleness
-    ahead = Ahead(draw, prompts, engine, count, depth, generators.remembering, not talks, recorded is not None)
+    again, oversampling = recorded is not None, config.oversampling_factor
+    ahead = Ahead(draw, prompts, engine, count, depth, generators.remembering, not talks, again, oversampling)
     opened.callback(ahead.close)
     if under_way:
         ahead.restore(under_way)
@@ -204,7 +205,7 @@ def _reinforce(
     def judge(step: int) -> dict[str, Any]:
         """Samples and grades the held-out examples; writes what came of them, and returns it in figures."""
         with timeline.span("validation", asked_of, max(patience, start_limit)):
-            own = replicas.own(held_out)
+            own, _ = replicas.own(held_out, len(held_out))
             judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
@@ -240,11 +241,11 @@ def _reinforce(
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(timeline)
-                ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
+                ledger, outcomes = Ledger(config.prompts_per_step, recorded is not None), list[Outcome]()
                 ahead.begin(step, config.steps)
                 for extra_round in range(algorithm.extra_rounds + 1):
                     stopwatch.begin("time/generate", asked_of, max(patience * talks, start_limit))
-                    asked, drawn = ahead.drawn(step, extra_round, ledger.missing)
+                    asked, drawn, places = ahead.drawn(step, extra_round, ledger.missing)
                     stopwatch.begin("time/reward", patience=patience)
                     graded = assign_rewards(drawn, environment, config.rewards, grader)
                     stopwatch.begin("time/wait", everyone)
@@ -252,7 +253,7 @@ def _reinforce(
                     outcomes += graded
                     timeline.message = f"{len(drawn)} rollouts, graded"
                     stopwatch.begin("time/train")
-                    ledger.add(drawn)
+                    ledger.add(drawn, places)
                     ledger.drop_failed()
                     if algorithm.extra_rounds or algorithm.advantage == "best":
                         ledger.drop_equal_rewards()

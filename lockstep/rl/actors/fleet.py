@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Completion, SamplingParams
+from lockstep.generate.stragglers import stragglers
 from lockstep.observe import log
 from lockstep.rl.actors.remote import Remote, RemoteSample, Request
 from lockstep.rl.actors.shelf import Edition
@@ -60,10 +61,13 @@ class Fleet:
     # A Sampler. What is asked here is forgotten when it has ended; `remembering` keeps it.
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        first: int | None = None,
     ) -> list[list[Completion]]:
         """As `Engine.generate`. Raises RunStopped where no generator is left."""
-        return self.complete([self.begin(*each) for each in _pairs(prompts, params)])
+        return self.complete([self.begin(*each) for each in _pairs(prompts, params)], first)
 
     def begin(
         self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), asker: object = None
@@ -79,23 +83,37 @@ class Fleet:
                 self._hand_out()
         return request
 
-    def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Waits for all samples of all requests. Raises as `generate`; nothing is left of them then."""
+    def complete(self, requests: Sequence[Request], first: int | None = None) -> list[list[Completion]]:
+        """Waits for all samples of all requests, or of the `first` of them as `generate`.
+
+        Raises as `generate`; nothing is left of the requests then.
+        """
+        wanted = dict(enumerate(requests))
         try:
             with self.changed:
-                while any(request.unfinished for request in requests):
-                    self._raise_problems([request.id for request in requests])
+                while self._unfinished(wanted, first):
+                    self._raise_problems([request.id for request in wanted.values()])
                     self.changed.wait(GLANCE)
         finally:
             for request in requests:
                 self.abort(request.id)
-        for number, request in enumerate(requests):
+        for number, request in wanted.items():
             if any(sample.finish_reason == "error" for sample in request.samples):
                 raise UserError(
                     f"prompt {number}: its logits are not finite (NaN or infinite) with weights version "
                     f"{self.weights_version}; check the weights, or load those of an earlier checkpoint"
                 )
-        return [[sample.completion() for sample in request.samples] for request in requests]
+        return [
+            [sample.completion() for sample in request.samples] if number in wanted else []
+            for number, request in enumerate(requests)
+        ]
+
+    def _unfinished(self, wanted: dict[int, Request], first: int | None) -> bool:
+        """Whether any is; those that are not among the `first` of them are ended, and taken out."""
+        if first is not None:
+            for number in stragglers({number: request.samples for number, request in wanted.items()}, first):
+                self.abort(wanted.pop(number).id)
+        return any(request.unfinished for request in wanted.values())
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         with self.changed:
@@ -295,11 +313,14 @@ class RememberingFleet:
         return self._fleet.weights_version
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        first: int | None = None,
     ) -> list[list[Completion]]:
         requests = [self._begin(*each) for each in _pairs(prompts, params)]
         self.asked.set()
-        return self._fleet.complete(requests)
+        return self._fleet.complete(requests, first)
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         return self._begin(prompt, params).id

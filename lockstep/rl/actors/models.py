@@ -75,6 +75,13 @@ def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) ->
                 f"algorithm {config.algorithm} trains a value head, whose gradient ranks sum after the backward; "
                 "switch train.optimizer_in_backward off"
             )
+    generators = 1 if config.actors.separate else world.size // world.degrees["tensor"]
+    if config.oversampling_factor > 1 and config.train.deterministic_layout and generators > 1:
+        raise UserError(
+            f"oversampling_factor {config.oversampling_factor:g} on ranks that sample by themselves takes the first "
+            "groups of each, so that the run depends on their number, which train.deterministic_layout rules out; "
+            "give actors.generators, or leave one of them out"
+        )
     if isinstance(environment, ConversationEnvironment) and config.parallel.tensor > 1 and not config.actors.separate:
         raise UserError(
             f"{type(environment).__name__} holds conversations, which the ranks of a tensor group cannot share a "
