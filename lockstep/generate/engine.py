@@ -84,8 +84,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.weights_version = 0
         self.statistics = Statistics()
-        self._group = tensor_group_of(model)
-        if self._group is not None and self.config.cuda_graphs != "none":
+        self.tensor_group = tensor_group_of(model)
+        """The ranks that share the model with this one; None: it has it whole."""
+        if self.tensor_group is not None and self.config.cuda_graphs != "none":
             raise UserError("engine.cuda_graphs do not go with parallel.tensor so far; leave them out")
         num_pages = self.config.cache_tokens // ops.PAGE
         if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
@@ -104,7 +105,7 @@ class Engine:
         draft = draft or make_draft(self.config, model)
         rows = min(self.config.max_tokens_per_step, self._runner.most_rows)
         self._speculation = (
-            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self._group) if draft else None
+            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self.tensor_group) if draft else None
         )
         self._requests: dict[int, list[Sequence]] = {}
         # Whoever's call it is that steps, each event goes to the stream or the call of `generate` that owns its
@@ -213,8 +214,8 @@ class Engine:
 
     def _fresh_seed(self) -> int:
         seed = torch.tensor(secrets.randbits(62))
-        if self._group is not None:
-            dist.broadcast(seed, group=self._group, group_src=0)
+        if self.tensor_group is not None:
+            dist.broadcast(seed, group=self.tensor_group, group_src=0)
         return int(seed)
 
     @property
@@ -251,7 +252,7 @@ class Engine:
             sources = sources_of_weights(self.model, folder)
         except UserError as error:
             problem = str(error)
-        problems = [problem] if self._group is None else from_all(problem, self._group)
+        problems = [problem] if self.tensor_group is None else from_all(problem, self.tensor_group)
         for rank, each in enumerate(problems):
             if each:
                 raise UserError(f"rank {rank}: {each}" if rank else each)

@@ -136,7 +136,7 @@ def _reinforce(
         environment = load_environment(config.environment, config.data, config.skip_bad_lines)
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
-    refuse_on_ranks(config, environment, world)
+    refuse_on_ranks(config, world)
     for split, examples in (("train", prompts.examples), ("validation", held_out)):
         refuse_other_examples(split, examples, world)
     model = policy_model(config, world)
@@ -185,8 +185,10 @@ def _reinforce(
     def draw(asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int) -> list[Rollout]:
         if recorded:
             return recorded(asked)
-        with talking if talks else nullcontext():
-            own, first = replicas.own(asked, wanted)
+        own, first = replicas.own(asked, wanted)
+        with talking if talks else nullcontext(), generators.conversing() if talks else nullcontext(True) as asks:
+            if not asks:
+                return []
             return collect(
                 asked, environment, sampler, tokenizer, config, step, extra_round, rendering, conversing, own, first
             )
@@ -206,7 +208,10 @@ def _reinforce(
         """Samples and grades the held-out examples; writes what came of them, and returns it in figures."""
         with timeline.span("validation", asked_of, max(patience, start_limit)):
             own, _ = replicas.own(held_out, len(held_out))
-            judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+            with generators.conversing() if talks else nullcontext(True) as asks:
+                judged = []
+                if asks:
+                    judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))

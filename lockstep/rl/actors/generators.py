@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
+from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.parallel import World
@@ -44,6 +45,12 @@ class Generators(Protocol):
         Raises RunStopped where they do not arrive as they were sent, or no generator is left.
         """
 
+    def conversing(self) -> AbstractContextManager[bool]:
+        """Within it conversations ask the sampler, where it gives True. All ranks enter it.
+
+        A rank for which it gives False has computed with the one of its tensor group that asks, until that has left it.
+        """
+
 
 class OwnGenerator:
     """An engine on every rank, which samples while nothing is trained.
@@ -62,7 +69,12 @@ class OwnGenerator:
         moved: Callable[[], None] = lambda: None,
     ):
         sampling = sampling_model(config, world, model)
-        self.sampler = Engine(sampling, config.engine, tokenizer)
+        self._follows = world.coordinate("tensor") > 0
+        self.sampler: Engine
+        if world.tensor_group is None or self._follows:
+            self.sampler = Engine(sampling, config.engine, tokenizer)
+        else:
+            self.sampler = LeadingEngine(sampling, config.engine, tokenizer, leads=False)
         tensors = dict(model.named_parameters())
         self._transfer = None if sampling is model else WeightTransfer(tensors, sampling, world, moved)
 
@@ -80,6 +92,14 @@ class OwnGenerator:
         if self._transfer:
             self._transfer(version)
         self.sampler.weights_changed(version)
+
+    @contextmanager
+    def conversing(self) -> Iterator[bool]:
+        """As `Generators`: what is asked when depends on the environment, so one rank asks, and the others hear it."""
+        if self._follows:
+            follow(self.sampler)
+        with self.sampler.leading() if isinstance(self.sampler, LeadingEngine) else nullcontext():
+            yield not self._follows
 
 
 def suited_to_actors(config: RLConfig, world: World) -> RLConfig:

@@ -11,8 +11,6 @@ from lockstep.model import Decoder, TrainableModel, load_weights, read_config, r
 from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.parallel import World, apply_compile, generator_model, parallel_model
-from lockstep.rl.conversations.protocol import ConversationEnvironment
-from lockstep.rl.environment import Environment
 
 
 def policy_model(config: RLConfig, world: World) -> TrainableModel:
@@ -53,7 +51,7 @@ def frozen_model(folder: str, config: RLConfig, world: World) -> Decoder:
     return generator_model(shape, resolve_dtype(config.dtype), world, parallel, fill)
 
 
-def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) -> None:
+def refuse_on_ranks(config: RLConfig, world: World) -> None:
     """Raises UserError for what a run on several ranks does not do yet."""
     if world.size == 1:
         return
@@ -81,9 +79,4 @@ def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) ->
             f"oversampling_factor {config.oversampling_factor:g} on ranks that sample by themselves takes the first "
             "groups of each, so that the run depends on their number, which train.deterministic_layout rules out; "
             "give actors.generators, or leave one of them out"
-        )
-    if isinstance(environment, ConversationEnvironment) and config.parallel.tensor > 1 and not config.actors.separate:
-        raise UserError(
-            f"{type(environment).__name__} holds conversations, which the ranks of a tensor group cannot share a "
-            "generator for so far; leave parallel.tensor at 1, or give actors.generators"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any
@@ -82,6 +82,10 @@ class SeparateGenerators:
             self.sampler.new_weights(edition)
             if not self._config.actors.max_staleness or not self.sampler.ready:
                 self.sampler.wait_for_weights()
+
+    def conversing(self) -> AbstractContextManager[bool]:
+        """As `Generators`: no rank computes with another one."""
+        return nullcontext(True)
 
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
