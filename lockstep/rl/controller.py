@@ -37,7 +37,7 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import close_world, open_world
-from lockstep.rl.actors.generators import open_generators, suited_to_actors, whole_policy
+from lockstep.rl.actors.generators import open_generators, suited_to_actors
 from lockstep.rl.actors.models import policy_model, refuse_on_ranks
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
@@ -272,9 +272,7 @@ def _reinforce(
                 if teacher:
                     assign_teacher_scores(ledger.trained, teacher, config, replicas, timeline.moved)
                 if critic:
-                    assign_values(
-                        ledger.trained, whole_policy(generators, model), critic, config, replicas, timeline.moved
-                    )
+                    assign_values(ledger.trained, generators.policy, critic, config, replicas, timeline.moved)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")

@@ -63,11 +63,6 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
                 f"parallel.{shared[0] if shared else 'full_dtensor'} out (parallel.data_shard and data_replicate are "
                 "free), or choose another algorithm"
             )
-        if config.actors.separate:
-            raise UserError(
-                f"algorithm {config.algorithm} on several ranks takes its values from the copies that their generators "
-                "have; leave actors.generators out, or train in one process"
-            )
         if config.train.optimizer_in_backward:
             raise UserError(
                 f"algorithm {config.algorithm} trains a value head, whose gradient ranks sum after the backward; "

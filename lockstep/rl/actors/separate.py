@@ -14,11 +14,12 @@ from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.errors import RunStopped
 from lockstep.generate import SamplingParams
-from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
+from lockstep.model import ScoringModel, TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet, RememberingFleet
 from lockstep.rl.actors.generator import plain_shape
+from lockstep.rl.actors.generators import WholePolicy
 from lockstep.rl.actors.http_generators import HttpGenerators
 from lockstep.rl.actors.http_remote import SILENCE_SECONDS
 from lockstep.rl.actors.http_servers import Wanted
@@ -35,7 +36,15 @@ KEY = "generators.key"
 class SeparateGenerators:
     """As `Generators`. A context manager; leaving it ends the processes that it has started."""
 
-    def __init__(self, config: RLConfig, world: World, model: TrainableModel, run: Path):
+    def __init__(
+        self,
+        config: RLConfig,
+        world: World,
+        model: TrainableModel,
+        run: Path,
+        whole: WholePolicy | None = None,
+    ):
+        self._whole = whole
         self._config, self._world, self._model, self._run = config, world, model, run
         pages = config.engine.cache_tokens // ops.PAGE
         # Only rank 0's has generators: the others ask for nothing.
@@ -69,11 +78,19 @@ class SeparateGenerators:
         return self.sampler.trace_events()
 
     @property
+    def policy(self) -> ScoringModel:
+        """As `Generators`."""
+        assert self._whole is not None
+        return self._whole.model
+
+    @property
     def progress(self) -> int:
         return self.sampler.heard
 
     def new_weights(self, version: int) -> None:
         """As `Generators`: the first, and all where nothing is sampled ahead, are waited for."""
+        if self._whole:
+            self._whole.new_weights(version)
         edition: Edition = self._shelf.publish(version) if self._shelf else {"version": version}
         if self._folders:
             edition["folder"] = str(self._folders.write(version))
