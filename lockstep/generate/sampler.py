@@ -61,4 +61,4 @@ class Remembering(Sampler, Protocol):
         """Each request's samples as far as they have come, JSON-able, by a digest of the request."""
 
     def close(self) -> None:
-        """Ends whatever is asked: who waits for samples gets RunStopped."""
+        """Ends whatever was asked here: who waits for its samples gets RunStopped."""

@@ -126,7 +126,7 @@ class OwnGenerator:
 def suited_to_actors(config: RLConfig, world: World) -> RLConfig:
     """`config` with the settings that its generators need. Raises UserError where what starts them is not there."""
     if config.actors.urls:
-        from lockstep.rl.actors.http_generators import suited_to_servers
+        from lockstep.rl.actors.http_supervisor import suited_to_servers
 
         config = suited_to_servers(config, world)
     if config.actors.hosts:

@@ -18,14 +18,14 @@ from lockstep.model import ScoringModel, TrainableModel, arithmetic_of, resolve_
 from lockstep.observe import announce
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet, RememberingFleet
-from lockstep.rl.actors.generator import plain_shape
 from lockstep.rl.actors.generators import WholePolicy
-from lockstep.rl.actors.http_generators import HttpGenerators
 from lockstep.rl.actors.http_remote import SILENCE_SECONDS
 from lockstep.rl.actors.http_servers import Wanted
-from lockstep.rl.actors.local import LocalGenerators
+from lockstep.rl.actors.http_supervisor import ServerSupervisor
+from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.reception import Reception
 from lockstep.rl.actors.shelf import Edition, Shelf
+from lockstep.rl.actors.supervisor import Supervisor
 from lockstep.rl.actors.weight_folders import WeightFolders
 from lockstep.rl.actors.wire import Listener, make_key
 
@@ -47,9 +47,9 @@ class SeparateGenerators:
         self._whole = whole
         self._config, self._world, self._model, self._run = config, world, model, run
         pages = config.engine.cache_tokens // ops.PAGE
+        self._finish = config.actors.on_update == "finish"
         # Only rank 0's has generators: the others ask for nothing.
-        finish = config.actors.on_update == "finish"
-        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds, finish)
+        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds, self._finish)
         self._opened = ExitStack()
         self._shelf: Shelf | None = None
         self._folders: WeightFolders | None = None
@@ -108,8 +108,7 @@ class SeparateGenerators:
         config, world, actors = self._config, self._world, self._config.actors
         if actors.urls:
             silence = max(SILENCE_SECONDS, actors.silence_seconds)
-            finish = actors.on_update == "finish"
-            servers = HttpGenerators(actors.urls, self._wanted(), self.sampler, silence, finish=finish)
+            servers = ServerSupervisor(actors.urls, self._wanted(), self.sampler, silence, finish=self._finish)
             world.on_main(lambda: opening.enter_context(servers))
             dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
             weights = self._run / "weights"
@@ -133,8 +132,7 @@ class SeparateGenerators:
         listener = Listener(key, actors.host, actors.port)
         address = "{}:{}".format(*listener.address)
         # Entered in this order, so that generators are told to end before they are killed.
-        local = LocalGenerators(actors, self.sampler, address, key, config.device, self._run / "logs")
-        opening.enter_context(local)
+        opening.enter_context(Supervisor(actors, self.sampler, address, key, config.device, self._run / "logs"))
         opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
         if actors.port:
             announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")
@@ -142,8 +140,7 @@ class SeparateGenerators:
     @property
     def _versions_kept(self) -> int:
         """The newest, one that may still be read, and those that generators take late, who finish what they began."""
-        actors = self._config.actors
-        return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
+        return 2 + (self._config.actors.max_staleness if self._finish else 0)
 
     def _fresh_key(self, path: Path) -> bytes:
         path.unlink(missing_ok=True)  # of a run that was killed
