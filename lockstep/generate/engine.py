@@ -105,7 +105,9 @@ class Engine:
         draft = draft or make_draft(self.config, model)
         rows = min(self.config.max_tokens_per_step, self._runner.most_rows)
         self._speculation = (
-            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self.tensor_group) if draft else None
+            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self.tensor_group)
+            if draft
+            else None
         )
         self._requests: dict[int, list[Sequence]] = {}
         # Whoever's call it is that steps, each event goes to the stream or the call of `generate` that owns its

@@ -51,6 +51,6 @@ def test_an_engine_stops_the_stragglers_as_soon_as_they_are_known_and_samples_th
         assert kept == [whole[0], [], [], whole[3], whole[4]]
         assert not engine.has_work
         if places > 2:  # where the straggler has all of them, the others wait
-            assert engine.statistics.tokens_sampled < 100
+            assert engine.statistics.tokens_sampled < 250  # of 852; speculation samples some at once
     assert engine.generate(prompts[:3], params[:3], first=3) == whole[:3]
     assert engine.generate(prompts[:1], params[:1]) == whole[:1]  # nothing of the stragglers is in its cache
