@@ -37,7 +37,7 @@ def generator(options: GeneratorOptions) -> int:
 
     from lockstep.config import ParallelConfig
     from lockstep.parallel import close_world, open_world
-    from lockstep.rl.actors.generator import run_generator
+    from lockstep.rl.actors.generator_process import run_generator
     from lockstep.rl.actors.wire import key_of, read_key
 
     key = key_of(sys.stdin.readline(), "standard input") if options.key == "-" else read_key(Path(options.key))

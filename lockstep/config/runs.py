@@ -116,7 +116,10 @@ class RLConfig:
     steps: Annotated[int, Above(0)] = 100
     """Reinforcement steps."""
     prompts_per_step: Annotated[int, Above(0)] = 16
-    """Different prompts sampled in a step."""
+    """Different prompts that a step trains on."""
+    oversampling_factor: Annotated[float, AtLeast(1), AtMost(16)] = 1.0
+    """Prompts that a step asks for each one that it trains on. It trains on those whose longest completion is shortest;
+    the others (stragglers) are stopped once that is known of them, and dropped. 1: none is asked in vain."""
     samples_per_prompt: Annotated[int, AtLeast(2)] = 8
     """Completions of each prompt, at least 2: the group that advantages are relative to."""
     max_new_tokens: Annotated[int, Above(0)] = 32

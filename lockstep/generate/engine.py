@@ -27,6 +27,7 @@ from lockstep.generate.runner import Runner, make_cache, sampler_of
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
+from lockstep.generate.stragglers import stragglers
 from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
@@ -83,8 +84,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.weights_version = 0
         self.statistics = Statistics()
-        self._group = tensor_group_of(model)
-        if self._group is not None and self.config.cuda_graphs != "none":
+        self.tensor_group = tensor_group_of(model)
+        """The ranks that share the model with this one; None: it has it whole."""
+        if self.tensor_group is not None and self.config.cuda_graphs != "none":
             raise UserError("engine.cuda_graphs do not go with parallel.tensor so far; leave them out")
         num_pages = self.config.cache_tokens // ops.PAGE
         if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
@@ -103,7 +105,9 @@ class Engine:
         draft = draft or make_draft(self.config, model)
         rows = min(self.config.max_tokens_per_step, self._runner.most_rows)
         self._speculation = (
-            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self._group) if draft else None
+            Speculation(draft, model.config.vocab_size, rows, self.config.draft_tokens, self.tensor_group)
+            if draft
+            else None
         )
         self._requests: dict[int, list[Sequence]] = {}
         # Whoever's call it is that steps, each event goes to the stream or the call of `generate` that owns its
@@ -116,9 +120,15 @@ class Engine:
         self._away = False
 
     def generate(
-        self, prompts: ListLike[list[int]], params: SamplingParams | ListLike[SamplingParams]
+        self,
+        prompts: ListLike[list[int]],
+        params: SamplingParams | ListLike[SamplingParams],
+        first: int | None = None,
     ) -> list[list[Completion]]:
         """`result[i][j]` is sample j of prompt i.
+
+        first: so many prompts are enough, those whose longest sample is shortest. The others are stopped once that is
+        known of them, and `result[i]` is empty; None: all.
 
         Raises UserError for a prompt that cannot be computed here, or whose logits are not finite.
         """
@@ -127,23 +137,28 @@ class Engine:
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
         # Between two calls weights may change in ways that leave no trace.
         self._weights.forget()
-        first = self._next_id  # known before any is added, for an interrupt may come between
+        begin = self._next_id  # known before any is added, for an interrupt may come between
         groups: list[list[Sequence]] = []
         try:
             for prompt, param in zip(prompts, each):
                 request_id = self.add(prompt, param)
                 groups.append(self._requests[request_id])
                 self._inboxes[request_id] = deque(maxlen=1)  # the last event says how it ended
-            unfinished = set(range(first, self._next_id))
+            wanted = dict(enumerate(groups))
+            unfinished = set(range(begin, self._next_id))
             while unfinished:
                 self._step()
                 for request_id in [i for i in unfinished if i not in self._requests]:
                     unfinished.remove(request_id)
-                    _raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - first}")
+                    _raise_broken(self._inboxes[request_id][-1], f"prompt {request_id - begin}")
+                for number in stragglers(wanted, first) if first is not None else ():
+                    del wanted[number]
+                    unfinished.discard(begin + number)
+                    self.abort(begin + number)
         finally:
-            for request_id in range(first, self._next_id):
+            for request_id in range(begin, self._next_id):
                 self.abort(request_id)
-        return [[s.completion() for s in group] for group in groups]
+        return [[s.completion() for s in group] if number in wanted else [] for number, group in enumerate(groups)]
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
         """The events of one request as they come; closing the iterator aborts it.
@@ -202,8 +217,8 @@ class Engine:
 
     def _fresh_seed(self) -> int:
         seed = torch.tensor(secrets.randbits(62))
-        if self._group is not None:
-            dist.broadcast(seed, group=self._group, group_src=0)
+        if self.tensor_group is not None:
+            dist.broadcast(seed, group=self.tensor_group, group_src=0)
         return int(seed)
 
     @property
@@ -240,7 +255,7 @@ class Engine:
             sources = sources_of_weights(self.model, folder)
         except UserError as error:
             problem = str(error)
-        problems = [problem] if self._group is None else from_all(problem, self._group)
+        problems = [problem] if self.tensor_group is None else from_all(problem, self.tensor_group)
         for rank, each in enumerate(problems):
             if each:
                 raise UserError(f"rank {rank}: {each}" if rank else each)

@@ -1,4 +1,4 @@
-"""An engine on several ranks, called on one of them: rank 0 tells the others each call, and they make the same."""
+"""An engine on several ranks, called on one: the first tells the others each call, and they make the same."""
 
 from __future__ import annotations
 
@@ -19,17 +19,25 @@ from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
 
 
 class LeadingEngine(Engine):
-    """Rank 0's. The other ranks run `follow` until `end`; meanwhile nothing else may be sent on the default group.
+    """That of the first rank of a tensor group.
 
-    While nothing is asked of it a thread tells them now and then to wait on, for a message must not take long.
+    While it leads, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread tells
+    them now and then to wait on, for a message must not take long. While it does not, each rank calls its own engine,
+    as of any that share a model.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig | None = None, tokenizer: Tokenizer | None = None):
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig | None = None,
+        tokenizer: Tokenizer | None = None,
+        leads: bool = True,
+    ):
         super().__init__(model, config, tokenizer)
         self._calling = threading.RLock()
-        self._ended = threading.Event()
-        self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
-        self._signs.start()
+        self._leads, self._ended = False, threading.Event()
+        if leads:
+            self.lead()
 
     def add(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> int:
         self._check(prompt, params)  # what is refused here is not told
@@ -52,12 +60,30 @@ class LeadingEngine(Engine):
         with self.on_all_ranks("weights_changed", version):
             super().weights_changed(version)
 
+    def lead(self) -> None:
+        """From here on the other ranks follow."""
+        self._leads = True
+        self._ended.clear()
+        self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
+        self._signs.start()
+
     def end(self) -> None:
-        """Lets the other ranks go; nothing may be asked any more."""
-        self._ended.set()
-        with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # of one that died; torchrun ends them all
-            pass
+        """Lets the other ranks go."""
+        with self._calling:
+            self._ended.set()
+            with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # of one that died; torchrun ends all
+                pass
+            self._leads = False
         self._signs.join()
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """Within it the other ranks follow."""
+        self.lead()
+        try:
+            yield
+        finally:
+            self.end()
 
     @contextlib.contextmanager
     def on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -66,27 +92,32 @@ class LeadingEngine(Engine):
         name: a method of the engine, or one of the calls that `follow` was given.
         """
         with self._calling:
-            from_rank_0([name, *arguments])
+            if self._leads:
+                from_rank_0([name, *arguments], self.tensor_group)
             yield
 
     def _tell_signs_of_life(self) -> None:
         with contextlib.suppress(RuntimeError):  # whoever calls the engine next hears of it
             while not self._ended.wait(SIGN_OF_LIFE):
-                with self.on_all_ranks("wait"):
-                    pass
+                with self._calling:
+                    if not self._ended.is_set():  # else they have gone
+                        from_rank_0(["wait"], self.tensor_group)
 
 
 def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> None:
-    """On a rank other than 0: makes the calls that rank 0's engine gets, and those of `calls`, until it ends."""
+    """On the other ranks of a group: makes the calls that the first one's engine gets, and those of `calls`.
+
+    Returns once the first one has ended.
+    """
     while True:
-        name, *arguments = from_rank_0(None)
+        name, *arguments = from_rank_0(None, engine.tensor_group)
         if name == "end":
             return
         if name == "add":
             prompt, params, begun = arguments
             engine.add(prompt, sampling_params_of(params), [Completion(**completion) for completion in begun])
         elif name == "load_weights":
-            # Rank 0 answers whoever asked; the old weights are untouched on every rank.
+            # The first rank answers whoever asked; the old weights are untouched on every rank.
             with contextlib.suppress(UserError):
                 engine.load_weights(Path(arguments[0]))
         elif name in ("abort", "step", "weights_changed"):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from lockstep.generate.sampling_params import Completion, FinishReason, SamplingParams
+from lockstep.generate.sampling_params import Completion, SamplingParams
+from lockstep.generate.stragglers import Growing
 
 
-class Sample(Protocol):
+@runtime_checkable
+class Sample(Growing, Protocol):
     """One sample of a request, which goes on until it has a `finish_reason`."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """None: not yet."""
 
     def completion(self) -> Completion:
         """What has come of it so far."""
@@ -36,7 +34,10 @@ class Sampler(Protocol):
         """Those that the cache takes."""
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        first: int | None = None,
     ) -> list[list[Completion]]: ...
 
     def add(self, prompt: list[int], params: SamplingParams) -> int: ...
@@ -60,4 +61,4 @@ class Remembering(Sampler, Protocol):
         """Each request's samples as far as they have come, JSON-able, by a digest of the request."""
 
     def close(self) -> None:
-        """Ends whatever is asked: who waits for samples gets RunStopped."""
+        """Ends whatever was asked here: who waits for its samples gets RunStopped."""

@@ -19,13 +19,13 @@ SIGN_OF_LIFE = 60.0
 """Seconds between two, while the other ranks wait for rank 0."""
 
 
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's `value` (JSON-able) on every rank. All ranks call it."""
+def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The `value` (JSON-able) of the first rank of `group`, or of all, on every rank of it. They all call it."""
     message = _bytes_of(value)
     length = torch.tensor([message.numel()])
-    dist.broadcast(length, src=0)
-    message = message if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(message, src=0)
+    dist.broadcast(length, group=group, group_src=0)
+    message = message if dist.get_rank(group) == 0 else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(message, group=group, group_src=0)
     return _value_of(message)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.rl.environment import Example
@@ -12,8 +13,19 @@ from lockstep.rl.ledger import LedgerError
 from lockstep.rl.prompts import PromptLoader
 from lockstep.rl.rollouts import Rollout
 
-Draw = Callable[[Sequence[Example], int, int, Sampler], list[Rollout]]
-"""Rollouts of these examples for a step, in one of its rounds, from this sampler."""
+Draw = Callable[[Sequence[Example], int, int, Sampler, int], list[Rollout]]
+"""Rollouts of these examples for a step, in one of its rounds, from this sampler, of so many groups."""
+
+
+class Drawn(NamedTuple):
+    """A round of a step."""
+
+    examples: list[Example]
+    """All that were asked."""
+    rollouts: list[Rollout]
+    """Of the groups that were wanted; a group's number is that of its example."""
+    places: list[int]
+    """Of the examples, in the order of the whole run."""
 
 
 class Ahead:
@@ -34,14 +46,16 @@ class Ahead:
         remembering: Callable[[dict[str, Any]], Remembering] | None = None,
         at_once: bool = True,
         recorded: bool = False,
+        oversampling: float = 1.0,
     ):
         """count: prompts of a step. remembering: makes samplers that keep what they were asked; none with depth 0.
         at_once: whether `draw` asks all samples of a step by one `generate`, and not one after the other.
         recorded: whether `draw` returns what another run has sampled, as old as that run allowed.
+        oversampling: prompts that are asked for each one that is wanted.
         """
         self._draw, self._prompts, self._sampler = draw, prompts, sampler
         self._count, self.depth, self._remembering, self._at_once = count, depth, remembering, at_once
-        self._recorded = recorded
+        self._recorded, self._oversampling = recorded, oversampling
         self._begun: dict[int, _Begun] = {}
         self._owed: list[int] = []
         """Places of prompts that were under way when the run was saved: they are asked before others."""
@@ -55,15 +69,15 @@ class Ahead:
                 if later not in self._begun:
                     self._begin(later)
 
-    def drawn(self, step: int, extra_round: int, missing: int) -> tuple[list[Example], list[Rollout]]:
-        """The prompts of a step's round, `missing` ones unless they were asked before, and their rollouts.
+    def drawn(self, step: int, extra_round: int, missing: int) -> Drawn:
+        """A step's round, of `missing` groups unless they were asked before.
 
         Raises what drawing them raised, and LedgerError where a token is older than `depth` allows.
         """
         if extra_round or step not in self._begun:
             places = self._take(missing)
             asked = [self._prompts.at(place) for place in places]
-            rollouts = self._draw(asked, step, extra_round, self._sampler)
+            rollouts = self._draw(asked, step, extra_round, self._sampler, missing)
         else:
             begun = self._begun[step]
             places, asked, rollouts = begun.places, begun.examples, begun.rollouts()
@@ -77,7 +91,7 @@ class Ahead:
                 f"step {step} was sampled from weights of version {oldest}, older than actors.max_staleness "
                 f"{self.depth} allows; this is a bug of Lockstep"
             )
-        return asked, rollouts
+        return Drawn(asked, rollouts, places)
 
     def wait(self) -> None:
         """Until all that has been asked is sampled, or has failed."""
@@ -105,8 +119,9 @@ class Ahead:
         for begun in self._begun.values():
             begun.thread.join()
 
-    def _take(self, count: int) -> list[int]:
-        """The places of the next prompts."""
+    def _take(self, wanted: int) -> list[int]:
+        """The places of the next prompts, for so many groups."""
+        count = math.ceil(round(self._oversampling * wanted, 6))  # 1.1 times 10 is 11
         owed, self._owed = self._owed[:count], self._owed[count:]
         return owed + (self._prompts.next_places(count - len(owed)) if len(owed) < count else [])
 
@@ -119,7 +134,7 @@ class Ahead:
         if not self._owed:
             self._kept = {}
         examples = [self._prompts.at(place) for place in places]
-        begun = _Begun(places, examples, sampler, lambda: self._draw(examples, step, 0, sampler))
+        begun = _Begun(places, examples, sampler, lambda: self._draw(examples, step, 0, sampler, self._count))
         self._begun[step] = begun
         # Else whether the next weights are there when its samples are asked would depend on who is faster.
         while self._at_once and begun.thread.is_alive() and not sampler.asked.wait(0.02):

@@ -48,10 +48,12 @@ def collect(
     rendering: Rendering | None = None,
     grader: Grader | None = None,
     numbers: Sequence[int] | None = None,
+    first: int | None = None,
 ) -> list[Rollout]:
     """`samples_per_prompt` completions of each example, or conversations about it, one group after the other.
 
-    numbers: those of the examples that are asked here, where others are asked elsewhere; None: all. The draws are a
+    numbers: those of the examples that are asked here, where others are asked elsewhere; None: all. first: so many of
+    them are enough, as for `Engine.generate`; None: all. The draws are a
     function of (config.seed, step) and of the round of dynamic sampling, and in a conversation of its place in its
     group and of the turn, whatever the engine's batches look like. Prompts become tokens by `rendering`; without one
     they are encoded as they are. Conversations are held in the worker processes of `grader`, where it has any.
@@ -61,9 +63,9 @@ def collect(
     groups = _groups(examples, numbers)
     if isinstance(environment, ConversationEnvironment):
         seed = [config.seed, step, extra_round]
-        return play(groups, samples, seed, environment, engine, rendering, config, grader)
+        return play(groups, samples, seed, environment, engine, rendering, config, grader, first)
     seed = [config.seed, step, extra_round] if extra_round else [config.seed, step]
-    return _sample(groups, samples, seed, environment, engine, rendering, config)
+    return _sample(groups, samples, seed, environment, engine, rendering, config, first)
 
 
 def _groups(examples: Sequence[Example], numbers: Sequence[int] | None) -> dict[int, Example]:
@@ -224,6 +226,7 @@ def _sample(
     engine: Sampler,
     rendering: Rendering,
     config: RLConfig,
+    first: int | None = None,
 ) -> list[Rollout]:
     prompts = [encode_prompt(rendering, e, engine, config.max_new_tokens) for e in groups.values()]
     # As many draws whoever asks: each is the first one, or a later one, of one stream.
@@ -241,7 +244,7 @@ def _sample(
             completion=completion_text(rendering.tokenizer, completion),
             **of_versions(completion.versions, engine.weights_version),
         )
-        for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params))
+        for group, prompt, completions in zip(groups, prompts, engine.generate(prompts, params, first))
         for completion in completions
     ]
 

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lockstep.checkpoint import Checkpoints
 from lockstep.checkpoint.random_state import seed_generators
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
-from lockstep.generate.sampler import Sampler
-from lockstep.model import arithmetic_of, resolve_dtype
 from lockstep.observe import (
     Observer,
     OnMetrics,
     Progress,
     RunFolder,
     Timeline,
-    announce,
     claim_run,
-    in_short,
-    log,
-    merge_timelines,
     read_metrics,
     require_observers,
-    start_line,
     write_report,
 )
 from lockstep.parallel import close_world, open_world
-from lockstep.rl.actors.generators import open_generators, suited_to_actors, whole_policy
-from lockstep.rl.actors.models import policy_model, refuse_on_ranks
+from lockstep.rl.actors.generators import open_generators, suited_to_actors
+from lockstep.rl.actors.models import policy_model
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
@@ -50,18 +37,23 @@ from lockstep.rl.bookkeeping import (
     due,
     rollout_metrics,
     staleness_metrics,
-    summarize,
     validation_metrics,
 )
-from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong, collect, evaluate
-from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.collect import assign_advantages, assign_rewards, charge_overlong
 from lockstep.rl.conversations.rendering import open_rendering
-from lockstep.rl.critic import assign_values, make_critic, refuse_run_without_values, train_settings, value_metrics
-from lockstep.rl.environment import Environment, Example
+from lockstep.rl.critic import assign_values, make_critic, train_settings, value_metrics
+from lockstep.rl.environment import Environment
 from lockstep.rl.ledger import Ledger
-from lockstep.rl.load_environment import GIVEN, check_environment, given_name, load_environment
-from lockstep.rl.prompt_balance import prompt_balance, write_prompts
-from lockstep.rl.prompts import PromptLoader, examples_of, refuse_other_examples
+from lockstep.rl.opening import (
+    announce_start,
+    learns_from_spread_alone,
+    named_environment,
+    open_examples,
+    resumed_state,
+    title_of,
+    write_ending,
+)
+from lockstep.rl.prompt_balance import write_prompts
 from lockstep.rl.reference import (
     assign_reference_scores,
     assign_teacher_scores,
@@ -70,16 +62,13 @@ from lockstep.rl.reference import (
     moving_average,
 )
 from lockstep.rl.rewards import Outcome, refuse_too_many
-from lockstep.rl.rewards.workers import open_grader, own_limit
-from lockstep.rl.rollouts import Rollout, write_rollouts
+from lockstep.rl.rollouts import write_rollouts
+from lockstep.rl.sampling import Draws, Sampling
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.settle import settle
 from lockstep.train.stop_signal import StopSignal
 from lockstep.train.threads import fitting_threads
-
-Draws = Callable[[Sequence[Example]], list[Rollout]]
-"""Rollouts of these examples that were sampled before."""
 
 
 def reinforce(
@@ -118,110 +107,73 @@ def _reinforce(
 ) -> Path:
     """The run, or `only` one step of it; `opened` closes its folder after it."""
     validate(config)
+    is_given = environment is not None
     world = open_world(config.parallel, config.device)
     opened.callback(close_world, world)
-    device = world.device
     config = settle(suited_to_actors(config, world), world)
     seed_generators(config.seed)
     algorithm = algorithm_of(config)
-    others = (
-        algorithm.advantage in ("teacher", "gae") or max(algorithm.kl_coefficient, algorithm.entropy_coefficient) > 0
-    )
-    learns_from_spread_alone = not others
-    is_given = environment is not None
-    if environment is not None:
-        check_environment(environment)
-        config = replace(config, environment=given_name(environment))
-    else:
-        environment = load_environment(config.environment, config.data, config.skip_bad_lines)
-    prompts = PromptLoader(examples_of(environment, "train"), config.seed)
-    held_out = examples_of(environment, "validation")[: config.validation_examples]
-    refuse_on_ranks(config, environment, world)
-    for split, examples in (("train", prompts.examples), ("validation", held_out)):
-        refuse_other_examples(split, examples, world)
+    config, environment = named_environment(config, environment)
+    prompts, held_out = open_examples(config, environment, world)
     model = policy_model(config, world)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
     rendering = open_rendering(config, environment, tokenizer, model)
-    replicas = Replicas(world, config.actors.separate)
     critic = make_critic(config, model)
     beside = critic.parameters_by_name() if critic else {}
     trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, beside)
     average = moving_average(config, reference, trainer)
 
     require_observers(config.observe, model.device)
-    claimed, run = (
-        claim_run(config.output, to_toml(config), config.resume, config.overwrite),
-        RunFolder(Path(config.output)),
-    )
+    claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
     world.on_main(lambda: opened.enter_context(claimed))
-    # In one process the engine samples from the very tensors that the trainer's forward reads.
+    run = RunFolder(Path(config.output))
     timeline = Timeline(world.rank, config.observe.timeline_steps)
+    # In one process the engine samples from the very tensors that the trainer's forward reads.
     generators = open_generators(config, world, model, tokenizer, run.path, opened, timeline.moved)
-    engine = generators.sampler
     timeline.counters.append(lambda: generators.progress)
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
-    start, under_way = 0, {}
-    if config.resume and critic:
-        refuse_run_without_values(run.path, config)
-    if config.resume and (state := checkpoints.resume(lambda state: prompts.restore(state["prompts"]))):
-        start, under_way = state["step"], state.get("ahead", {})
-        if average:
-            average.write()
-    if config.resume and world.is_main:
-        # Without a checkpoint the validation before the first step is made again, too.
-        run.truncate(start or -1)
-        run.record(to_toml(config))
-
+    state = resumed_state(config, world, run, checkpoints, prompts, critic)
+    start = state["step"]
+    if start and average:
+        average.write()
     generators.new_weights(start)
-    grader = opened.enter_context(open_grader(config, environment, is_given, run.path, timeline.moved))
-    # Conversations of steps to come are held while this step's are graded, one step after the other.
-    talks = isinstance(environment, ConversationEnvironment)
-    conversing, talking = grader, threading.Lock()
-    if talks and config.actors.max_staleness:
-        conversing = opened.enter_context(open_grader(config, environment, is_given, run.path, timeline.moved))
-
-    def draw(asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler) -> list[Rollout]:
-        if recorded:
-            return recorded(asked)
-        with talking if talks else nullcontext():
-            own = replicas.own(asked)
-            return collect(
-                asked, environment, sampler, tokenizer, config, step, extra_round, rendering, conversing, own
-            )
-
-    count, depth = config.prompts_per_step, config.actors.max_staleness
-    ahead = Ahead(draw, prompts, engine, count, depth, generators.remembering, not talks, recorded is not None)
+    replicas = Replicas(world, config.actors.separate)
+    sampling = Sampling(
+        config, environment, is_given, tokenizer, rendering, replicas, generators, recorded, run.path, timeline, opened
+    )
+    ahead = Ahead(
+        sampling.draw,
+        prompts,
+        generators.sampler,
+        config.prompts_per_step,
+        config.actors.max_staleness,
+        generators.remembering,
+        at_once=not sampling.talks,
+        recorded=recorded is not None,
+        oversampling=config.oversampling_factor,
+    )
     opened.callback(ahead.close)
-    if under_way:
-        ahead.restore(under_way)
-    patience, everyone = own_limit(config.rewards, grader), "the other ranks" if world.size > 1 else ""
-    # As long as there may be no generator at all.
-    start_limit = config.actors.start_seconds if config.actors.separate else 0.0
-    asked_of = "the generators" if config.actors.separate else ""
+    if state.get("ahead"):
+        ahead.restore(state["ahead"])
+    everyone = "the other ranks" if world.size > 1 else ""
 
     def judge(step: int) -> dict[str, Any]:
         """Samples and grades the held-out examples; writes what came of them, and returns it in figures."""
-        with timeline.span("validation", asked_of, max(patience, start_limit)):
-            own = replicas.own(held_out)
-            judged = evaluate(held_out, environment, engine, tokenizer, config, grader, rendering, own)
+        patience = max(sampling.grading_seconds, sampling.start_seconds)
+        with timeline.span("validation", sampling.waits_for, patience):
+            judged = sampling.evaluate(held_out)
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
         return validation_metrics(validation, environment)
 
-    samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
-    task = type(environment).__name__
-    work = f"{task}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
-    parameters, compute = model.config.num_parameters, resolve_dtype(config.dtype)
-    announce("rl: " + start_line(config.model, parameters, device, compute, work, world.size))
-    if device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
-        announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
-    clock, title = time.perf_counter(), f"{config.algorithm} on {config.environment.removeprefix(GIVEN)}"
+    announce_start(config, environment, model, world, start)
     # All ranks watch what rank 0 has written, and come to the same.
-    watch = Alarms(config.alarms, world.from_main(lambda: read_metrics(run.metrics)), learns_from_spread_alone)
-    bad_steps = BadSteps(config.faults, run.path, tokenizer)
+    before = world.from_main(lambda: read_metrics(run.metrics))
+    watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
+    bad_steps, clock = BadSteps(config.faults, run.path, tokenizer), time.perf_counter()
     with (
         fitting_threads(model.config, config.train.tokens_per_microbatch),
         StopSignal(config.faults.stop_seconds) as stop,
@@ -232,27 +184,25 @@ def _reinforce(
         trainer.timeline = timeline
         if bar is not None:
             bar.advance(min(start, config.steps))
-        if start and start >= config.steps:
-            log.warning("the run has come to its end at step %d; give more --steps to go on", start)
         if start == 0 and not only:
             metrics = judge(0)
             observer.write(0, metrics | watch.enter(0, metrics))
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(timeline)
-                ledger, outcomes = Ledger(config.prompts_per_step), list[Outcome]()
+                ledger, outcomes = Ledger(config.prompts_per_step, recorded is not None), list[Outcome]()
                 ahead.begin(step, config.steps)
                 for extra_round in range(algorithm.extra_rounds + 1):
-                    stopwatch.begin("time/generate", asked_of, max(patience * talks, start_limit))
-                    asked, drawn = ahead.drawn(step, extra_round, ledger.missing)
-                    stopwatch.begin("time/reward", patience=patience)
-                    graded = assign_rewards(drawn, environment, config.rewards, grader)
+                    stopwatch.begin("time/generate", sampling.waits_for, sampling.seconds)
+                    asked, drawn, places = ahead.drawn(step, extra_round, ledger.missing)
+                    stopwatch.begin("time/reward", patience=sampling.grading_seconds)
+                    graded = assign_rewards(drawn, environment, config.rewards, sampling.grader)
                     stopwatch.begin("time/wait", everyone)
                     drawn, graded = replicas.everyones(asked, drawn, graded)
                     outcomes += graded
                     timeline.message = f"{len(drawn)} rollouts, graded"
                     stopwatch.begin("time/train")
-                    ledger.add(drawn)
+                    ledger.add(drawn, places)
                     ledger.drop_failed()
                     if algorithm.extra_rounds or algorithm.advantage == "best":
                         ledger.drop_equal_rewards()
@@ -266,15 +216,13 @@ def _reinforce(
                 if teacher:
                     assign_teacher_scores(ledger.trained, teacher, config, replicas, timeline.moved)
                 if critic:
-                    assign_values(
-                        ledger.trained, whole_policy(generators, model), critic, config, replicas, timeline.moved
-                    )
+                    assign_values(ledger.trained, generators.policy, critic, config, replicas, timeline.moved)
                 assign_advantages(ledger.trained, algorithm)
                 if algorithm.advantage == "best":
                     ledger.drop(lambda rollout: rollout.advantage == 0, "not_best")
                     ledger.keep_some()
                 batches = policy_batches(
-                    ledger.trained, config, device, token_budget(ledger.trained, config, world), step - 1
+                    ledger.trained, config, world.device, token_budget(ledger.trained, config, world), step - 1
                 )
                 share = own_batches(batches, world, model)
                 metrics = packing_metrics(batches)
@@ -289,7 +237,7 @@ def _reinforce(
                         metrics["policy/ratio_first_max"] = loss.ratio_max
                 if average:
                     average.update()
-                stopwatch.begin("time/weight_sync", asked_of, start_limit)
+                stopwatch.begin("time/weight_sync", sampling.waits_for, sampling.start_seconds)
                 generators.new_weights(step)
                 timeline.message = f"weights of version {step}"
                 stopwatch.end()
@@ -308,7 +256,7 @@ def _reinforce(
                 if not only and (stopped_by or checkpoints.due(step)):
                     if config.actors.on_update == "finish":
                         # What is half done would go on with weights that it would not have had.
-                        with timeline.span("generate", asked_of, max(patience * talks, start_limit)):
+                        with timeline.span("generate", sampling.waits_for, sampling.seconds):
                             ahead.wait()
                     state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
                     with timeline.span("checkpoint"):
@@ -317,21 +265,11 @@ def _reinforce(
                 bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
             if ending and step < config.steps:
-                world.on_main(partial(write_report, run.path, title))
+                world.on_main(partial(write_report, run.path, title_of(config)))
                 raise ending
 
     # The last checkpoint may still be on its way to the disk.
     world.barrier()
     if world.is_main and not only and (start < config.steps or not run.summary.is_file()):
-        merge_timelines(run.path, generators.trace_events())
-        summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
-            "seconds": {"rl": time.perf_counter() - clock},
-            "arithmetic": arithmetic_of(device),
-        }
-        if balance := prompt_balance(run.path):
-            summary["prompts"] = asdict(balance)
-            if balance.repeated or balance.lost:
-                log.warning("%s; this is a bug of Lockstep", balance.text())
-        run.summary.write_text(json.dumps(summary, indent=1))
-        write_report(run.path, title)
+        write_ending(config, world, run, generators, clock)
     return run.path

@@ -11,6 +11,8 @@ from lockstep.rl.rollouts import Rollout, episodes_of
 
 FAILED_REWARDS = "failed_rewards"
 """The reward failed; or so many of a group's did that fewer than two are left to compare."""
+STRAGGLERS = "stragglers"
+"""More groups were asked than wanted, and this one was not among the first to be whole: nothing came of it."""
 
 
 class LedgerError(Exception):
@@ -20,17 +22,33 @@ class LedgerError(Exception):
 class Ledger:
     """All rollouts of a step, those of dropped groups included, and which of them are trained on."""
 
-    def __init__(self, wanted: int) -> None:
+    def __init__(self, wanted: int, recorded: bool = False) -> None:
+        """recorded: whether the rollouts are those that another run had drawn, which may be too few."""
         self.wanted = wanted
         """Groups to train on."""
+        self._recorded = recorded
         self.rollouts: list[Rollout] = []
-        self._drawn = 0
+        self._asked: list[int] = []
+        """The place of each group's prompt."""
+        self._stopped: list[int] = []
+        """The groups of which nothing has come."""
 
-    def add(self, drawn: Sequence[Rollout]) -> None:
-        """Enters graded rollouts, whose groups are numbered from 0, under numbers that go on from those held."""
+    def add(self, drawn: Sequence[Rollout], places: Sequence[int]) -> None:
+        """Enters graded rollouts, whose groups are numbered from 0, under numbers that go on from those held.
+
+        places: of the prompts of all groups that were asked. Raises LedgerError where there are fewer groups than were
+        missing, and than were asked.
+        """
+        came, before = {rollout.group for rollout in drawn}, len(self._asked)
+        if len(came) != min(self.missing, len(places)) and not self._recorded:
+            raise LedgerError(
+                f"{len(came)} groups came of {len(places)} prompts, where {self.missing} were missing; this is a bug "
+                "of Lockstep"
+            )
         for rollout in drawn:
-            rollout.group += self._drawn
-        self._drawn += len({rollout.group for rollout in drawn})
+            rollout.group += before
+        self._asked += places
+        self._stopped += [before + group for group in range(len(places)) if group not in came]
         self.rollouts += drawn
 
     @property
@@ -80,12 +98,17 @@ class Ledger:
 
     def places(self) -> dict[str, Any]:
         """The places of the prompts that are trained on, as `trained`, and of the others by cause, as `dropped`."""
-        trained = {rollout.group: rollout.place for rollout in self.trained}
-        others = {rollout.group: rollout for rollout in self.rollouts if rollout.group not in trained}
+        trained = dict.fromkeys(rollout.group for rollout in self.trained)
         dropped: dict[str, list[int]] = {}
-        for rollout in others.values():
-            dropped.setdefault(rollout.dropped, []).append(rollout.place)
-        return {"trained": list(trained.values()), "dropped": dropped}
+        for group, cause in self._causes().items():
+            dropped.setdefault(cause, []).append(self._asked[group])
+        return {"trained": [self._asked[group] for group in trained], "dropped": dropped}
+
+    def _causes(self) -> dict[int, str]:
+        """Why each group that is not trained on is not."""
+        trained = {rollout.group for rollout in self.trained}
+        causes = {rollout.group: rollout.dropped for rollout in self.rollouts if rollout.group not in trained}
+        return causes | dict.fromkeys(self._stopped, STRAGGLERS)
 
     def metrics(self, given: Iterable[Rollout]) -> dict[str, float]:
         """Prompts drawn, trained on and dropped by cause, and completions trained on, of this step.
@@ -94,18 +117,18 @@ class Ledger:
         and drawn = trained + dropped to the last group.
         """
         trained = {rollout.group for rollout in self.trained}
-        causes = {rollout.group: rollout.dropped for rollout in self.rollouts if rollout.group not in trained}
+        causes = self._causes()
         dropped = Counter(causes.values())
-        if {id(rollout) for rollout in given} != {id(rollout) for rollout in self.trained} or self._drawn != len(
+        if {id(rollout) for rollout in given} != {id(rollout) for rollout in self.trained} or len(self._asked) != len(
             trained
         ) + len(causes):
             told = ", ".join(f"{count} {cause}" for cause, count in sorted(dropped.items())) or "none"
             raise LedgerError(
-                f"{self._drawn} groups were drawn, {len(trained)} trained and {len(causes)} dropped ({told}): that "
-                "does not add up, or the trainer was given others; this is a bug of Lockstep"
+                f"{len(self._asked)} groups were drawn, {len(trained)} trained and {len(causes)} dropped ({told}): "
+                "that does not add up, or the trainer was given others; this is a bug of Lockstep"
             )
         return {
-            "groups/drawn": float(self._drawn),
+            "groups/drawn": float(len(self._asked)),
             "groups/trained": float(len(trained)),
             **{f"groups/dropped/{cause}": float(count) for cause, count in sorted(dropped.items())},
             "rollout/completions_trained": float(len(episodes_of(self.trained))),

@@ -153,15 +153,15 @@ class _Drawn:
     """Recorded rollouts, handed out group by group as the examples of a step are asked."""
 
     def __init__(self, rollouts: Sequence[Rollout]):
-        self._groups = [list(members) for _, members in groupby(rollouts, key=lambda r: r.group)]
+        self._rollouts, self._asked = rollouts, 0
 
     def __call__(self, asked: Sequence[Example]) -> list[Rollout]:
-        """Of examples that are asked beyond those of the record, none: rewards that changed ask for others."""
-        drawn, self._groups = self._groups[: len(asked)], self._groups[len(asked) :]
+        """Of stragglers none, and none of what is asked beyond the record: rewards that changed ask for others."""
+        before, self._asked = self._asked, self._asked + len(asked)
         return [
-            dataclasses.replace(rollout, example=example, group=group)
-            for group, (example, members) in enumerate(zip(asked, drawn))
-            for rollout in members
+            dataclasses.replace(rollout, example=asked[rollout.group - before], group=rollout.group - before)
+            for rollout in self._rollouts
+            if before <= rollout.group < self._asked
         ]
 
 

@@ -287,16 +287,17 @@ def test_a_ledger_numbers_the_groups_of_all_rounds_and_counts_each_once():
         ]
 
     ledger = Ledger(2)
-    ledger.add(drawn([1.0, 1.0], [0.0, 1.0]))
+    ledger.add(drawn([1.0, 1.0], [0.0, 1.0]), [5, 6])
     ledger.drop_equal_rewards()
     assert ledger.missing == 1
-    ledger.add(drawn([1.0, 0.0]))
+    ledger.add(drawn([1.0, 0.0]), [7])
     ledger.drop_equal_rewards()
     assert ledger.missing == 0 and [r.group for r in ledger.trained] == [1, 1, 2, 2]
     assert ledger.metrics(ledger.trained) == {
         "groups/drawn": 3.0, "groups/trained": 2.0, "groups/dropped/equal_rewards": 1.0,
         "rollout/completions_trained": 4.0, "rollout/tokens_trained": 8.0,
     }  # fmt: skip
+    assert ledger.places() == {"trained": [6, 7], "dropped": {"equal_rewards": [5]}}
 
 
 def test_another_algorithm_over_a_recorded_run_brings_its_own_settings(tmp_path, folders):

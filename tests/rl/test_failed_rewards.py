@@ -42,8 +42,9 @@ PLAIN = Algorithm(normalize_advantages=False)
 
 def _entered(rollouts):
     """The ledger of these rollouts, those that failed dropped."""
-    ledger = Ledger(len({rollout.group for rollout in rollouts}))
-    ledger.add(rollouts)
+    groups = len({rollout.group for rollout in rollouts})
+    ledger = Ledger(groups)
+    ledger.add(rollouts, range(groups))
     ledger.drop_failed()
     ledger.keep_some()
     return ledger

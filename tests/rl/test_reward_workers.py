@@ -161,7 +161,7 @@ def test_of_a_thousand_rewards_two_hundred_bad_ones_fail_and_no_other(graded, ta
         assign_rewards(rollouts, Environment(), limits, grader)
     assert [r.failure for r in rollouts] == expected
     ledger = Ledger(200)
-    ledger.add(rollouts)
+    ledger.add(rollouts, range(200))
     ledger.drop_failed()
     trained = ledger.trained
     whole = [members for members in zip(*[iter(expected)] * 5) if members.count("") >= 2]

@@ -11,12 +11,14 @@ import json
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Completion, SamplingParams
+from lockstep.generate.stragglers import stragglers
 from lockstep.observe import log
 from lockstep.rl.actors.remote import Remote, RemoteSample, Request
 from lockstep.rl.actors.shelf import Edition
@@ -55,15 +57,20 @@ class Fleet:
         """Grows with whatever comes from the generators."""
         self._none_since = time.monotonic()
         self._failure: Exception | None = None
+        self._dismissed: set[object] = set()
+        """Askers whose samples nobody wants any more."""
         self._work = WorkLog()
 
     # A Sampler. What is asked here is forgotten when it has ended; `remembering` keeps it.
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        first: int | None = None,
     ) -> list[list[Completion]]:
         """As `Engine.generate`. Raises RunStopped where no generator is left."""
-        return self.complete([self.begin(*each) for each in _pairs(prompts, params)])
+        return self.complete([self.begin(*each) for each in _pairs(prompts, params)], first)
 
     def begin(
         self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), asker: object = None
@@ -79,23 +86,39 @@ class Fleet:
                 self._hand_out()
         return request
 
-    def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Waits for all samples of all requests. Raises as `generate`; nothing is left of them then."""
+    def complete(
+        self, requests: Sequence[Request], first: int | None = None, asker: object = None
+    ) -> list[list[Completion]]:
+        """Waits for all samples of all requests of `asker`, or of the `first` of them as `generate`.
+
+        Raises as `generate`; nothing is left of the requests then.
+        """
+        wanted = dict(enumerate(requests))
         try:
             with self.changed:
-                while any(request.unfinished for request in requests):
-                    self._raise_problems([request.id for request in requests])
+                while self._unfinished(wanted, first):
+                    self._raise_problems([request.id for request in wanted.values()], asker)
                     self.changed.wait(GLANCE)
         finally:
             for request in requests:
                 self.abort(request.id)
-        for number, request in enumerate(requests):
+        for number, request in wanted.items():
             if any(sample.finish_reason == "error" for sample in request.samples):
                 raise UserError(
                     f"prompt {number}: its logits are not finite (NaN or infinite) with weights version "
                     f"{self.weights_version}; check the weights, or load those of an earlier checkpoint"
                 )
-        return [[sample.completion() for sample in request.samples] for request in requests]
+        return [
+            [sample.completion() for sample in request.samples] if number in wanted else []
+            for number, request in enumerate(requests)
+        ]
+
+    def _unfinished(self, wanted: dict[int, Request], first: int | None) -> bool:
+        """Whether any is; those that are not among the `first` of them are ended, and taken out."""
+        if first is not None:
+            for number in stragglers({number: request.samples for number, request in wanted.items()}, first):
+                self.abort(wanted.pop(number).id)
+        return any(request.unfinished for request in wanted.values())
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         with self.changed:
@@ -110,7 +133,8 @@ class Fleet:
     def step(self, asker: object = None) -> None:
         """Waits for news, for a moment. Raises as `generate`, of refused requests those of `asker` only."""
         with self.changed:
-            self._raise_problems([request for request in self._refused if self._requests[request].asker is asker])
+            refused = [request for request in self._refused if self._requests[request].asker is asker]
+            self._raise_problems(refused, asker)
             self.changed.wait(GLANCE)
 
     def abort(self, request_id: int) -> None:
@@ -122,9 +146,17 @@ class Fleet:
                 self._remotes[name].abort(request_id)
             self._hand_out()
 
-    def _raise_problems(self, requests: Sequence[int]) -> None:
+    def dismiss(self, asker: object) -> None:
+        """Whoever waits for samples of this asker, or waits for some from now on, gets RunStopped."""
+        with self.changed:
+            self._dismissed.add(asker)
+            self.changed.notify_all()
+
+    def _raise_problems(self, requests: Sequence[int], asker: object = None) -> None:
         if self._failure is not None:
             raise self._failure
+        if asker in self._dismissed:
+            raise RunStopped("the run ends", exit_code=1)
         for request in requests:
             if request in self._refused:
                 raise UserError(self._refused[request])
@@ -286,6 +318,9 @@ class RememberingFleet:
         """kept: what an earlier one's `state` has returned; its samples go on from there."""
         self._fleet, self._kept = fleet, kept
         self._asked: dict[str, Request] = {}
+        """By their digests."""
+        self._times: Counter[str] = Counter()
+        """How often each was asked."""
         self.asked = threading.Event()
         """Set once `generate` has asked for its samples."""
         self.max_positions, self.cache_tokens = fleet.max_positions, fleet.cache_tokens
@@ -295,11 +330,14 @@ class RememberingFleet:
         return self._fleet.weights_version
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        first: int | None = None,
     ) -> list[list[Completion]]:
         requests = [self._begin(*each) for each in _pairs(prompts, params)]
         self.asked.set()
-        return self._fleet.complete(requests)
+        return self._fleet.complete(requests, first, self)
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         return self._begin(prompt, params).id
@@ -325,10 +363,13 @@ class RememberingFleet:
             }
 
     def close(self) -> None:
-        self._fleet.fail(RunStopped("the run ends", exit_code=1))
+        self._fleet.dismiss(self)
 
     def _begin(self, prompt: list[int], params: SamplingParams) -> Request:
         digest = hashlib.sha256(json.dumps([prompt, asdict(params)]).encode()).hexdigest()
+        self._times[digest] += 1
+        if (number := self._times[digest]) > 1:
+            digest += f" {number}"  # of equal requests each has samples of its own
         begun = [Completion(**plain) for plain in self._kept.get(digest, ())]
         with self._fleet.changed:
             request = self._asked[digest] = self._fleet.begin(prompt, params, begun, self)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.config import RLConfig
+from lockstep.config import RLConfig, algorithm_of
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
+from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.parallel import World
@@ -35,6 +36,10 @@ class Generators(Protocol):
         """When they did it, as Chrome's trace events."""
 
     @property
+    def policy(self) -> ScoringModel:
+        """The newest weights, as this rank computes with them alone; for algorithms with a value function."""
+
+    @property
     def progress(self) -> int:
         """Grows while this rank's sampler gets samples."""
 
@@ -44,12 +49,34 @@ class Generators(Protocol):
         Raises RunStopped where they do not arrive as they were sent, or no generator is left.
         """
 
+    def conversing(self) -> AbstractContextManager[bool]:
+        """Within it conversations ask the sampler, where it gives True. All ranks enter it.
+
+        A rank for which it gives False has computed with the one of its tensor group that asks, until that has left it.
+        """
+
+
+class WholePolicy:
+    """The policy as one rank, or one tensor group, computes with it alone.
+
+    In one process it is the model that is trained, else a copy in the run's dtype.
+    """
+
+    def __init__(
+        self, config: RLConfig, world: World, policy: TrainableModel, moved: Callable[[], None] = lambda: None
+    ):
+        self.model = sampling_model(config, world, policy)
+        tensors = dict(policy.named_parameters())
+        self._transfer = None if self.model is policy else WeightTransfer(tensors, self.model, world, moved)
+
+    def new_weights(self, version: int) -> None:
+        """Takes the trainer's weights as they are now. All ranks call it. Raises RunStopped as `Generators` does."""
+        if self._transfer:
+            self._transfer(version)
+
 
 class OwnGenerator:
-    """An engine on every rank, which samples while nothing is trained.
-
-    In one process it reads the trainer's own weights, else a copy of them.
-    """
+    """An engine on every rank, which samples while nothing is trained."""
 
     remembering = None
 
@@ -61,10 +88,17 @@ class OwnGenerator:
         tokenizer: Tokenizer,
         moved: Callable[[], None] = lambda: None,
     ):
-        sampling = sampling_model(config, world, model)
-        self.sampler = Engine(sampling, config.engine, tokenizer)
-        tensors = dict(model.named_parameters())
-        self._transfer = None if sampling is model else WeightTransfer(tensors, sampling, world, moved)
+        self._whole = WholePolicy(config, world, model, moved)
+        self._follows = world.coordinate("tensor") > 0
+        self.sampler: Engine
+        if world.tensor_group is None or self._follows:
+            self.sampler = Engine(self._whole.model, config.engine, tokenizer)
+        else:
+            self.sampler = LeadingEngine(self._whole.model, config.engine, tokenizer, leads=False)
+
+    @property
+    def policy(self) -> ScoringModel:
+        return self._whole.model
 
     @property
     def progress(self) -> int:
@@ -77,15 +111,22 @@ class OwnGenerator:
         return []
 
     def new_weights(self, version: int) -> None:
-        if self._transfer:
-            self._transfer(version)
+        self._whole.new_weights(version)
         self.sampler.weights_changed(version)
+
+    @contextmanager
+    def conversing(self) -> Iterator[bool]:
+        """As `Generators`: what is asked when depends on the environment, so one rank asks, and the others hear it."""
+        if self._follows:
+            follow(self.sampler)
+        with self.sampler.leading() if isinstance(self.sampler, LeadingEngine) else nullcontext():
+            yield not self._follows
 
 
 def suited_to_actors(config: RLConfig, world: World) -> RLConfig:
     """`config` with the settings that its generators need. Raises UserError where what starts them is not there."""
     if config.actors.urls:
-        from lockstep.rl.actors.http_generators import suited_to_servers
+        from lockstep.rl.actors.http_supervisor import suited_to_servers
 
         config = suited_to_servers(config, world)
     if config.actors.hosts:
@@ -112,11 +153,6 @@ def open_generators(
         return OwnGenerator(config, world, model, tokenizer, moved)
     from lockstep.rl.actors.separate import SeparateGenerators
 
-    return opened.enter_context(SeparateGenerators(config, world, model, run))
-
-
-def whole_policy(generators: Generators, policy: TrainableModel) -> ScoringModel:
-    """What a rank computes the policy with alone: its generator's copy where it has one, else the policy itself."""
-    own = generators.sampler.model if isinstance(generators, OwnGenerator) else policy
-    assert isinstance(own, ScoringModel)
-    return own
+    # Values are computed by the ranks that train, whoever samples.
+    whole = WholePolicy(config, world, model, moved) if algorithm_of(config).advantage == "gae" else None
+    return opened.enter_context(SeparateGenerators(config, world, model, run, whole))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from lockstep.errors import UserError
 from lockstep.generate import SamplingParams
 from lockstep.model.config import ModelConfig
 from lockstep.rl.actors.http_client import HttpClient, HttpError, Unreachable
+from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.remote import RemoteSample, Request
 
 SEED_STEP = 0x9E3779B97F4A7C15
@@ -154,8 +153,7 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
                 "run as well"
             ) from error
         raise
-    # What is stored as tuples comes back as lists.
-    shape = json.loads(json.dumps(dataclasses.asdict(wanted.shape)))
+    shape = plain_shape(wanted.shape)
     if (chunks := found["shape"].pop("reduction_chunks")) != (own := shape.pop("reduction_chunks")):
         change = f"start it with --parallel.reduction-chunks {own}"
         _refuse(client, f"it sums in reduction_chunks {chunks}, but the run in {own}", change)

@@ -12,8 +12,6 @@ from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.parallel import World, apply_compile, generator_layout, generator_model, parallel_model
 from lockstep.rl.actors.own_weights import lay_out
-from lockstep.rl.conversations.protocol import ConversationEnvironment
-from lockstep.rl.environment import Environment
 
 
 def policy_model(config: RLConfig, world: World) -> TrainableModel:
@@ -57,7 +55,7 @@ def frozen_model(folder: str, config: RLConfig, world: World) -> Decoder:
     return generator_model(shape, resolve_dtype(config.dtype), world, parallel, fill)
 
 
-def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) -> None:
+def refuse_on_ranks(config: RLConfig, world: World) -> None:
     """Raises UserError for what a run on several ranks does not do yet."""
     if world.size == 1:
         return
@@ -69,18 +67,15 @@ def refuse_on_ranks(config: RLConfig, environment: Environment, world: World) ->
                 f"parallel.{shared[0] if shared else 'full_dtensor'} out (parallel.data_shard and data_replicate are "
                 "free), or choose another algorithm"
             )
-        if config.actors.separate:
-            raise UserError(
-                f"algorithm {config.algorithm} on several ranks takes its values from the copies that their generators "
-                "have; leave actors.generators out, or train in one process"
-            )
         if config.train.optimizer_in_backward:
             raise UserError(
                 f"algorithm {config.algorithm} trains a value head, whose gradient ranks sum after the backward; "
                 "switch train.optimizer_in_backward off"
             )
-    if isinstance(environment, ConversationEnvironment) and config.parallel.tensor > 1 and not config.actors.separate:
+    generators = 1 if config.actors.separate else world.size // world.degrees["tensor"]
+    if config.oversampling_factor > 1 and config.train.deterministic_layout and generators > 1:
         raise UserError(
-            f"{type(environment).__name__} holds conversations, which the ranks of a tensor group cannot share a "
-            "generator for so far; leave parallel.tensor at 1, or give actors.generators"
+            f"oversampling_factor {config.oversampling_factor:g} on ranks that sample by themselves takes the first "
+            "groups of each, so that the run depends on their number, which train.deterministic_layout rules out; "
+            "give actors.generators, or leave one of them out"
         )

@@ -1,16 +1,23 @@
-"""Rollouts as plain data, between ranks: everything but the example, which every rank has."""
+"""What processes tell each other as plain data: rollouts, but for the example, which every rank has, and shapes."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.model import ModelConfig
 from lockstep.rl.environment import Example
 from lockstep.rl.rewards.calling import Outcome
 from lockstep.rl.rollouts import Conversation, Rollout
 
 FIELDS = [field.name for field in dataclasses.fields(Rollout) if field.name not in ("example", "conversation")]
+
+
+def plain_shape(shape: ModelConfig) -> dict[str, Any]:
+    """A model's shape as it comes back from JSON: with lists for tuples."""
+    return dict(json.loads(json.dumps(dataclasses.asdict(shape))))
 
 
 def plain_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class RemoteSample:
             reason,
         )
 
+    @property
+    def sampled(self) -> int:
+        return len(self.token_ids)
+
     def completion(self) -> Completion:
         return Completion(
             self.token_ids, self.logprobs, self.finish_reason or "abort", self.cut_logprobs, self.versions

@@ -36,11 +36,19 @@ class Replicas:
         """Whether this rank speaks for its generator, whose ranks all sample the same."""
         self._group = None if world.mesh is None else dist.new_group(backend="gloo", timeout=PATIENCE)
 
-    def own(self, examples: Sequence[Any]) -> list[int]:
-        """The numbers of those that this rank asks for: every `count`-th, or all on rank 0 where it alone asks."""
+    def own(self, examples: Sequence[Any], wanted: int) -> tuple[list[int], int | None]:
+        """The numbers of those that this rank asks for: every `count`-th, or all on rank 0 where it alone asks.
+
+        And how many groups of these are enough where fewer are `wanted` than there are examples; None: all. What cannot
+        be wanted is not asked.
+        """
+        own = self._every_nth(examples)
         if self.separate:
-            return list(range(len(examples))) if self.leads else []
-        return self._every_nth(examples)
+            own = list(range(len(examples))) if self.leads else []
+        if wanted >= len(examples):
+            return own, None
+        first = sum(number < wanted for number in own)
+        return (own if first else []), first
 
     def _every_nth(self, examples: Sequence[Any]) -> list[int]:
         return list(range(self.index, len(examples), self.count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any
@@ -14,17 +14,18 @@ from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.errors import RunStopped
 from lockstep.generate import SamplingParams
-from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
+from lockstep.model import ScoringModel, TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import announce
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet, RememberingFleet
-from lockstep.rl.actors.generator import plain_shape
-from lockstep.rl.actors.http_generators import HttpGenerators
+from lockstep.rl.actors.generators import WholePolicy
 from lockstep.rl.actors.http_remote import SILENCE_SECONDS
 from lockstep.rl.actors.http_servers import Wanted
-from lockstep.rl.actors.local import LocalGenerators
+from lockstep.rl.actors.http_supervisor import ServerSupervisor
+from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.reception import Reception
 from lockstep.rl.actors.shelf import Edition, Shelf, versions_laid_out
+from lockstep.rl.actors.supervisor import Supervisor
 from lockstep.rl.actors.weight_folders import WeightFolders
 from lockstep.rl.actors.wire import Listener, make_key
 
@@ -35,12 +36,20 @@ KEY = "generators.key"
 class SeparateGenerators:
     """As `Generators`. A context manager; leaving it ends the processes that it has started."""
 
-    def __init__(self, config: RLConfig, world: World, model: TrainableModel, run: Path):
+    def __init__(
+        self,
+        config: RLConfig,
+        world: World,
+        model: TrainableModel,
+        run: Path,
+        whole: WholePolicy | None = None,
+    ):
+        self._whole = whole
         self._config, self._world, self._model, self._run = config, world, model, run
         pages = config.engine.cache_tokens // ops.PAGE
+        self._finish = config.actors.on_update == "finish"
         # Only rank 0's has generators: the others ask for nothing.
-        finish = config.actors.on_update == "finish"
-        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds, finish)
+        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds, self._finish)
         self._opened = ExitStack()
         self._shelf: Shelf | None = None
         self._folders: WeightFolders | None = None
@@ -69,11 +78,19 @@ class SeparateGenerators:
         return self.sampler.trace_events()
 
     @property
+    def policy(self) -> ScoringModel:
+        """As `Generators`."""
+        assert self._whole is not None
+        return self._whole.model
+
+    @property
     def progress(self) -> int:
         return self.sampler.heard
 
     def new_weights(self, version: int) -> None:
         """As `Generators`: the first, and all where nothing is sampled ahead, are waited for."""
+        if self._whole:
+            self._whole.new_weights(version)
         edition: Edition = self._shelf.publish(version) if self._shelf else {"version": version}
         if self._folders:
             edition["folder"] = str(self._folders.write(version))
@@ -83,12 +100,15 @@ class SeparateGenerators:
             if not self._config.actors.max_staleness or not self.sampler.ready:
                 self.sampler.wait_for_weights()
 
+    def conversing(self) -> AbstractContextManager[bool]:
+        """As `Generators`: no rank computes with another one."""
+        return nullcontext(True)
+
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
         if actors.urls:
             silence = max(SILENCE_SECONDS, actors.silence_seconds)
-            finish = actors.on_update == "finish"
-            servers = HttpGenerators(actors.urls, self._wanted(), self.sampler, silence, finish=finish)
+            servers = ServerSupervisor(actors.urls, self._wanted(), self.sampler, silence, finish=self._finish)
             world.on_main(lambda: opening.enter_context(servers))
             dtype, own_head = resolve_dtype(config.dtype), not world.from_main(lambda: servers.exact)
             weights = self._run / "weights"
@@ -112,8 +132,7 @@ class SeparateGenerators:
         listener = Listener(key, actors.host, actors.port)
         address = "{}:{}".format(*listener.address)
         # Entered in this order, so that generators are told to end before they are killed.
-        local = LocalGenerators(actors, self.sampler, address, key, config.device, self._run / "logs")
-        opening.enter_context(local)
+        opening.enter_context(Supervisor(actors, self.sampler, address, key, config.device, self._run / "logs"))
         opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
         if actors.port:
             announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")

@@ -12,7 +12,9 @@ from lockstep.data.chat import ChatTemplateError
 from lockstep.errors import UserError
 from lockstep.generate import SamplingParams
 from lockstep.generate.sampler import Sample, Sampler
-from lockstep.rl.conversations.exchange import Again, Asked, Ended
+from lockstep.generate.sampling_params import FinishReason
+from lockstep.generate.stragglers import stragglers
+from lockstep.rl.conversations.exchange import Again, Asked, Ended, Said
 from lockstep.rl.conversations.hosting import Hosting
 from lockstep.rl.conversations.in_workers import HostingInWorkers, task_of
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Reply
@@ -26,7 +28,7 @@ ASKS_PER_TURN = 4
 """Asks of a conversation for each of its `turns`, at most: those count whose reply it does not wait for."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Playing:
     """A conversation from the model's side."""
 
@@ -37,7 +39,20 @@ class _Playing:
     tool_calls: int = 0
     asks: int = 0
     """Those that it has given up included."""
+    tokens: int = 0
+    """Of the model's replies."""
+    sample: Sample | None = None
+    """Of the reply that it waits for."""
     ended: Ended | None = None
+
+    @property
+    def sampled(self) -> int:
+        return self.tokens + (self.sample.sampled if self.sample else 0)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """As that of a sample: None while it goes on."""
+        return "stop" if self.ended else None
 
 
 def play(
@@ -49,10 +64,12 @@ def play(
     rendering: Rendering,
     config: RLConfig,
     grader: Grader | None = None,
+    first: int | None = None,
 ) -> list[Rollout]:
     """`samples` conversations about each example, one group after the other; of each, its rows one after the other.
 
-    groups: the examples by their groups' numbers.
+    groups: the examples by their groups' numbers. first: so many of them are enough, those whose longest conversation
+    has the fewest tokens of the model; the others are given up once that is known of them. None: all.
 
     They are held in worker processes where `grader` has them, else in this one. A draw depends on `seed`, the group,
     the conversation's place in it and the turn, not on who answers when. One whose `converse` fails before the model
@@ -64,41 +81,100 @@ def play(
         for group, example in groups.items()
         for episode in range(samples)
     ]
-    sampling: dict[int, tuple[Asked, Sample]] = {}
-    left = len(playing)
-    try:
-        with _hosting(playing, seed, environment, config, grader) as hosting:
-            while left:
-                while left and (said := hosting.next(wait=not sampling)) is not None:
-                    one = playing[said.number]
-                    # What it asked before, it has given up.
-                    for request in [r for r, (asked, _) in sampling.items() if asked.number == said.number]:
-                        del sampling[request]
-                        engine.abort(request)
-                    if isinstance(said, Ended):
-                        one.ended = said
-                        left -= 1
-                    elif isinstance(said, Again):
-                        one.transcript, one.tool_calls, one.asks = Transcript(rendering), 0, 0
-                    elif isinstance(said, Asked):
-                        one.asks += 1
-                        prompt = _prompt(one, said, environment, engine, config)
-                        if prompt is None:
-                            hosting.answer(said.number, said.ask, None)
-                            continue
-                        request = engine.add(prompt, _params(one, seed, environment, rendering, config))
-                        sampling[request] = said, engine.samples(request)[0]
-                if sampling:
+    with _hosting(playing, seed, environment, config, grader) as hosting:
+        held = _Conversations(playing, hosting, seed, environment, engine, rendering, config)
+        try:
+            while held.going:
+                while held.going and (said := hosting.next(wait=not held.sampling)) is not None:
+                    held.hear(said)
+                if held.sampling:
                     engine.step()
-                for request, (asked, sample) in list(sampling.items()):
-                    if sample.finish_reason is not None:
-                        del sampling[request]
-                        reply = _reply(playing[asked.number], sample, engine, rendering)
-                        hosting.answer(asked.number, asked.ask, reply)
-    finally:
-        for request in sampling:
-            engine.abort(request)
-    return [rollout for one in playing for rollout in _rollouts(one, environment, engine.weights_version)]
+                held.answer()
+                if first is not None:
+                    held.give_up_all_but(first)
+        finally:
+            for request in held.sampling:
+                engine.abort(request)
+    return [rollout for one in held.wanted() for rollout in _rollouts(one, environment, engine.weights_version)]
+
+
+class _Conversations:
+    """Those of a step, between the environment's side and the engine."""
+
+    def __init__(
+        self,
+        playing: Sequence[_Playing],
+        hosting: Hosting | HostingInWorkers,
+        seed: Sequence[int],
+        environment: ConversationEnvironment,
+        engine: Sampler,
+        rendering: Rendering,
+        config: RLConfig,
+    ):
+        self._playing, self._hosting, self._seed = playing, hosting, seed
+        self._environment, self._engine, self._rendering, self._config = environment, engine, rendering, config
+        self.going = set(range(len(playing)))
+        """The numbers of those that have not ended."""
+        self.sampling: dict[int, Asked] = {}
+        """What the engine is asked, by its requests."""
+        self._groups: dict[int, list[_Playing]] = {}
+        """Those that are not given up."""
+        for one in playing:
+            self._groups.setdefault(one.group, []).append(one)
+
+    def wanted(self) -> list[_Playing]:
+        """The conversations that are not given up, one group after the other."""
+        return [one for group in self._groups.values() for one in group]
+
+    def hear(self, said: Said | Again) -> None:
+        """Asks the engine for what a conversation asks, or notes its end."""
+        one = self._playing[said.number]
+        self._abort(said.number)  # what it asked before, it has given up
+        if isinstance(said, Ended):
+            one.ended = said
+            self.going.discard(said.number)
+        elif isinstance(said, Again):
+            one.transcript, one.tool_calls, one.asks, one.tokens = Transcript(self._rendering), 0, 0, 0
+        elif isinstance(said, Asked):
+            one.asks += 1
+            prompt = None
+            if said.number in self.going:
+                prompt = _prompt(one, said, self._environment, self._engine, self._config)
+            if prompt is None:
+                self._hosting.answer(said.number, said.ask, None)
+                return
+            params = _params(one, self._seed, self._environment, self._rendering, self._config)
+            request = self._engine.add(prompt, params)
+            self.sampling[request], one.sample = said, self._engine.samples(request)[0]
+
+    def answer(self) -> None:
+        """Tells conversations the replies that have come to their end."""
+        for request, asked in list(self.sampling.items()):
+            one = self._playing[asked.number]
+            if one.sample is not None and one.sample.finish_reason is not None:
+                del self.sampling[request]
+                self._hosting.answer(asked.number, asked.ask, _reply(one, one.sample, self._engine, self._rendering))
+                one.sample = None
+
+    def give_up_all_but(self, first: int) -> None:
+        """Gives up the groups that are not among the `first` to be whole, as far as that is known."""
+        for group in stragglers(self._groups, first):
+            late = self._groups.pop(group)
+            for number in [number for number, one in enumerate(self._playing) if one in late]:
+                self.going.discard(number)
+                asked = self._abort(number)
+                if asked is not None:
+                    self._hosting.answer(number, asked.ask, None)
+
+    def _abort(self, number: int) -> Asked | None:
+        """Ends the request that a conversation waits for, if it does; returns what it had asked."""
+        self._playing[number].sample = None
+        for request, asked in self.sampling.items():
+            if asked.number == number:
+                del self.sampling[request]
+                self._engine.abort(request)
+                return asked
+        return None
 
 
 def _hosting(
@@ -180,6 +256,7 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
     text = one.transcript.add(said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs, said.versions)
     calls = rendering.calls(text)
     one.tool_calls += len(calls)
+    one.tokens += len(said.token_ids)
     return Reply(text, said.finish_reason, calls)
 
 

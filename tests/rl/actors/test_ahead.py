@@ -15,7 +15,7 @@ from lockstep.rl.actors.fleet import Fleet, RememberingFleet
 from lockstep.rl.actors.remote import RemoteSample
 from lockstep.rl.ahead import Ahead
 from lockstep.rl.environment import Example
-from lockstep.rl.ledger import LedgerError
+from lockstep.rl.ledger import Ledger, LedgerError
 from lockstep.rl.prompts import PromptLoader
 from lockstep.rl.rollouts import Rollout, of_versions
 
@@ -73,13 +73,16 @@ class Scripted:
 class Run:
     """A trainer that only counts, over a fleet of scripted generators that a thread drives."""
 
-    def __init__(self, depth, finish=False, generators=2, losses=0.0, seed=0, room=3, state=None, step=0):
+    def __init__(
+        self, depth, finish=False, generators=2, losses=0.0, seed=0, room=3, state=None, step=0, oversampling=1.0
+    ):
         self.fleet = Fleet(1000, 1000, 10.0, finish)
         self.prompts = PromptLoader(EXAMPLES, seed=1)
         self.ahead = Ahead(
-            self._draw, self.prompts, self.fleet, PROMPTS, depth, lambda k: RememberingFleet(self.fleet, k)
-        )
-        self.step, self.trained = step, {}
+            self._draw, self.prompts, self.fleet, PROMPTS, depth, lambda k: RememberingFleet(self.fleet, k),
+            oversampling=oversampling,
+        )  # fmt: skip
+        self.step, self.trained, self.ledgers = step, {}, {}
         self.remotes = [Scripted(f"generator_{n}", self.fleet, finish, room) for n in range(generators)]
         self.losses, self.rng, self.ended = losses, random.Random(seed), threading.Event()
         if state:
@@ -93,11 +96,12 @@ class Run:
         self.driver.start()
         self.fleet.wait_for_weights(10)
 
-    def _draw(self, asked, step, extra_round, sampler):
+    def _draw(self, asked, step, extra_round, sampler, wanted):
         params = [
             SamplingParams(max_tokens=6, n=SAMPLES, seed=1000 * step + 100 * extra_round + n) for n in range(len(asked))
         ]
-        groups = sampler.generate([[len(example.prompt)] for example in asked], params)
+        first = wanted if wanted < len(asked) else None
+        groups = sampler.generate([[len(example.prompt)] for example in asked], params, first)
         return [
             Rollout(
                 example, group, [1], c.token_ids, c.logprobs, c.finish_reason, "",
@@ -124,10 +128,13 @@ class Run:
     def train(self, until, last=1000, extra_rounds=()):
         for step in range(self.step + 1, until + 1):
             self.ahead.begin(step, last)
-            drawn = []
+            drawn, ledger = [], Ledger(PROMPTS)
             for extra_round in range(1 + (step in extra_rounds)):
-                drawn += self.ahead.drawn(step, extra_round, 1 if extra_round else PROMPTS)[1]
-            self.trained[step] = drawn
+                of_round = self.ahead.drawn(step, extra_round, 1 if extra_round else PROMPTS)
+                drawn += of_round.rollouts
+                ledger.wanted = PROMPTS + extra_round
+                ledger.add(of_round.rollouts, of_round.places)
+            self.trained[step], self.ledgers[step] = drawn, ledger.places()
             self.step = step
             self.fleet.new_weights({"version": step})
 
@@ -257,6 +264,28 @@ def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted
         assert plain(second) == plain(whole, stop + 1)
 
 
+@pytest.mark.parametrize("finish", [False, True])
+def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none_is_lost_or_repeated(finish):
+    for stop in (2, 5):
+        with running(2, finish, generators=2, losses=0.01 * (not finish), seed=stop, oversampling=1.5) as first:
+            first.train(stop, last=9, extra_rounds=(2,))
+            if finish:
+                first.ahead.wait()
+            state = first.state()
+        with running(2, finish, generators=3, seed=1, state=state, step=stop, oversampling=1.5) as second:
+            second.train(9, last=9)
+        ledgers = first.ledgers | second.ledgers
+        held = [place for own in ledgers.values() for place in own["trained"] + own["dropped"]["stragglers"]]
+        assert sorted(held) == sorted(set(held)) and len(held) == second.prompts.position - second.prompts.left_out
+        assert [len(own["dropped"]["stragglers"]) for own in ledgers.values()] == [2, 3] + [2] * 7
+        assert {own[-1] for own in ages(second).values()} <= {0, 1, 2}
+        with running(2, finish, generators=1, seed=2, oversampling=1.5) as whole:
+            whole.train(9, last=9, extra_rounds=(2,))
+        if finish:
+            assert whole.ledgers == ledgers and plain(whole, stop + 1) == plain(second)
+        assert not whole.fleet._requests and not second.fleet._requests
+
+
 def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
     with running(2) as first:
         first.train(2)
@@ -283,10 +312,10 @@ def test_an_error_of_a_step_that_is_sampled_ahead_is_raised_at_that_step_and_not
     with running(2) as run:
         draw = run.ahead._draw
 
-        def failing(asked, step, extra_round, sampler):
+        def failing(asked, step, extra_round, sampler, wanted):
             if step == 4:
                 raise UserError("step 4 cannot be")
-            return draw(asked, step, extra_round, sampler)
+            return draw(asked, step, extra_round, sampler, wanted)
 
         run.ahead._draw = failing
         with pytest.raises(UserError, match="step 4 cannot be"):
@@ -295,11 +324,33 @@ def test_an_error_of_a_step_that_is_sampled_ahead_is_raised_at_that_step_and_not
     assert not [thread for thread in threading.enumerate() if thread.name == "ahead"]
 
 
+def test_a_step_has_begun_when_its_samples_are_asked_however_long_its_prompts_take():
+    fleet, samplers = Fleet(1000, 1000, 1000.0), []
+    encoded = threading.Event()
+
+    def draw(asked, step, extra_round, sampler, wanted):
+        encoded.wait(20)
+        return sampler.generate([[1]], SamplingParams(max_tokens=3, seed=step))
+
+    def remembering(kept):
+        samplers.append(RememberingFleet(fleet, kept))
+        return samplers[-1]
+
+    ahead = Ahead(draw, PromptLoader(EXAMPLES, seed=1), fleet, 1, 1, remembering)
+    timer = threading.Timer(0.2, encoded.set)
+    timer.start()
+    ahead.begin(1, 5)
+    begun = [sampler.asked.is_set() for sampler in samplers]
+    timer.join()
+    ahead.close()
+    assert begun == [True, True]
+
+
 def test_a_run_that_ends_does_not_wait_for_samples_of_later_steps():
     fleet = Fleet(1000, 1000, 1000.0)  # without a generator nothing comes, for as long as a run may have none
     ended = []
 
-    def draw(asked, step, extra_round, sampler):
+    def draw(asked, step, extra_round, sampler, wanted):
         try:
             return sampler.generate([[1]], SamplingParams(max_tokens=3, seed=1))
         except RunStopped:

@@ -169,8 +169,16 @@ def test_every_kind_of_algorithm_does(task, model_folder, tmp_path, algorithm, c
     check(task, model_folder, tmp_path, layouts, algorithm=algorithm, steps=2, **changes)
 
 
-def test_conversations_are_spread_over_ranks(task, model_folder, tmp_path):
-    check(task, model_folder, tmp_path, ["FSDP 2"], environment=f"{task}:Talk", steps=2, kl_coefficient=0.0)
+@pytest.mark.parametrize(
+    ("layouts", "rewards"),
+    [
+        (["FSDP 2", "TP 2"], RewardConfig(isolate="never")),
+        pytest.param(["FSDP 2 x TP 2", "TP 2 x PP 2"], RewardConfig(workers=1), marks=pytest.mark.slow),
+    ],
+)
+def test_conversations_are_spread_over_ranks(task, model_folder, tmp_path, layouts, rewards):
+    changes = dict(environment=f"{task}:Talk", rewards=rewards, validation_every=1)
+    check(task, model_folder, tmp_path, layouts, steps=2, kl_coefficient=0.0, **changes)
 
 
 @pytest.mark.parametrize(("algorithm", "layouts"), [("grpo", ("TP 2", "FSDP 2")), ("ppo", ("FSDP 2", "DDP 2"))])
@@ -266,7 +274,6 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
             dict(algorithm="ppo", train=TrainConfig(optimizer_in_backward=True, max_grad_norm=0)),
             "switch train.optimizer_in_backward off",
         ),
-        (dict(environment="Talk", parallel=ParallelConfig(tensor=2)), "give actors.generators"),
         (dict(environment="Unseeded"), 'examples of "train" on rank 1 are not those of rank 0'),
         (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 run; start 4 with torchrun"),
     ],

@@ -2,12 +2,14 @@
 
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
+import lockstep.rl.actors.fleet as fleet_module
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import SamplingParams
-from lockstep.rl.actors.fleet import Fleet
+from lockstep.rl.actors.fleet import Fleet, RememberingFleet
 from lockstep.rl.actors.remote import RemoteSample
 
 PARAMS = SamplingParams(n=2, max_tokens=3, seed=5)
@@ -185,3 +187,86 @@ def test_one_that_the_run_needs_and_that_does_not_fit_ends_it_but_a_guest_does_n
     fleet.unfit(fleet.remote("one"), "another model")
     with pytest.raises(UserError, match="one: another model"):
         fleet.generate([[1]], PARAMS)
+
+
+def test_a_request_that_is_too_large_for_anyone_goes_to_one_that_has_nothing_to_do():
+    small = Recorded("small", room=1)
+    fleet = fleet_of(small)
+    fleet.add([1], SamplingParams(n=5, seed=1))
+    fleet.add([2], SamplingParams(n=1, seed=1))
+    assert list(small.asked) == [0]
+
+
+def test_the_time_without_a_generator_counts_from_when_the_last_one_was_lost(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = Recorded("one")
+    fleet = fleet_of(one, start_seconds=10.0)
+    now[0] = 1000.0
+    fleet.step()
+    fleet.lost(one, "it is gone")
+    now[0] = 1009.0
+    fleet.step()
+    now[0] = 1011.0
+    with pytest.raises(RunStopped, match="no generator has been ready for 10 s"):
+        fleet.step()
+
+
+class Watched(RemoteSample):
+    """A sample that notes whether another thread could change it while it is copied."""
+
+    free = True
+
+    def completion(self):
+        def try_to_change():
+            self.free = self.lock.acquire(blocking=False)
+            if self.free:
+                self.lock.release()
+
+        thread = threading.Thread(target=try_to_change)
+        thread.start()
+        thread.join()
+        return super().completion()
+
+
+def test_no_sample_goes_on_while_the_state_is_taken():
+    fleet = fleet_of(Recorded("one"))
+    remembering = RememberingFleet(fleet, {})
+    remembering.add([1], PARAMS)
+    (request,) = remembering._asked.values()
+    request.samples = [Watched(), Watched()]
+    for sample in request.samples:
+        sample.lock = fleet.changed
+    remembering.state()
+    assert [sample.free for sample in request.samples] == [False, False]
+
+
+def test_one_that_is_closed_ends_its_own_requests_and_nobody_elses():
+    one = Recorded("one")
+    fleet = fleet_of(one)
+    closed, other = RememberingFleet(fleet, {}), RememberingFleet(fleet, {})
+    waiting = [asked_in_the_background(each, [[number]]) for number, each in enumerate((closed, other))]
+    wait_until(lambda: len(one.asked) == 2)
+    closed.close()
+    waiting[0][0].join(10)
+    assert isinstance(waiting[0][1]["error"], RunStopped)
+    with pytest.raises(RunStopped):
+        closed.step()
+    other.step()
+    (request,) = fleet._requests
+    for index in (0, 1):
+        tell(fleet, one, request, index, [index], "stop")
+    waiting[1][0].join(10)
+    assert [c.token_ids for c in waiting[1][1]["groups"][0]] == [[0], [1]]
+
+
+def test_of_equal_requests_each_goes_on_with_samples_of_its_own():
+    one = Recorded("one", room=8)
+    fleet = fleet_of(one)
+    before = RememberingFleet(fleet, {})
+    for token, request in enumerate([before.add([1], PARAMS) for _ in range(3)]):
+        tell(fleet, one, request, 0, [token])
+    after = RememberingFleet(fleet, before.state())
+    requests = [after.add([1], PARAMS) for _ in range(3)]
+    assert [one.asked[request] for request in requests] == [[[0], []], [[1], []], [[2], []]]
+    assert after.state() == before.state()

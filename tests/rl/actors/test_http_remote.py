@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+import lockstep.rl.actors.http_supervisor as http_supervisor
 from lockstep.config import EngineConfig
 from lockstep.errors import UserError
 from lockstep.generate import Engine, SamplingParams
@@ -19,11 +20,12 @@ from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.model.arithmetic import arithmetic_of
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet
-from lockstep.rl.actors.http_generators import HttpGenerators, client_of
 from lockstep.rl.actors.http_remote import HttpRemote
 from lockstep.rl.actors.http_servers import Wanted, find_server
+from lockstep.rl.actors.http_supervisor import ServerSupervisor, client_of
 from lockstep.rl.actors.remote import RemoteSample, Request
 from lockstep.rl.actors.weight_folders import WeightFolders
+from tests.rl.actors.test_fleet import wait_until
 from tests.server.conftest import running_server
 
 ENGINE = EngineConfig(max_tokens_per_step=512, max_sequences=16, cache_tokens=16384)
@@ -66,7 +68,7 @@ def _wanted(model, **changes):
 def _fleet(model, folder, *urls, wanted=None, silence_seconds=10.0):
     fleet = Fleet(512, 16384, 20.0)
     fleet.new_weights({"version": 3, "folder": str(folder)})
-    with HttpGenerators(urls, wanted or _wanted(model), fleet, silence_seconds, retry_seconds=0.1) as generators:
+    with ServerSupervisor(urls, wanted or _wanted(model), fleet, silence_seconds, retry_seconds=0.1) as generators:
         yield fleet, generators
 
 
@@ -422,3 +424,21 @@ def test_logits_that_are_not_finite_end_a_request_as_an_engine_here_does(server,
     folders = WeightFolders(tmp_path, broken, torch.float32, World(CPU))
     with _fleet(model, folders.write(7), server.url) as (fleet, _), pytest.raises(UserError, match="not finite"):
         fleet.generate(PROMPTS[:1], dataclasses.replace(PARAMS, seed=1))
+
+
+def test_a_server_that_answers_nonsense_as_it_comes_back_is_asked_again(server, model, folder, monkeypatch, caplog):
+    with _fleet(model, folder, server.url) as (fleet, _):
+        fleet.wait_for_weights()
+        find, asked = http_supervisor.find_server, []
+
+        async def find_once_it_is_up(*arguments):
+            asked.append(arguments)
+            if len(asked) < 3:
+                raise KeyError("shape")
+            return await find(*arguments)
+
+        monkeypatch.setattr(http_supervisor, "find_server", find_once_it_is_up)
+        fleet.leave(server.url).close()
+        wait_until(lambda: fleet.ready)
+    assert len(asked) == 3
+    assert caplog.text.count("is not back: what it answers makes no sense (KeyError('shape'))") == 1

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-import lockstep.rl.actors.generator as generator_module
+import lockstep.rl.actors.generator_process as generator_module
 from lockstep import Engine, SamplingParams
 from lockstep.checkpoint import load_model
 from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, ParallelConfig
@@ -16,10 +16,11 @@ from lockstep.model import arithmetic_of, build_model, preset, read_config, save
 from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import open_world
 from lockstep.rl.actors.fleet import Fleet
-from lockstep.rl.actors.generator import plain_shape, run_generator
-from lockstep.rl.actors.local import LocalGenerators
+from lockstep.rl.actors.generator_process import run_generator
+from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.reception import Reception
 from lockstep.rl.actors.shelf import Shelf
+from lockstep.rl.actors.supervisor import Supervisor
 from lockstep.rl.actors.wire import Closed, Listener, call
 from tests.rl.actors.test_fleet import wait_until
 
@@ -175,11 +176,43 @@ def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_pa
     fleet = Fleet(512, 1024, 60.0)
     fleet.new_weights({"version": 1})
     actors = ActorsConfig(generators=1, threads=1)
-    local = LocalGenerators(actors, fleet, "127.0.0.1:1", KEY, "", tmp_path / "logs")
-    with local, pytest.raises(RunStopped) as stopped:
+    supervisor = Supervisor(actors, fleet, "127.0.0.1:1", KEY, "", tmp_path / "logs")
+    with supervisor, pytest.raises(RunStopped) as stopped:
         fleet.generate([[1]], SamplingParams())
     assert stopped.value.exit_code == 1
     assert "generator_0 ended with exit code 1 before it could sample, 3 times over" in str(stopped.value)
     assert f"{tmp_path}/logs/generator_0.log ends with: RuntimeError: this environment is damaged." in str(
         stopped.value
     )
+
+
+@pytest.mark.parametrize(
+    ("on_update", "prompt", "tokens", "versions"),
+    [
+        ("finish", 3, 60, {1}),
+        ("continue", 200, 20, {1}),  # less to go than new weights would have computed anew
+        ("continue", 3, 100, {1, 2}),
+    ],
+)
+def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_should_be(
+    model_folder, world, on_update, prompt, tokens, versions
+):
+    model = load_model(model_folder, dtype="bfloat16", device="cpu")
+    shelf = Shelf(dict(model.named_parameters()), torch.bfloat16, world, KEY)
+    fleet = Fleet(512, 1024, 60.0)
+    reception, address = reception_of(fleet, welcome_of(model_folder, on_update=on_update))
+    params = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
+    with reception:
+        run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
+        run.start()
+        fleet.new_weights(shelf.publish(1))
+        fleet.wait_for_weights()
+        # One after the other: the weights come when the first request has begun, and has nearly all to go.
+        first = fleet.begin([5] * prompt, params)
+        fleet.new_weights(shelf.publish(2))
+        second = fleet.begin([5] * prompt, params)
+        found = [set(group[0].versions) for group in fleet.complete([first, second])]
+    run.join(20)
+    shelf.close()
+    assert found[0] <= versions and max(found[0]) == max(versions)
+    assert found[1] == {2}

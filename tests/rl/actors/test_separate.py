@@ -81,6 +81,18 @@ def test_conversations_with_separate_generators_are_the_same_though_trainers_sha
     assert outcome(tmp_path / "run") == outcome(tmp_path / "one")
 
 
+@pytest.mark.parametrize("layout", ["FSDP 2", pytest.param("HSDP 4", marks=pytest.mark.slow)])
+def test_a_value_function_is_trained_on_ranks_with_separate_generators(task, model_folder, tmp_path, layout):
+    changes = dict(algorithm="ppo", steps=3)
+    launch(1, run, config_of(task, model_folder, tmp_path / "one", **changes), seconds=300)
+    ranks, parallel = LAYOUTS[layout]
+    actors = ActorsConfig(generators=1, threads=1)
+    launch(ranks, run, config_of(task, model_folder, tmp_path / "run", parallel, actors=actors, **changes), seconds=300)
+    found = outcome(tmp_path / "run")
+    assert found == outcome(tmp_path / "one")
+    assert len({metrics["value/loss"] for metrics in found[0][1:]}) == 3  # of values that move with the weights
+
+
 # Servers as the runs of `config_of` need them.
 SERVED = dict(admin_key="secret", parallel=RanksConfig(reduction_chunks=ONE.reduction_chunks))
 

@@ -23,8 +23,8 @@ from lockstep.model import build_model, load_model, preset, save_model
 from lockstep.observe import read_metrics
 from lockstep.parallel import World
 from lockstep.rl.actors.fleet import Fleet
-from lockstep.rl.actors.http_generators import HttpGenerators, suited_to_servers
 from lockstep.rl.actors.http_servers import Wanted
+from lockstep.rl.actors.http_supervisor import ServerSupervisor, suited_to_servers
 from lockstep.rl.actors.remote import RemoteSample
 from lockstep.rl.actors.weight_folders import WeightFolders
 from tests.rl.actors.test_colocated import TASK
@@ -114,7 +114,7 @@ def _wanted(**changes):
 def _fleet(vllm, **changes):
     fleet = Fleet(512, 16384, 20.0)
     fleet.new_weights({"version": 3, "folder": "/weights/3"})
-    with HttpGenerators([vllm.url], _wanted(**changes), fleet):
+    with ServerSupervisor([vllm.url], _wanted(**changes), fleet):
         yield fleet
 
 

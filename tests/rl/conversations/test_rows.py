@@ -113,7 +113,7 @@ def test_an_episode_counts_once_in_metrics_and_ledger():
     own |= {"rollout/environment_tokens": 24, "rollout/prompt_tokens": 30, "rollout/environment_seconds": 1.5}
     assert metrics == expected | own
     ledger = Ledger(2)
-    ledger.add(rows)
+    ledger.add(rows, [0, 1])
     ledger.drop_failed()
     assert {r.group for r in ledger.trained} == {1}, "one conversation is no group, though it has two rows"
     assert ledger.metrics(ledger.trained)["rollout/completions_trained"] == 3

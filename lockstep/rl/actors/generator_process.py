@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import queue
 import signal
@@ -30,7 +29,7 @@ from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.hub import local_folder
-from lockstep.model import ModelConfig, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
+from lockstep.model import arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import Timeline, announce, log, start_line
 from lockstep.observe.actors import NAME
@@ -38,6 +37,7 @@ from lockstep.observe.run_folder import CONFIG
 from lockstep.observe.sign_of_life import SignOfLife
 from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import World, apply_compile, generator_model
+from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.shelf_reader import ShelfReader, Taken
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
@@ -330,11 +330,6 @@ def _take_arithmetic(wanted: str, device: torch.device) -> None:
             f"the trainer computes in {wanted}, a generator on {socket.gethostname()} in {own}; start it on a machine "
             "like the trainer's, or, for any CPUs, the run with --arithmetic portable"
         )
-
-
-def plain_shape(shape: ModelConfig) -> dict[str, Any]:
-    """A model's shape as messages have it."""
-    return dict(json.loads(json.dumps(dataclasses.asdict(shape))))
 
 
 def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> int:

@@ -50,7 +50,7 @@ def client_of(url: str) -> HttpClient:
     return HttpClient(url.rstrip("/"), *keys)
 
 
-class HttpGenerators:
+class ServerSupervisor:
     """The servers at `urls`, in a run's fleet. A context manager; entering it raises UserError for one that is unfit.
 
     Their keys are LOCKSTEP_API_KEY and LOCKSTEP_ADMIN_KEY of the environment. One that is lost joins again, with the
@@ -81,7 +81,7 @@ class HttpGenerators:
         """Whether their log-probabilities are the trainer's, bit for bit."""
         return all(remote.exact for remote in self._remotes.values())
 
-    def __enter__(self) -> HttpGenerators:
+    def __enter__(self) -> ServerSupervisor:
         for client, server in [(client, self._find(client)) for client in self._clients]:
             self._fleet.required.add(client.url)
             self._join(client, server)
@@ -112,10 +112,12 @@ class HttpGenerators:
                     continue
                 try:
                     server = self._find(client)
-                except (UserError, HttpError, Unreachable, TimeoutError) as error:
-                    if self._said.get(client.url) != str(error):
-                        self._said[client.url] = str(error)
-                        log.warning("%s is not back: %s", client.url, error)
+                except Exception as error:  # what is coming up there, or is there now, may answer anything
+                    known = isinstance(error, UserError | HttpError | Unreachable)
+                    said = str(error) if known else f"what it answers makes no sense ({error!r})"
+                    if self._said.get(client.url) != said:
+                        self._said[client.url] = said
+                        log.warning("%s is not back: %s", client.url, said)
                     continue
                 if server.exact != self._remotes[client.url].exact:
                     continue  # another kind of server has taken its place

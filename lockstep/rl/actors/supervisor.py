@@ -43,7 +43,7 @@ class _Place:
     failures: int = 0
 
 
-class LocalGenerators:
+class Supervisor:
     """`config.generators` generators on `config.hosts`. A context manager; leaving it leaves none behind."""
 
     def __init__(self, config: ActorsConfig, fleet: Fleet, address: str, key: bytes, device: str, logs: Path):
@@ -56,7 +56,7 @@ class LocalGenerators:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="generators", daemon=True)
 
-    def __enter__(self) -> LocalGenerators:
+    def __enter__(self) -> Supervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._fleet.required |= {place.name for place in self._places}
         self._thread.start()

@@ -1,0 +1,105 @@
+"""What a reinforcement run does before its first step, and after its last."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint import Checkpoints
+from lockstep.config import RLConfig, algorithm_of, to_toml
+from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
+from lockstep.observe import RunFolder, announce, in_short, log, merge_timelines, read_metrics, start_line, write_report
+from lockstep.parallel import World
+from lockstep.rl.actors.generators import Generators
+from lockstep.rl.actors.models import refuse_on_ranks
+from lockstep.rl.bookkeeping import summarize
+from lockstep.rl.critic import ValueHead, refuse_run_without_values
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.load_environment import GIVEN, check_environment, given_name, load_environment
+from lockstep.rl.prompt_balance import prompt_balance
+from lockstep.rl.prompts import PromptLoader, examples_of, refuse_other_examples
+
+
+def named_environment(config: RLConfig, environment: Environment | None) -> tuple[RLConfig, Environment]:
+    """The environment that is given, under whose name it stands in the settings, or the one that these name."""
+    if environment is None:
+        return config, load_environment(config.environment, config.data, config.skip_bad_lines)
+    check_environment(environment)
+    return replace(config, environment=given_name(environment)), environment
+
+
+def open_examples(config: RLConfig, environment: Environment, world: World) -> tuple[PromptLoader, list[Example]]:
+    """The prompts to train on, and those to validate by. Raises UserError where they, or the ranks, do not do."""
+    prompts = PromptLoader(examples_of(environment, "train"), config.seed)
+    held_out = examples_of(environment, "validation")[: config.validation_examples]
+    refuse_on_ranks(config, world)
+    for split, examples in (("train", prompts.examples), ("validation", held_out)):
+        refuse_other_examples(split, examples, world)
+    return prompts, held_out
+
+
+def resumed_state(
+    config: RLConfig,
+    world: World,
+    run: RunFolder,
+    checkpoints: Checkpoints,
+    prompts: PromptLoader,
+    critic: ValueHead | None,
+) -> dict[str, Any]:
+    """The state of the newest checkpoint where the run goes on from one, else that of step 0; `prompts` takes its.
+
+    What the run's folder has of later steps is taken out.
+    """
+    state: dict[str, Any] | None = None
+    if config.resume and critic:
+        refuse_run_without_values(run.path, config)
+    if config.resume:
+        state = checkpoints.resume(lambda state: prompts.restore(state["prompts"]))
+    if config.resume and world.is_main:
+        # Without a checkpoint the validation before the first step is made again, too.
+        run.truncate((state["step"] if state else 0) or -1)
+        run.record(to_toml(config))
+    return state or {"step": 0}
+
+
+def announce_start(config: RLConfig, environment: Environment, model: TrainableModel, world: World, start: int) -> None:
+    """Says what the run will do, and with what."""
+    samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
+    work = f"{type(environment).__name__}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
+    parameters, compute = model.config.num_parameters, resolve_dtype(config.dtype)
+    announce("rl: " + start_line(config.model, parameters, world.device, compute, work, world.size))
+    if world.device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
+        announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
+    if start and start >= config.steps:
+        log.warning("the run has come to its end at step %d; give more --steps to go on", start)
+
+
+def learns_from_spread_alone(config: RLConfig) -> bool:
+    """Whether groups of equal rewards teach nothing."""
+    algorithm = algorithm_of(config)
+    others = max(algorithm.kl_coefficient, algorithm.entropy_coefficient) > 0
+    return algorithm.advantage not in ("teacher", "gae") and not others
+
+
+def title_of(config: RLConfig) -> str:
+    """Of the run's report."""
+    return f"{config.algorithm} on {config.environment.removeprefix(GIVEN)}"
+
+
+def write_ending(config: RLConfig, world: World, run: RunFolder, generators: Generators, clock: float) -> None:
+    """The summary, the timeline and the report of a run that has come to its end. clock: when it began."""
+    merge_timelines(run.path, generators.trace_events())
+    summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
+        "seconds": {"rl": time.perf_counter() - clock},
+        "arithmetic": arithmetic_of(world.device),
+    }
+    if balance := prompt_balance(run.path):
+        summary["prompts"] = asdict(balance)
+        if balance.repeated or balance.lost:
+            log.warning("%s; this is a bug of Lockstep", balance.text())
+    run.summary.write_text(json.dumps(summary, indent=1))
+    write_report(run.path, title_of(config))

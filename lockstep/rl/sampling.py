@@ -1,0 +1,95 @@
+"""How a run samples: which prompts a rank asks for, of whom, and where its conversations are held."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+
+from lockstep.config import RLConfig
+from lockstep.data import Tokenizer
+from lockstep.generate.sampler import Sampler
+from lockstep.observe import Timeline
+from lockstep.rl.actors.generators import Generators
+from lockstep.rl.actors.replicas import Replicas
+from lockstep.rl.collect import collect, evaluate
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.conversations.rendering import Rendering
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.rewards.workers import open_grader, own_limit
+from lockstep.rl.rollouts import Rollout
+
+Draws = Callable[[Sequence[Example]], list[Rollout]]
+"""Rollouts of these examples that were sampled before."""
+
+
+class Sampling:
+    """A run's rollouts, as each of its ranks draws them, and the grader that it has for them."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        environment: Environment,
+        is_given: bool,
+        tokenizer: Tokenizer,
+        rendering: Rendering,
+        replicas: Replicas,
+        generators: Generators,
+        recorded: Draws | None,
+        run: Path,
+        timeline: Timeline,
+        opened: ExitStack,
+    ):
+        """is_given: whether `environment` is an object of the caller's, which workers cannot load. recorded: instead of
+        sampling. `opened` ends the graders."""
+        self._config, self._environment, self._tokenizer = config, environment, tokenizer
+        self._rendering, self._replicas, self._generators = rendering, replicas, generators
+        self._recorded = recorded
+        self.talks = isinstance(environment, ConversationEnvironment)
+        self.grader = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
+        # Conversations of steps to come are held while this step's are graded, one step after the other.
+        self._talking, self._conversing = threading.Lock(), self.grader
+        if self.talks and config.actors.max_staleness:
+            self._conversing = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
+        self.waits_for = "the generators" if config.actors.separate else ""
+        """Whom the watchdog blames where no samples come."""
+        self.grading_seconds = own_limit(config.rewards, self.grader)
+        """What grading may take until something must move."""
+        self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
+        """As long as there may be no generator at all."""
+
+    @property
+    def seconds(self) -> float:
+        """What sampling may take until something must move."""
+        return max(self.grading_seconds if self.talks else 0.0, self.start_seconds)
+
+    def draw(
+        self, asked: Sequence[Example], step: int, extra_round: int, sampler: Sampler, wanted: int
+    ) -> list[Rollout]:
+        """As `ahead.Draw`: this rank's share."""
+        if self._recorded:
+            return self._recorded(asked)
+        own, first = self._replicas.own(asked, wanted)
+        with self._talking if self.talks else nullcontext(), self._asks() as asks:
+            if not asks:
+                return []
+            return collect(
+                asked, self._environment, sampler, self._tokenizer, self._config, step, extra_round, self._rendering,
+                self._conversing, own, first,
+            )  # fmt: skip
+
+    def evaluate(self, held_out: Sequence[Example]) -> list[Rollout]:
+        """This rank's share of a validation, graded."""
+        own, _ = self._replicas.own(held_out, len(held_out))
+        with self._asks() as asks:
+            if not asks:
+                return []
+            return evaluate(
+                held_out, self._environment, self._generators.sampler, self._tokenizer, self._config, self.grader,
+                self._rendering, own,
+            )  # fmt: skip
+
+    def _asks(self) -> AbstractContextManager[bool]:
+        """Whether this rank asks for samples, and does not only compute them with another one."""
+        return self._generators.conversing() if self.talks else nullcontext(True)

@@ -1,0 +1,78 @@
+"""Conversations of which more are held than wanted: the longest groups are given up, wherever they are."""
+
+import asyncio
+import inspect
+
+import pytest
+
+import lockstep.rl as rl
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl.collect import collect
+from lockstep.rl.load_environment import load_environment
+from lockstep.rl.rewards.workers import open_workers
+
+EXAMPLES = [
+    rl.Example("a", "many"),
+    rl.Example("b"),
+    rl.Example("c", "waits"),
+    rl.Example("d"),
+    rl.Example("e", "many"),
+]
+
+
+class Talk(rl.ConversationEnvironment):
+    """A reply; of "many" as many as are allowed, and after three of "waits" a wait that has no end."""
+
+    turns = 40
+
+    def examples(self, split):
+        return [rl.Example("p")]
+
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        await chat.reply()
+        for turn in range({"many": 40, "waits": 3}.get(example.answer, 0)):
+            chat.add(f"more {turn}")
+            await chat.reply()
+        if example.answer == "waits":
+            await asyncio.sleep(1000)
+        return 1.0
+
+
+def config(**changes):
+    return RLConfig(**(dict(samples_per_prompt=2, max_new_tokens=6, rewards=RewardConfig(seconds=60)) | changes))
+
+
+@pytest.fixture(params=["here", "in workers"])
+def held(request, tmp_path, engine_of, renderings):
+    """`held(numbers, first)`: conversations about some of the examples, and what the engine has sampled for them."""
+    file = tmp_path / "task.py"
+    file.write_text(f"import asyncio\nimport lockstep.rl as rl\n\n{inspect.getsource(Talk)}")
+    named = config(environment=f"{file}:Talk", rewards=RewardConfig(workers=2, seconds=60))
+
+    def hold(numbers, first, grader):
+        engine = engine_of("llama3", 16)
+        rollouts = collect(
+            EXAMPLES, Talk(), engine, engine.tokenizer, config(), 1, 0, renderings["llama3"], grader, numbers, first
+        )
+        assert not engine.has_work
+        return rollouts, engine.statistics.tokens_sampled
+
+    if request.param == "here":
+        yield lambda numbers, first: hold(numbers, first, None)
+    else:
+        load_environment(named.environment)
+        with open_workers(named, tmp_path) as grader:
+            yield lambda numbers, first: hold(numbers, first, grader)
+
+
+def plain(rollouts):
+    return [(r.group, r.episode, r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
+
+
+def test_the_longest_groups_are_given_up_in_the_middle_of_a_reply_or_of_the_environments_turn(held):
+    whole, _ = held([1, 3], None)
+    for _ in range(2):  # the workers hold others afterwards
+        kept, sampled = held(range(5), 2)
+        assert plain(kept) == plain(whole) and len(kept) == 4
+        assert sampled < 250  # of some 500
