@@ -47,10 +47,20 @@ SHARED = {
 }
 
 
-def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimizer="adamw", compiled="none", rules=()):
+def train(
+    parallel,
+    dtype,
+    microbatches,
+    steps=STEPS,
+    deterministic=True,
+    optimizer="adamw",
+    compiled="none",
+    rules=(),
+    layers=4,
+):
     """Losses and gradient norms of each step, and the weights after the last; odd lengths, so that sums are uneven."""
     world = open_world(parallel, "cpu")
-    shape = preset("qwen3:micro", 131)
+    shape = replace(preset("qwen3:micro", 131), num_layers=layers)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
     model = parallel_model(shape, kind, world, parallel, CompileConfig(compiled), fill)
@@ -96,31 +106,34 @@ def check(layouts, chunks, dtype, microbatches, steps, *settings):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "microbatches", "steps", "optimizer", "layouts"),
+    ("dtype", "microbatches", "steps", "optimizer", "layouts", "layers"),
     [
-        ("float32", 8, 5, "adamw", COPIES[1:]),
-        ("bfloat16", 12, 5, "muon", COPIES[3:]),
-        pytest.param("float32", 8, STEPS, "adamw", COPIES, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 12, STEPS, "muon", COPIES, marks=pytest.mark.slow),
+        ("float32", 8, 3, "adamw", COPIES[1:], 2),
+        ("bfloat16", 12, 3, "muon", COPIES[3:], 2),
+        pytest.param("float32", 8, STEPS, "adamw", COPIES, 4, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 12, STEPS, "muon", COPIES, 4, marks=pytest.mark.slow),
     ],
 )
 def test_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
-    dtype, microbatches, steps, optimizer, layouts
+    dtype, microbatches, steps, optimizer, layouts, layers
 ):
-    check(layouts, 1, dtype, microbatches, steps, True, optimizer)
+    check(layouts, 1, dtype, microbatches, steps, True, optimizer, "none", (), layers)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "steps", "optimizer", "layouts"),
+    ("dtype", "microbatches", "steps", "optimizer", "layouts", "layers"),
     [
-        ("float32", 4, "adamw", ["CP 2", "PP 2, ZBV", "FSDP 2 x TP 2", "TP 2 x PP 2"]),
-        ("bfloat16", 3, "muon", ["PP 2, ZBV", "CP 2 x TP 2"]),
-        pytest.param("float32", STEPS, "adamw", SHARED, marks=pytest.mark.slow),
-        pytest.param("bfloat16", STEPS, "muon", SHARED, marks=pytest.mark.slow),
+        ("float32", 4, 3, "adamw", ["CP 2", "FSDP 2 x TP 2", "TP 2 x PP 2"], 2),
+        ("float32", 4, 3, "adamw", ["PP 2, ZBV"], 4),
+        ("bfloat16", 4, 3, "muon", ["CP 2 x TP 2", "PP 2, 1F1B"], 2),
+        pytest.param("float32", 8, STEPS, "adamw", SHARED, 4, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 8, STEPS, "muon", SHARED, 4, marks=pytest.mark.slow),
     ],
 )
-def test_steps_have_the_same_bits_where_ranks_share_tokens_features_and_layers(dtype, steps, optimizer, layouts):
-    check([SHARED[name] for name in layouts], 2, dtype, 8, steps, True, optimizer)
+def test_steps_have_the_same_bits_where_ranks_share_tokens_features_and_layers(
+    dtype, microbatches, steps, optimizer, layouts, layers
+):
+    check([SHARED[name] for name in layouts], 2, dtype, microbatches, steps, True, optimizer, "none", (), layers)
 
 
 def test_a_frozen_embedding_that_two_stages_share_is_trained_around():
@@ -135,8 +148,9 @@ def test_compiled_steps_have_the_same_bits_in_every_layout():
 
 
 def test_without_it_the_bits_depend_on_the_layout():
-    (alone,) = launch(1, train, ParallelConfig(), "float32", 8, 4, False)
-    assert launch(4, train, ParallelConfig(), "float32", 8, 4, False)[0][0] != alone[0]
+    settings = ("float32", 8, 3, False, "adamw", "none", (), 2)
+    (alone,) = launch(1, train, ParallelConfig(), *settings)
+    assert launch(4, train, ParallelConfig(), *settings)[0][0] != alone[0]
 
 
 def test_squares_are_added_exactly_in_any_order_and_any_parts():
@@ -241,16 +255,16 @@ def run(folder, steps, parallel):
 def test_a_run_resumed_in_other_layouts_is_the_run_of_one_process(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: whether 'tis nobler. " * 60)
     for ranks, steps, folder, parallel in (
-        (1, 8, "alone", ParallelConfig()),
-        (4, 4, "several", ParallelConfig(tensor=2)),
-        (2, 6, "several", ParallelConfig(context=2)),
-        (2, 8, "several", ParallelConfig(pipeline=2)),
+        (1, 6, "alone", ParallelConfig()),
+        (4, 2, "several", ParallelConfig(tensor=2)),
+        (2, 4, "several", ParallelConfig(context=2)),
+        (2, 6, "several", ParallelConfig(pipeline=2)),
     ):
         launch(ranks, run, tmp_path / folder, steps, replace(parallel, reduction_chunks=2))
     assert main(["compare", str(tmp_path / "alone"), str(tmp_path / "several")]) == 0
     out = capsys.readouterr().out
-    assert "steps compared: 8, from 1 to 8" in out and " at step" not in out, out
-    weights = [tmp_path / name / "checkpoints" / "step_00000008" / "model.safetensors" for name in ("alone", "several")]
+    assert "steps compared: 6, from 1 to 6" in out and " at step" not in out, out
+    weights = [tmp_path / name / "checkpoints" / "step_00000006" / "model.safetensors" for name in ("alone", "several")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
