@@ -34,7 +34,7 @@ def compiler_of(folder, instructions, before=""):
     script.write_text(
         "#!/bin/sh\n"
         f"{before}\n"
-        'for last; do :; done\n'
+        "for last; do :; done\n"
         f'case "$*" in *-shared*) cp {kernels} "$last";; *) : > "$last";; esac\n'
     )
     script.chmod(0o700)
