@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -207,7 +205,7 @@ def _work(folder: Path, ranks: list[int], bar: Progress) -> None:
     log = folder / "ranks.log"
     with log.open("w") as file:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:
         while process.poll() is None:
             time.sleep(0.2)
@@ -216,9 +214,7 @@ def _work(folder: Path, ranks: list[int], bar: Progress) -> None:
         if process.returncode:
             raise RuntimeError(log.read_text()[-4000:])
     finally:
-        # The ranks are its children, in a session of their own.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # its ranks end with it
         process.wait()
     bar.reach(len(list(folder.glob("*.0.json"))))
 

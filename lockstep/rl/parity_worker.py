@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import traceback
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from lockstep.parallel import World, apply_compile, close_world, generator_model
 from lockstep.parallel.world import AXES
 from lockstep.rl.parity_check import mixed_load
 from lockstep.rl.parity_matrix import CHUNKS, JOBS, SHAPES, Generating, Scoring, jobs_of
+from lockstep.rl.processes import die_with_parent
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow
@@ -169,7 +172,9 @@ def run_ranks(folder: Path, ranks: int) -> None:
     for _ in range(ranks):
         pid, status = os.wait()
         if status:
-            # `parity_matrix` ends the others.
+            for other in logs.keys() - {pid}:
+                with suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
             code, said = os.waitstatus_to_exitcode(status), logs[pid].read_text()[-4000:]
             sys.exit(f"a rank of {ranks} failed ({code}):\n{said}")
 
@@ -178,6 +183,7 @@ def _be_rank(folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
     """All that a forked process does: never returns to what its parent was about to do."""
     status = 1
     try:
+        die_with_parent()
         os.environ.update(environment)
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
@@ -195,6 +201,7 @@ def _be_rank(folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     torch.set_num_threads(1)
     if "-inductor-" in (Path(sys.argv[1]) / JOBS).read_text():
         import torch._inductor.compile_fx
