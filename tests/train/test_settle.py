@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 
 from lockstep.checkpoint import name_other_chunks
 from lockstep.config import ParallelConfig, PretrainConfig, to_toml
-from lockstep.model import build_model, choose_dtype, load_model, preset, save_model
+from lockstep.model import build_model, load_model, preset, save_model, training_seconds
 from lockstep.ops import native
 from lockstep.parallel import World, close_world, open_world
 from lockstep.train.settle import settle
@@ -23,8 +24,10 @@ def _settle(folder: str) -> tuple[str, str]:
     own = Path(folder) / os.environ["RANK"]
     native.library()  # compiled before the cache folder is another
     os.environ["XDG_CACHE_HOME"] = str(own)
-    with patch.object(choose_dtype, "_measure", lambda: dict.fromkeys(choose_dtype.DTYPES, 1.0)):
-        choose_dtype.training_seconds()
+    # Measuring would take a second, and what it finds is replaced below.
+    measuring = import_module("lockstep.model.choose_dtype")
+    with patch.object(measuring, "_measure", lambda: dict.fromkeys(measuring.DTYPES, 1.0)):
+        training_seconds()
     (kept,) = (own / "lockstep").glob("dtype-*.json")
     faster, slower = ("bfloat16", "float32") if os.environ["RANK"] == "0" else ("float32", "bfloat16")
     kept.write_text(json.dumps({faster: 1.0, slower: 9.0}))
