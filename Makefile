@@ -18,6 +18,9 @@ demo: $(VENV)/.installed
 demo-picture: $(VENV)/.installed
 	$(VENV)/bin/python -c "from pathlib import Path; from lockstep.observe import curves_png; curves_png(Path('run'), Path('docs/demo.png'))"
 
+# Tests start some hundred processes, and each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A process for each core, eight at most, of one thread each.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 

@@ -1,15 +1,14 @@
 """`lockstep parity --matrix`: trainer and generator in every layout against each other, on this machine.
 
 A small model of each shape samples a mixed load in every layout of the generator, and every layout of the trainer
-scores what was sampled, in a real training step. Every pair must agree in every bit. Each number of ranks is one start
-of so many processes, which work through their jobs (`parity_worker`).
+scores what was sampled, in a real training step. Every pair must agree in every bit. Each number of ranks is so many
+processes, which work through their jobs; they are forked from one that has imported what they need (`parity_worker`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -192,8 +191,7 @@ def run_jobs(folder: Path, scoring: Sequence[Scoring]) -> None:
     (folder / JOBS).write_text(json.dumps(list(jobs)))
     with Progress("parity", len(jobs), "layout") as bar:
         # One process first: the others' trainers score what it has sampled.
-        for ranks in sorted({job.ranks for job in jobs.values()}):
-            _work(folder, ranks, bar)
+        _work(folder, sorted({job.ranks for job in jobs.values()}), bar)
 
 
 def compare(folder: Path, scoring: Sequence[Scoring]) -> list[Cell]:
@@ -201,32 +199,23 @@ def compare(folder: Path, scoring: Sequence[Scoring]) -> list[Cell]:
     return [_cell(folder, job, generator) for job in scoring for generator in job.generators]
 
 
-def _work(folder: Path, ranks: int, bar: Progress) -> None:
-    """Runs so many ranks until their jobs are done."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"OMP_NUM_THREADS": 1}
-    logs = [folder / f"ranks-{ranks}-{rank}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        own = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        command = [sys.executable, "-m", "lockstep.rl.parity_worker", str(folder)]
-        with log.open("w") as file:
-            processes.append(subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file))
+def _work(folder: Path, ranks: list[int], bar: Progress) -> None:
+    """Has each of these numbers of ranks do its jobs."""
+    command = [sys.executable, "-m", "lockstep.rl.parity_worker", str(folder), *map(str, ranks)]
+    log = folder / "ranks.log"
+    with log.open("w") as file:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:
-        while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
+        while process.poll() is None:
             time.sleep(0.2)
             if (done := len(list(folder.glob("*.0.json")))) > bar.done:
                 bar.reach(done)
-        for process, log in zip(processes, logs):
-            if process.poll():
-                raise RuntimeError(f"a rank of {ranks} failed:\n{log.read_text()[-4000:]}")
+        if process.returncode:
+            raise RuntimeError(log.read_text()[-4000:])
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        process.kill()  # its ranks end with it
+        process.wait()
     bar.reach(len(list(folder.glob("*.0.json"))))
 
 

@@ -1,19 +1,25 @@
 """One rank's share of `lockstep parity --matrix`: engines that sample, and training layouts that score what they did.
 
-Run as `python -m lockstep.rl.parity_worker FOLDER` under torchrun's environment; `parity_matrix` starts it. It works
-through the jobs of its number of ranks and leaves one JSON file each, with log-probabilities as their 32 bits.
+`parity_matrix` runs `python -m lockstep.rl.parity_worker FOLDER RANKS...`, which forks so many ranks, one number after
+the other. Each works through the jobs of its number of ranks and leaves one JSON file each, with log-probabilities as
+their 32 bits.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import socket
 import sys
+import traceback
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +31,8 @@ from lockstep.model import ScoringModel, initialize, resolve_dtype
 from lockstep.parallel import World, apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.world import AXES
 from lockstep.rl.parity_check import mixed_load
-from lockstep.rl.parity_matrix import CHUNKS, SHAPES, Generating, Scoring, jobs_of
+from lockstep.rl.parity_matrix import CHUNKS, JOBS, SHAPES, Generating, Scoring, jobs_of
+from lockstep.rl.processes import die_with_parent
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
 from lockstep.train.packing import PackedRow
@@ -148,8 +155,55 @@ def bits_of(log_probs: Tensor) -> list[int]:
     return bits
 
 
+def run_ranks(folder: Path, ranks: int) -> None:
+    """Forks so many ranks, which find all that is imported here, and waits. Exits with a rank's log where one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    logs: dict[int, Path] = {}
+    for rank in range(ranks):
+        log = folder / f"ranks-{ranks}-{rank}.log"
+        if pid := os.fork():
+            logs[pid] = log
+        else:
+            own = common | {"RANK": rank, "LOCAL_RANK": rank}
+            _be_rank(folder, log, {name: str(value) for name, value in own.items()})
+    for _ in range(ranks):
+        pid, status = os.wait()
+        if status:
+            for other in logs.keys() - {pid}:
+                with suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+            code, said = os.waitstatus_to_exitcode(status), logs[pid].read_text()[-4000:]
+            sys.exit(f"a rank of {ranks} failed ({code}):\n{said}")
+
+
+def _be_rank(folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
+    """All that a forked process does: never returns to what its parent was about to do."""
+    status = 1
+    try:
+        die_with_parent()
+        os.environ.update(environment)
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        everyone = open_world(ParallelConfig(), "cpu")  # the layouts' meshes are made on its process group
+        main(folder, everyone.rank)
+        close_world(everyone)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 if __name__ == "__main__":
+    die_with_parent()
     torch.set_num_threads(1)
-    everyone = open_world(ParallelConfig(), "cpu")  # the layouts' meshes are made on its process group
-    main(Path(sys.argv[1]), everyone.rank)
-    close_world(everyone)
+    if "-inductor-" in (Path(sys.argv[1]) / JOBS).read_text():
+        import torch._inductor.compile_fx
+    for number in sys.argv[2:]:
+        run_ranks(Path(sys.argv[1]), int(number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,8 @@ SEQUENCE = list(range(20, 60))
 
 def trainer_of(world: World, parallel: ParallelConfig, dtype: str, seed: int) -> Trainer:
     fill = partial(initialize, seed=seed)
-    model = parallel_model(preset(MODEL, 258), resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
+    shape = replace(preset(MODEL, 258), num_layers=2)
+    model = parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
     return Trainer(model, TrainConfig(warmup_steps=0), 10, world)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,17 +12,17 @@ import pytest
 
 from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
 from lockstep.train.pretrain import pretrain
-from tests.parallel.launch import CONTEXT, _child, launch
+from tests.parallel.launch import launch, start
 
-KILLS = 5
-"""Of each of four runs."""
-STEPS = 30
+KILLS = 3
+"""Of each run."""
+STEPS = 12
 
 
-def _config(tmp_path, name, dtype):
+def _config(tmp_path, name, dtype, steps=STEPS):
     return PretrainConfig(
         output=str(tmp_path / name), model="qwen3:micro", data=str(tmp_path / "text.txt"), tokens_per_step=128,
-        sequence_length=32, steps=STEPS, train=TrainConfig(tokens_per_microbatch=64), dtype=dtype, device="cpu",
+        sequence_length=32, steps=steps, train=TrainConfig(tokens_per_microbatch=64), dtype=dtype, device="cpu",
         checkpoint=CheckpointConfig(every=1), resume=True,
     )  # fmt: skip
 
@@ -38,20 +37,6 @@ def _history(folder):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
-def _start(ranks, config):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = CONTEXT.Queue()
-    processes = [
-        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, "", pretrain, (config,)), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    return processes, results
-
-
 def _wait(processes, folder, steps, saving, seconds=60):
     end = time.monotonic() + seconds
     while len(_lines(folder)) < steps or (saving and not list((folder / "checkpoints").glob("*.partial"))):
@@ -59,17 +44,27 @@ def _wait(processes, folder, steps, saving, seconds=60):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path, dtype, ranks):
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "steps", "kills"),
+    [
+        ("float32", 1, STEPS, KILLS),
+        ("bfloat16", 2, STEPS, KILLS),
+        *(
+            pytest.param(dtype, ranks, 40, 7, marks=pytest.mark.slow)
+            for dtype in ("float32", "bfloat16")
+            for ranks in (1, 2)
+        ),
+    ],
+)
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path, dtype, ranks, steps, kills):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    launch(ranks, pretrain, _config(tmp_path, "whole", dtype))
+    launch(ranks, pretrain, _config(tmp_path, "whole", dtype, steps))
     draw = random.Random(f"{dtype} {ranks}")
-    config = _config(tmp_path, "killed", dtype)
-    for kill in range(KILLS):
+    config = _config(tmp_path, "killed", dtype, steps)
+    for kill in range(kills):
         written = len(_lines(killed))
-        processes, results = _start(ranks, config)
+        processes, results = start(ranks, pretrain, config)
         # New steps are written, and a moment of one is met: every other time, one within a save.
         _wait(processes, killed, steps=written + draw.randint(1, 2), saving=kill % 2 == 1)
         time.sleep(draw.random() * 0.03)
@@ -79,7 +74,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(tmp_path
             process.join()
         results.close()
     launch(ranks, pretrain, config)
-    assert _history(killed) == _history(whole) and len(_history(whole)) == STEPS
+    assert _history(killed) == _history(whole) and len(_history(whole)) == steps
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]

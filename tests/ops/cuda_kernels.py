@@ -144,9 +144,9 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
             assert torch.equal(ours(*alone), mine[part])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=2),
     heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
     head_dim=st.sampled_from([32, 40]),
     dtype=st.sampled_from(DTYPES),
@@ -163,7 +163,7 @@ def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(lengt
         patch.setattr(cuda, "usable", lambda x: False)
         _close([expected], [ops.PackedAttention(lengths)(0, q, k, v)], dtype)
         patch.setattr(cuda, "usable", lambda x: True)
-        assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 150])
+        assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 90])
 
 
 @pytest.mark.parametrize("part", ["key", "value"])
@@ -189,7 +189,7 @@ def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "head_dim"), [(torch.float32, 3, 1, 40), (torch.float16, 4, 2, 32)]
+    ("dtype", "heads", "kv_heads", "head_dim"), [(torch.float32, 3, 1, 40), (torch.float16, 2, 2, 32)]
 )
 def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_its(
     kernels, dtype, heads, kv_heads, head_dim
@@ -205,7 +205,7 @@ def _log_probs(masses, join, logits, targets, inverse):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [5, 258, 9000])
 def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
-    count = 12
+    count = 6
     logits, targets = _randn(0, count, vocab, dtype=dtype) * 3, torch.arange(count) % vocab
     inverse, grad = torch.linspace(0.5, 2, count), _randn(1, count)
     uniform = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -225,7 +225,7 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
     for first, stop in ((0, cut), (cut, vocab)):  # as two processes hold it
         own = vocabulary.draw(logits[:, first:stop], inverse, uniform, pieces, bounds - first)
         assert torch.equal(own, torch.where((tokens >= first) & (tokens < stop), tokens - first, -1))
-    for part in (slice(0, 1), slice(2, 9)):
+    for part in (slice(0, 1), slice(2, 5)):
         alone = _log_probs(vocabulary.masses, vocabulary.join_masses, logits[part], targets[part], inverse[part])
         assert all(torch.equal(a, o[part]) for a, o in zip(alone, ours))
         drawn = vocabulary.draw(logits[part], inverse[part], uniform[part], pieces[part], bounds)
@@ -233,9 +233,9 @@ def test_log_probabilities_their_gradient_and_draws(dtype, vocab):
 
 
 def test_a_drawn_token_has_its_log_probability_among_what_the_cuts_left(kernels):
-    count, vocab = 12, 258
+    count, vocab = 8, 258
     logits, off = _randn(0, count, vocab) * 3, torch.zeros(count)
-    top_k, top_p = torch.tensor([0, 1, 5, 0, 40, 258] * 2), torch.tensor([0.5] * 3 + [1.0] * 9)
+    top_k, top_p = torch.tensor([0, 1, 5, 0, 40, 258, 0, 1]), torch.tensor([0.5] * 3 + [1.0] * 5)
     uniform = torch.rand(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     params = torch.full((count,), 0.8), top_k, top_p, off, uniform
     tokens, log_probs, drawn_with = ops.sample(logits, *params)
@@ -244,7 +244,7 @@ def test_a_drawn_token_has_its_log_probability_among_what_the_cuts_left(kernels)
     _close([drawn_with], [expected], torch.float32)
     uncut = ((top_k == 0) | (top_k == vocab)) & (top_p == 1)
     assert torch.equal(drawn_with[uncut], log_probs[uncut]) and uncut.any()
-    for part in (slice(0, 1), slice(2, 9)):
+    for part in (slice(0, 1), slice(2, 7)):
         alone = ops.sample(logits[part], *(p[part] for p in params))
         assert all(torch.equal(own, each[part]) for own, each in zip(alone, (tokens, log_probs, drawn_with)))
 
@@ -254,7 +254,7 @@ def test_engine_and_trainer_agree_bit_for_bit_through_the_kernels(kernels):
     model = build_model(ModelConfig(family="qwen3", qk_norm=True, max_positions=128, **shape), "float32", seed=1)
     engine = Engine(model, EngineConfig(max_tokens_per_step=11, max_sequences=3, cache_tokens=256))
     prompts = [[1, 2, 3], [4] * 18, [5, 6]]
-    groups = engine.generate(prompts, SamplingParams(max_tokens=4, temperature=1.0, seed=0, ignore_eos=True))
+    groups = engine.generate(prompts, SamplingParams(max_tokens=2, temperature=1.0, seed=0, ignore_eos=True))
     for prompt, (completion,) in zip(prompts, groups):
         trainer = score(model, [prompt + completion.token_ids])[0]
         assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])

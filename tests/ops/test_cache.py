@@ -13,6 +13,11 @@ from lockstep.ops.native.compiling import compile_kernels
 from lockstep.ops.native.instruction_sets import BY_MACHINE
 
 
+@pytest.fixture(scope="module", autouse=True)
+def form():
+    """Folders, which have no form."""
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))

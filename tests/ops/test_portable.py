@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.ops.native import compiling
+from lockstep.ops.native import build, compiling
 from lockstep.ops.native.instruction_sets import BY_MACHINE, supported
 
 SELF_TEST = Path(__file__).with_name("self_test.cpp")
@@ -60,20 +60,21 @@ def form():
     """Programs of their own, which need no form of this process."""
 
 
-def run_self_test(folder: Path, compiler: str, flags: list[str], *runner: str) -> str:
+def run_self_test(folder: Path, compiler: str, flags: list[str], kernels: list[Path], *runner: str) -> str:
     program = folder / "self_test"
-    sources = [str(SELF_TEST), *map(str, sorted(compiling.SOURCES.glob("*.cpp")))]
-    # -O1 and one thread: what is tested is the source's meaning, not the compiler's patience.
     options = [flag for flag in compiling.FLAGS if flag not in ("-O3", "-fPIC")]
-    subprocess.run([compiler, "-O1", *options, *flags, "-static-libgcc", *sources, "-o", str(program)], check=True)
-    return subprocess.run([*runner, str(program)], check=True, capture_output=True, text=True).stdout
+    # -O1: what is tested is the source's meaning, not the compiler's patience.
+    subprocess.run([compiler, "-O1", *options, *flags, SELF_TEST, *kernels, "-o", program], check=True)
+    return subprocess.run([*runner, program], check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("instructions", supported(), ids=lambda each: each.name)
 def test_every_instruction_set_computes_the_bits_of_its_arithmetic(tmp_path, instructions):
     compiler = compiling.find_compiler()
     assert compiler, "these tests need a C++ compiler: install g++"
-    assert run_self_test(tmp_path, compiler, list(instructions.flags)) == expected(instructions.arithmetic)
+    # The very library that serves runs on these instructions.
+    kernels = [build.library_path(instructions)]
+    assert run_self_test(tmp_path, compiler, list(instructions.flags), kernels) == expected(instructions.arithmetic)
 
 
 @pytest.mark.parametrize("instructions", BY_MACHINE["aarch64"][:2], ids=lambda each: each.name)
@@ -81,5 +82,6 @@ def test_arm_computes_the_same_bits_too(tmp_path, instructions):
     compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
     if platform.machine() == "aarch64" or not (shutil.which(compiler) and shutil.which(emulator)):
         pytest.skip("needs Debian's g++-aarch64-linux-gnu and qemu-user")
-    output = run_self_test(tmp_path, compiler, ["-static", *instructions.flags], emulator)
+    sources = sorted(compiling.SOURCES.glob("*.cpp"))
+    output = run_self_test(tmp_path, compiler, ["-static", *instructions.flags], sources, emulator)
     assert output == expected(instructions.arithmetic)

@@ -24,6 +24,7 @@ CONTEXT.set_forkserver_preload(
         "lockstep.parallel.torch_stage",
         # What PyTorch, and the report at a run's end, import at first use.
         "torch._dynamo",
+        "torch._inductor.compile_fx",
         "torch.profiler._cupti_monitor",
         "jinja2",
         "matplotlib.pyplot",
@@ -52,15 +53,7 @@ def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: f
     of the processes. Raises AssertionError with the traceback of the first rank that failed,
     and TimeoutError after `seconds`.
     """
-    port = _free_port()
-    results: Any = CONTEXT.Queue()
-    fault = os.environ.get(VARIABLE, "")  # not the processes' own, which is that of the server they are forked from
-    processes = [
-        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, fault, function, arguments), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    processes, results = start(ranks, function, *arguments)
     try:
         returned: dict[int, Any] = {}
         while len(returned) < ranks:
@@ -77,6 +70,20 @@ def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: f
         for process in processes:
             process.join(timeout=0 if len(returned) < ranks else 10)
             process.kill()
+
+
+def start(ranks: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[Any], Any]:
+    """The processes that `launch` waits for, begun, and the queue that takes their results."""
+    port = _free_port()
+    results: Any = CONTEXT.Queue()
+    fault = os.environ.get(VARIABLE, "")  # not the processes' own, which is that of the server they are forked from
+    processes = [
+        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, fault, function, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes, results
 
 
 def _child(

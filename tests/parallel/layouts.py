@@ -16,6 +16,7 @@ class Layout:
     model: str = "qwen3:micro"
     dtype: str = "float32"
     steps: int = 20
+    layers: int = 4
 
     @property
     def tied(self) -> bool:

@@ -16,10 +16,14 @@ from lockstep.parallel.world import AXES, World, imagined_world, open_world, res
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
+FEW = ("float32", 3, "qwen3:micro", 258, True, None, None, False, 2)
+"""Steps and layers."""
+
 
 def test_gathered_weights_that_are_kept_change_no_bit():
     (freed, _), (kept, _) = (
-        launch(2, train, ParallelConfig(reshard_after_forward=when), "bfloat16", 3) for when in ("always", "never")
+        launch(2, train, ParallelConfig(reshard_after_forward=when), "bfloat16", *FEW[1:])
+        for when in ("always", "never")
     )
     assert kept.losses == freed.losses and kept.norms == freed.norms
     assert all(torch.equal(kept.weights[name], weight) for name, weight in freed.weights.items())
@@ -29,7 +33,7 @@ def test_gathered_weights_that_are_kept_change_no_bit():
 def test_gradients_summed_with_every_micro_batch_train_as_those_summed_once_a_step(layout):
     ranks = 2 * layout.data_replicate
     once, each = (
-        launch(ranks, train, replace(layout, reduce_gradients=when), "float32", 5)[0] for when in ("step", "microbatch")
+        launch(ranks, train, replace(layout, reduce_gradients=when), *FEW)[0] for when in ("step", "microbatch")
     )
     # The same terms in another order.
     assert each.losses == pytest.approx(once.losses, rel=1e-6) and each.norms == pytest.approx(once.norms, rel=1e-5)

@@ -19,19 +19,19 @@ def alone():
     """One process's training of a layout's model, for as many steps."""
 
     @cache
-    def of(chunks, model, dtype, vocab, tied, steps):
-        return launch(1, train, ParallelConfig(reduction_chunks=chunks), dtype, steps, model, vocab, tied)[0]
+    def of(chunks, how):
+        return launch(1, train, ParallelConfig(reduction_chunks=chunks), *how)[0]
 
-    def expected(layout):
-        chunks = layout.parallel.reduction_chunks or layout.parallel.tensor
-        return of(chunks, layout.model, layout.dtype, layout.vocab, layout.tied, layout.steps)
+    return lambda layout: of(layout.parallel.reduction_chunks or layout.parallel.tensor, how(layout))
 
-    return expected
+
+def how(layout):
+    rest = (None, None, False)
+    return layout.dtype, layout.steps, layout.model, layout.vocab, layout.tied, *rest, layout.layers
 
 
 def trained(layout):
-    how = (layout.dtype, layout.steps, layout.model, layout.vocab, layout.tied)
-    return launch(layout.ranks, train, layout.parallel, *how)
+    return launch(layout.ranks, train, layout.parallel, *how(layout))
 
 
 def assert_training_follows(layout, traces, expected):
@@ -57,8 +57,9 @@ def assert_training_follows(layout, traces, expected):
     assert moved == expected.moved.keys()
 
 
-SHORT = 5
-"""Steps of each layout in `make test`; `make test-slow` makes them all."""
+def shortened(layout):
+    """Of each layout in `make test`; `make test-slow` makes all steps. The stages of a pipeline need all layers."""
+    return replace(layout, steps=3, layers=2 if layout.parallel.pipeline == 1 else 4)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,7 @@ SHORT = 5
     [
         pytest.param(each, id=f"{each.name}-{each.dtype}-{each.steps}", marks=marks)
         for layout in LAYOUTS
-        for each, marks in ((replace(layout, steps=SHORT), ()), (layout, pytest.mark.slow))
-        if not marks or layout.steps > SHORT
+        for each, marks in ((shortened(layout), ()), (layout, pytest.mark.slow))
     ],
 )
 def test_training_follows_one_process(alone, layout):
@@ -75,12 +75,12 @@ def test_training_follows_one_process(alone, layout):
 
 
 P = ParallelConfig
-FSDP, FSDP_BFLOAT16 = Layout(2, P(), steps=5), Layout(2, P(), dtype="bfloat16", steps=5)
-HSDP = Layout(4, P(data_replicate=2), "llama3:micro", steps=5)
-CONTEXT = Layout(2, P(context=2), steps=5)
-TENSOR, TENSOR_BFLOAT16 = Layout(2, P(tensor=2), steps=5), Layout(2, P(tensor=2), dtype="bfloat16", steps=5)
-PIPELINE = Layout(2, P(pipeline=2), steps=5)
-ZBV_BFLOAT16 = Layout(2, P(pipeline=2, pipeline_schedule="zbv"), dtype="bfloat16", steps=5)
+FSDP, FSDP_BFLOAT16 = (shortened(Layout(2, P(), dtype=dtype)) for dtype in ("float32", "bfloat16"))
+HSDP = shortened(Layout(4, P(data_replicate=2), "llama3:micro"))
+CONTEXT = shortened(Layout(2, P(context=2)))
+TENSOR, TENSOR_BFLOAT16 = (shortened(Layout(2, P(tensor=2), dtype=dtype)) for dtype in ("float32", "bfloat16"))
+PIPELINE = shortened(Layout(2, P(pipeline=2)))
+ZBV_BFLOAT16 = shortened(Layout(2, P(pipeline=2, pipeline_schedule="zbv"), dtype="bfloat16"))
 EVERYWHERE = [FSDP, FSDP_BFLOAT16, HSDP, CONTEXT, TENSOR, TENSOR_BFLOAT16, PIPELINE, ZBV_BFLOAT16]
 PLANTED = {
     "half_the_learning_rate": EVERYWHERE,

@@ -15,7 +15,7 @@ from lockstep.parallel.pipeline_stage import Computed, Stage
 from tests.parallel.launch import launch
 from tests.parallel.training import train
 
-STEPS = 20
+STEPS = 6
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 TOGETHER = "0F0,0F1,,,0B0,0F2,0B1,0F3,0I2,0W2,,0B3\n,1F0,1F1,1I0,1W0,1B1,1F2,1F3,1B2,1B3\n"
 

@@ -48,10 +48,11 @@ def train(
     settings: dict[str, Any] | None = None,
     recompute: RecomputeConfig | None = None,
     compiled: bool = False,
+    layers: int = 4,
 ) -> Trace:
     """Trains a fresh model on one batch, again and again; the same in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
-    shape = dataclasses.replace(preset(model, vocab), tie_embeddings=tied)
+    shape = dataclasses.replace(preset(model, vocab), tie_embeddings=tied, num_layers=layers)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
     compiling = CompileConfig(backend="inductor" if compiled else "none")

@@ -24,7 +24,7 @@ shape = ModelConfig(
 different = {}
 for dtype in ("float32", "bfloat16"):
     model = build_model(shape, dtype=dtype, seed=1)
-    parity, _ = check_parity(model, tokens=400)
+    parity, _ = check_parity(model, tokens=200)
     engine = Engine(model, EngineConfig())
     wrong = parity.tokens_different
     for length in (1, 2, 5, 17):

@@ -4,17 +4,21 @@ import json
 import shutil
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 
 from lockstep.cli import main
+from lockstep.observe import Progress
 from lockstep.rl.parity_matrix import (
     BACKENDS,
     DTYPES,
     GENERATORS,
+    JOBS,
     LAYOUTS,
     RECOMPUTE,
     SHAPES,
+    _work,
     compare,
     run_jobs,
     scoring_jobs,
@@ -66,6 +70,21 @@ def test_all_compiled_layouts_agree_in_every_bit(tmp_path):
     cells = compare(tmp_path, COMPILED)
     assert len(cells) == 12 * len(GENERATORS) + 2
     assert all(cell.checked > 200 and cell.different == 0 for cell in cells)
+
+
+def test_a_rank_that_fails_ends_all_with_its_last_words(tmp_path):
+    job = next(job for job in QUICK if job.ranks == 2)
+    (tmp_path / JOBS).write_text(json.dumps([job.name]))  # nobody has sampled for it
+    with pytest.raises(RuntimeError, match=r"(?s)a rank of 2 failed \(1\):.*FileNotFoundError"):
+        _work(tmp_path, [2], Progress("parity", 1, "layout"))
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read_bytes(p)]
+
+
+def read_bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def changed(folder, name, change):

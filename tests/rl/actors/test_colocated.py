@@ -29,7 +29,7 @@ from lockstep.rl.environment import Example
 from lockstep.rl.microbatches import microbatches
 from lockstep.rl.replay import replay
 from lockstep.rl.rollouts import Rollout
-from tests.parallel.launch import launch
+from tests.parallel.launch import launch, start
 
 TASK = """
 import lockstep.rl as rl
@@ -305,6 +305,22 @@ def command(task, model_folder, output):
     ]  # fmt: skip
 
 
+def test_a_run_whose_ranks_are_killed_resumes_bit_for_bit(task, model_folder, tmp_path):
+    config = config_of(task, model_folder, tmp_path / "killed", steps=4, checkpoint=CheckpointConfig(every=1))
+    launch(1, run, replace(config, output=str(tmp_path / "whole")), seconds=300)
+    ranks, results = start(2, run, config)
+    while not (tmp_path / "killed" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
+        assert all(rank.is_alive() for rank in ranks)
+        time.sleep(0.02)
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.join()
+    results.close()
+    launch(2, run, replace(config, resume=True), seconds=300)
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_a_run_under_torchrun_that_is_killed_goes_on_bit_for_bit(task, model_folder, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     whole, killed = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "killed"))
