@@ -44,11 +44,15 @@ class Generators(Protocol):
         Raises RunStopped where they do not arrive as they were sent, or no generator is left.
         """
 
+    def training_begins(self) -> None:
+        """Nothing is sampled or scored with the generators' weights from here to `new_weights`."""
+
 
 class OwnGenerator:
     """An engine on every rank, which samples while nothing is trained.
 
-    In one process it reads the trainer's own weights, else a copy of them.
+    In one process it reads the trainer's own weights; else these too where the layouts allow it, and a copy of the
+    others.
     """
 
     remembering = None
@@ -64,7 +68,8 @@ class OwnGenerator:
         sampling = sampling_model(config, world, model)
         self.sampler = Engine(sampling, config.engine, tokenizer)
         tensors = dict(model.named_parameters())
-        self._transfer = None if sampling is model else WeightTransfer(tensors, sampling, world, moved)
+        keep = config.actors.keep_copy
+        self._transfer = None if sampling is model else WeightTransfer(tensors, sampling, world, moved, keep)
 
     @property
     def progress(self) -> int:
@@ -80,6 +85,11 @@ class OwnGenerator:
         if self._transfer:
             self._transfer(version)
         self.sampler.weights_changed(version)
+
+    def training_begins(self) -> None:
+        if self._transfer and not self._transfer.keep:
+            self.sampler.weights_away()
+            self._transfer.drop()
 
 
 def suited_to_actors(config: RLConfig, world: World) -> RLConfig:

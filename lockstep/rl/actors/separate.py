@@ -83,6 +83,9 @@ class SeparateGenerators:
             if not self._config.actors.max_staleness or not self.sampler.ready:
                 self.sampler.wait_for_weights()
 
+    def training_begins(self) -> None:
+        """As `Generators`: their memory is not the trainer's."""
+
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
         if actors.urls:
