@@ -50,6 +50,11 @@ class ActorsConfig:
     them, unless finishing these is less work; `finish` ends what it has begun first, so that the run does not depend on
     who was how fast (conversations aside, whose later turns are asked when they come)."""
 
+    keep_copy: bool = True
+    """Whether ranks that train and sample keep the copy of the weights that they sample from while they train. Without,
+    its memory is free for training, and is filled again after each step; the bits are the same. Weights that are read
+    where the trainer has them are no copy, as in one process or of tensor-parallel ranks in float32."""
+
     def problems(self, reduction_chunks: int) -> Iterator[str]:
         """What cannot be."""
         if self.tensor not in (1, 2, 4, MOST_TENSOR):
@@ -68,6 +73,8 @@ class ActorsConfig:
                 "actors.max_staleness samples while others are trained, which the ranks that train cannot; give "
                 "actors.generators too"
             )
+        if not self.keep_copy and self.separate:
+            yield "actors.keep_copy is of ranks that train and sample, which these leave to others; leave it out"
         yield from self._host_problems()
 
     def _host_problems(self) -> Iterator[str]:

@@ -61,6 +61,11 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield from _alarm_problems(config.alarms)
         yield from config.actors.problems(config.parallel.reduction_chunks)
         yield from _url_problems(config.actors.urls)
+        if not config.actors.keep_copy and config.engine.cuda_graphs != "none":
+            yield (
+                "engine.cuda_graphs read weights where they lay when they were captured, and actors.keep_copy gives "
+                "that memory away; leave one of them out"
+            )
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
         yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
 

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.config import EngineConfig
 from lockstep.data import Tokenizer
 from lockstep.errors import UserError
+from lockstep.generate.drafts import Draft
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, sampling_params_of
 from lockstep.model import Decoder
@@ -31,9 +32,10 @@ class LeadingEngine(Engine):
         model: Decoder,
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
+        draft: Draft | None = None,
         leads: bool = True,
     ):
-        super().__init__(model, config, tokenizer)
+        super().__init__(model, config, tokenizer, draft)
         self._calling = threading.RLock()
         self._leads, self._ended = False, threading.Event()
         if leads:

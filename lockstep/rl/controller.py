@@ -226,6 +226,7 @@ def _reinforce(
                 )
                 share = own_batches(batches, world, model)
                 metrics = packing_metrics(batches)
+                generators.training_begins()
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     stepped = trainer.step(share, loss)

@@ -239,8 +239,10 @@ def _with_generator(
         note(name, size)
     if config.kl_coefficient and config.kl_reference == AVERAGE:
         note("moving average", _bytes(trainer.optimizer.masters.values()))
+    keeps = config.actors.keep_copy or not ranks
     if sampling:
-        note("generator's copy", _bytes(p for name, p in sampling.named_parameters() if name not in in_place))
+        copied = (parameter for name, parameter in sampling.named_parameters() if name not in in_place)
+        note("generator's copy", _bytes(copied), *(STAGES if keeps else (SAMPLING, SYNC)))
     if config.kl_coefficient:
         folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
         reference = _frozen(_shape(folder), config, world, fake)
@@ -252,7 +254,7 @@ def _with_generator(
             engine = Engine(sampling, replace(config.engine, cuda_graphs="none"))
         note("cache of keys and values", engine.cache.nbytes)
         if on_cpu:
-            note("weights in a decode step's order", _panels(sampling))
+            note("weights in a decode step's order", _panels(sampling), *(STAGES if keeps else (SAMPLING,)))
         note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
     else:
         laid_out = foresee_shelf(policy, resolve_dtype(config.dtype))
@@ -261,9 +263,9 @@ def _with_generator(
     note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
     note("sums of micro-batches", subtrees, TRAINING)
     note("a micro-batch at its peak", at_peak, TRAINING)
-    transfer = foresee_transfer(policy, sampling, world) if sampling and ranks else None
+    transfer = foresee_transfer(policy, sampling, world, keep=config.actors.keep_copy) if sampling and ranks else None
     # A CPU keeps this memory for the next sync: the system would clear every page of new one.
-    stages = STAGES if on_cpu else (SYNC,)
+    stages = STAGES if on_cpu and keeps else (SYNC,)
     if transfer:
         note("arriving weights and messages", transfer.held, *stages)
     if ranks and on_cpu and config.kl_coefficient and config.kl_reference == AVERAGE:

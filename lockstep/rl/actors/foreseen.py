@@ -33,9 +33,9 @@ class ForeseenTransfer:
 
 
 def foresee_transfer(
-    tensors: Mapping[str, Tensor], model: Decoder, world: World, in_place: bool = True
+    tensors: Mapping[str, Tensor], model: Decoder, world: World, in_place: bool = True, keep: bool = True
 ) -> ForeseenTransfer:
-    """What `WeightTransfer(tensors, model, world)` moves on rank 0, where the other ranks exist or not.
+    """What `WeightTransfer(tensors, model, world, keep=keep)` moves on rank 0, where the other ranks exist or not.
 
     tensors: rank 0's, float32 or of the model's dtype, with or without values. in_place: whether the model reads them
     where they lie, if they fit (`own_weights`).
@@ -61,7 +61,7 @@ def foresee_transfer(
                 kept = volume(own) if own else 0
                 copied = not in_place or held_by[0] != wanted[0] or tensors[name].dtype != model.dtype
                 rounded += volume(held_by[0]) * itemsize * (tensors[name].dtype != model.dtype)
-            arrived += volume(wanted[0]) * itemsize * copied
+            arrived += volume(wanted[0]) * itemsize * (copied and keep)
             received_of_bucket += (volume(wanted[0]) - kept) * itemsize
         sent, received = sent + sent_of_bucket, received + received_of_bucket
         held = max(held, arrived + rounded + sent_of_bucket + received_of_bucket)

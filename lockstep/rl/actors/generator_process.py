@@ -25,6 +25,7 @@ from lockstep.config import CompileConfig, EngineConfig, ParallelConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine
+from lockstep.generate.drafts import make_draft
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
@@ -315,7 +316,9 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     apply_compile(model, CompileConfig(**welcome["compile"]))
     tokenizer = load_tokenizer(folder, shape.vocab_size)
     leads = world.size > 1 and world.is_main
-    engine = (LeadingEngine if leads else Engine)(model, EngineConfig(**welcome["engine"]), tokenizer)
+    config = EngineConfig(**welcome["engine"])
+    draft = make_draft(config, model, remember=True)
+    engine = (LeadingEngine if leads else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape.num_parameters, device, model.dtype, work, world.size))
     return ShelfReader(model, world, key), engine

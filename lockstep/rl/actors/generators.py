@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
+from lockstep.generate.drafts import make_draft
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.model import ScoringModel, TrainableModel
@@ -55,11 +56,15 @@ class Generators(Protocol):
         A rank for which it gives False has computed with the one of its tensor group that asks, until that has left it.
         """
 
+    def training_begins(self) -> None:
+        """Nothing is sampled or scored with the generators' weights from here to `new_weights`."""
+
 
 class WholePolicy:
     """The policy as one rank, or one tensor group, computes with it alone.
 
-    In one process it is the model that is trained, else a copy in the run's dtype.
+    In one process it is the model that is trained; else that model's own tensors where the layouts allow it, and a copy
+    of the others in the run's dtype.
     """
 
     def __init__(
@@ -67,12 +72,20 @@ class WholePolicy:
     ):
         self.model = sampling_model(config, world, policy)
         tensors = dict(policy.named_parameters())
-        self._transfer = None if self.model is policy else WeightTransfer(tensors, self.model, world, moved)
+        self._transfer = (
+            None if self.model is policy else WeightTransfer(tensors, self.model, world, moved, config.actors.keep_copy)
+        )
 
     def new_weights(self, version: int) -> None:
         """Takes the trainer's weights as they are now. All ranks call it. Raises RunStopped as `Generators` does."""
         if self._transfer:
             self._transfer(version)
+
+    def training_begins(self, before_drop: Callable[[], None]) -> None:
+        """Drops the copy where it is not kept, after who reads it has been told."""
+        if self._transfer and not self._transfer.keep:
+            before_drop()
+            self._transfer.drop()
 
 
 class OwnGenerator:
@@ -90,11 +103,12 @@ class OwnGenerator:
     ):
         self._whole = WholePolicy(config, world, model, moved)
         self._follows = world.coordinate("tensor") > 0
+        draft = make_draft(config.engine, self._whole.model, remember=True)
         self.sampler: Engine
         if world.tensor_group is None or self._follows:
-            self.sampler = Engine(self._whole.model, config.engine, tokenizer)
+            self.sampler = Engine(self._whole.model, config.engine, tokenizer, draft)
         else:
-            self.sampler = LeadingEngine(self._whole.model, config.engine, tokenizer, leads=False)
+            self.sampler = LeadingEngine(self._whole.model, config.engine, tokenizer, draft, leads=False)
 
     @property
     def policy(self) -> ScoringModel:
@@ -121,6 +135,9 @@ class OwnGenerator:
             follow(self.sampler)
         with self.sampler.leading() if isinstance(self.sampler, LeadingEngine) else nullcontext():
             yield not self._follows
+
+    def training_begins(self) -> None:
+        self._whole.training_begins(self.sampler.weights_away)
 
 
 def suited_to_actors(config: RLConfig, world: World) -> RLConfig:

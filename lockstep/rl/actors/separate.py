@@ -104,6 +104,9 @@ class SeparateGenerators:
         """As `Generators`: no rank computes with another one."""
         return nullcontext(True)
 
+    def training_begins(self) -> None:
+        """As `Generators`: their memory is not the trainer's."""
+
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
         if actors.urls:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lockstep.config import (
+    ActorsConfig,
     CheckpointConfig,
     EngineConfig,
     ParallelConfig,
@@ -169,6 +170,14 @@ def test_every_kind_of_algorithm_does(task, model_folder, tmp_path, algorithm, c
     check(task, model_folder, tmp_path, layouts, algorithm=algorithm, steps=2, **changes)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_a_copy_that_is_dropped_while_ranks_train_changes_no_bit(task, model_folder, tmp_path, dtype):
+    # PPO reads the copy after sampling too; in PP 2 some weights are no copy in float32.
+    actors = ActorsConfig(keep_copy=False)
+    check(task, model_folder, tmp_path, ["FSDP 2"], actors=actors, algorithm="ppo", dtype=dtype, steps=2)
+    check(task, model_folder, tmp_path / "grpo", ["PP 2"], actors=actors, dtype=dtype, steps=2)
+
+
 @pytest.mark.parametrize(
     ("layouts", "rewards"),
     [
@@ -275,6 +284,14 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
             "switch train.optimizer_in_backward off",
         ),
         (dict(environment="Unseeded"), 'examples of "train" on rank 1 are not those of rank 0'),
+        (
+            dict(actors=ActorsConfig(keep_copy=False, generators=1)),
+            "actors.keep_copy is of ranks that train and sample, which these leave to others; leave it out",
+        ),
+        (
+            dict(actors=ActorsConfig(keep_copy=False), engine=EngineConfig(cuda_graphs="full")),
+            "actors.keep_copy gives that memory away; leave one of them out",
+        ),
         (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 run; start 4 with torchrun"),
     ],
 )

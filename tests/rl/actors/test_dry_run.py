@@ -12,7 +12,7 @@ from lockstep.checkpoint import load_model
 from lockstep.config import ActorsConfig, EngineConfig, ParallelConfig, RewardConfig, RLConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.generate import Engine, SamplingParams
-from lockstep.model import arithmetic_of
+from lockstep.model import arithmetic_of, read_config
 from lockstep.parallel import close_world, open_world
 from lockstep.rl.actors.boxes import volume
 from lockstep.rl.actors.models import policy_model, sampling_model
@@ -106,6 +106,7 @@ def foreseen(config, ranks):
         (1, ParallelConfig(), {}),
         (1, ParallelConfig(), dict(dtype="float32", kl_coefficient=0.1, entropy_coefficient=0.1)),
         (2, ParallelConfig(), dict(kl_coefficient=0.1, kl_reference="average")),
+        (2, ParallelConfig(), dict(actors=ActorsConfig(keep_copy=False))),
         (2, ParallelConfig(tensor=2), {}),
         (2, ParallelConfig(tensor=2), dict(dtype="float32")),  # generators read the trainers' own weights
         (1, ParallelConfig(), dict(actors=SEPARATE, kl_coefficient=0.1)),
@@ -118,8 +119,20 @@ def test_its_memory_is_the_peak_of_each_stage_of_a_real_step(folder, tmp_path, r
     ((peaks, transfer),) = launch(1, foreseen, config, ranks)
     assert (transfer or []) == sizes
     for stage in STAGES if transfer or config.actors.separate else STAGES[:2]:
-        # CPUs sum gradients by an all-to-all, which takes more than a device's reduce-scatter; checksums a MiB or so.
-        assert peaks[stage] == pytest.approx(measured_peaks[stage], rel=0.03), stage
+        # CPUs sum gradients by an all-to-all, which takes 1.7 MB more here than a device's reduce-scatter; checksums a
+        # MiB or so.
+        assert peaks[stage] == pytest.approx(measured_peaks[stage], rel=0.04 if stage == "training" else 0.03), stage
+
+
+def test_a_copy_that_is_dropped_is_not_there_in_training(folder, tmp_path):
+    config = config_of(folder, tmp_path / "run", ParallelConfig())
+    (kept, _), *_ = launch(2, measured, config)
+    dropping = dataclasses.replace(config, output=str(tmp_path / "other"), actors=ActorsConfig(keep_copy=False))
+    (dropped, _), *_ = launch(2, measured, dropping)
+    copy = 2 * read_config(folder).num_parameters
+    # Itself, what had arrived and the messages, and nearly as many bytes in a decode step's order.
+    assert kept["training"] - dropped["training"] > 4 * copy
+    assert kept["weight sync"] - dropped["weight sync"] > 1.8 * copy
 
 
 def real_transfer(config):
