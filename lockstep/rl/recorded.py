@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path}:{number}: is no rollout of a run ({problem})")
         lines.append(line)
     return lines
+
+
+def sampled_before(run: Path, most: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts and completions of the run's newest steps, `most` tokens of completions, in the order of steps.
+
+    What cannot be read is left out: this serves guesses only.
+    """
+    found: list[tuple[list[int], list[int]]] = []
+    for path in sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True):
+        with suppress(UserError):
+            found = [(line["prompt_ids"], line["token_ids"]) for line in read_lines(path)] + found
+        if sum(len(completion) for _, completion in found) >= most:
+            break
+    return found
 
 
 def refuse_unknown_tokens(path: Path, lines: Sequence[dict[str, Any]], vocab_size: int) -> None:

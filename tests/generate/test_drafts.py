@@ -405,9 +405,9 @@ def test_a_draft_that_does_not_fit_is_named(settings_of_engine, said):
 def test_reinforcement_remembers_and_a_server_does_not():
     model = _model("float32")
     assert isinstance(make_draft(EngineConfig(), model), NGramDraft)
-    assert isinstance(make_draft(EngineConfig(), model, remember=True), FirstOf)
-    assert isinstance(make_draft(EngineConfig(draft="ngram"), model, remember=True), NGramDraft)
-    assert make_draft(EngineConfig(draft="none"), model, remember=True) is None
+    assert isinstance(make_draft(EngineConfig(), model, HistoryDraft()), FirstOf)
+    assert isinstance(make_draft(EngineConfig(draft="ngram"), model, HistoryDraft()), NGramDraft)
+    assert make_draft(EngineConfig(draft="none"), model, HistoryDraft()) is None
 
 
 def _lengths(seconds):

@@ -23,10 +23,10 @@ __all__ = [
 ]
 
 
-def make_draft(config: EngineConfig, model: Decoder, remember: bool = False) -> Draft | None:
+def make_draft(config: EngineConfig, model: Decoder, history: HistoryDraft | None = None) -> Draft | None:
     """What `config.draft` asks for. Raises UserError, naming the setting, for one that does not fit the model.
 
-    remember: `auto` also looks at earlier completions of the same prompt, as reinforcement samples them again.
+    history: earlier completions of the same prompts, where `auto` looks first.
     """
     if config.draft == "layers":
         return ModelDraft(first_layers(model, config.draft_layers), config)
@@ -34,7 +34,7 @@ def make_draft(config: EngineConfig, model: Decoder, remember: bool = False) -> 
         return ModelDraft(_draft_model(config, model), config)
     if config.draft == "none":
         return None
-    return FirstOf(HistoryDraft(), NGramDraft()) if remember and config.draft == "auto" else NGramDraft()
+    return FirstOf(history, NGramDraft()) if history and config.draft == "auto" else NGramDraft()
 
 
 def _draft_model(config: EngineConfig, model: Decoder) -> Decoder:

@@ -25,7 +25,7 @@ from lockstep.config import CompileConfig, EngineConfig, ParallelConfig
 from lockstep.data import load_tokenizer
 from lockstep.errors import UserError
 from lockstep.generate import Completion, Engine
-from lockstep.generate.drafts import make_draft
+from lockstep.generate.drafts import HistoryDraft, make_draft
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
@@ -317,7 +317,7 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     tokenizer = load_tokenizer(folder, shape.vocab_size)
     leads = world.size > 1 and world.is_main
     config = EngineConfig(**welcome["engine"])
-    draft = make_draft(config, model, remember=True)
+    draft = make_draft(config, model, HistoryDraft())
     engine = (LeadingEngine if leads else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape.num_parameters, device, model.dtype, work, world.size))

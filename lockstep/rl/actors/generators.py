@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
-from lockstep.generate.drafts import make_draft
+from lockstep.generate.drafts import HistoryDraft, make_draft
 from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampler import Remembering, Sampler
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.actors.models import sampling_model
 from lockstep.rl.actors.weights import WeightTransfer
+from lockstep.rl.recorded import sampled_before
 
 
 class Generators(Protocol):
@@ -103,12 +105,15 @@ class OwnGenerator:
     ):
         self._whole = WholePolicy(config, world, model, moved)
         self._follows = world.coordinate("tensor") > 0
-        draft = make_draft(config.engine, self._whole.model, remember=True)
+        self._world, self._history = world, HistoryDraft()
+        draft = make_draft(config.engine, self._whole.model, self._history)
         self.sampler: Engine
         if world.tensor_group is None or self._follows:
             self.sampler = Engine(self._whole.model, config.engine, tokenizer, draft)
         else:
             self.sampler = LeadingEngine(self._whole.model, config.engine, tokenizer, draft, leads=False)
+
+        self._counted = replace(self.sampler.statistics)
 
     @property
     def policy(self) -> ScoringModel:
@@ -119,7 +124,18 @@ class OwnGenerator:
         return self.sampler.statistics.steps
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        """As `Generators`: what was guessed, and how much of that was drawn."""
+        before, done = self._counted, replace(self.sampler.statistics)
+        self._counted = done
+        guessed = done.tokens_guessed - before.tokens_guessed
+        figures = {"tokens_guessed": guessed, "guesses_accepted": done.guesses_accepted - before.guesses_accepted}
+        return {f"generators/own/{name}": float(figure) for name, figure in figures.items()} if guessed else {}
+
+    def recall(self, run: Path) -> None:
+        """Guesses by what a resumed run has sampled; not where ranks share a model, which must all guess alike."""
+        if self._world.tensor_group is None:
+            for prompt, completion in sampled_before(run, self._history.capacity):
+                self._history.remember(prompt, completion)
 
     def trace_events(self) -> list[dict[str, Any]]:
         return []
@@ -167,7 +183,10 @@ def open_generators(
     `moved` is called while weights are on their way.
     """
     if not config.actors.separate:
-        return OwnGenerator(config, world, model, tokenizer, moved)
+        own = OwnGenerator(config, world, model, tokenizer, moved)
+        if config.resume and config.engine.draft == "auto":
+            own.recall(run)
+        return own
     from lockstep.rl.actors.separate import SeparateGenerators
 
     # Values are computed by the ranks that train, whoever samples.

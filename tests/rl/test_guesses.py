@@ -1,0 +1,73 @@
+"""A run that guesses by earlier completions of its prompts is the run that does not, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.config import ActorsConfig, CheckpointConfig, EngineConfig
+from lockstep.generate.drafts import HistoryDraft
+from lockstep.generate.drafts.lengths import DraftLengths
+from lockstep.observe import read_metrics
+from lockstep.rl.controller import reinforce
+from lockstep.rl.recorded import sampled_before
+from tests.parallel.launch import launch
+from tests.rl.actors.test_colocated import TASK, config_of, outcome, run
+
+
+@pytest.fixture
+def task(tmp_path):
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
+    return file
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """As many guesses as there is room for, whatever the clock says."""
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, sequences, limits, *_: [min(max(n, 0), 4) for n in limits])
+
+
+def guessed(folder):
+    steps = read_metrics(folder / "metrics.jsonl")[1:]
+    return [m.get("generators/own/tokens_guessed", 0) for m in steps]
+
+
+def test_a_run_of_several_epochs_is_the_same_with_guesses_and_remembers_when_it_is_resumed(
+    task, model_folder, tmp_path, always, monkeypatch
+):
+    # A few prompts, which each epoch asks again.
+    settings = dict(steps=4, max_new_tokens=12, temperature=0.5, checkpoint=CheckpointConfig(every=1))
+    config = config_of(task, model_folder, tmp_path / "plain", **settings, engine=EngineConfig(draft="none"))
+    reinforce(config)
+    reinforce(replace(config, output=str(tmp_path / "guessed"), engine=EngineConfig()))
+    assert outcome(tmp_path / "guessed") == outcome(tmp_path / "plain")
+    assert guessed(tmp_path / "plain") == [0] * 4 and guessed(tmp_path / "guessed")[-1] > 0
+
+    begun = replace(config, output=str(tmp_path / "resumed"), engine=EngineConfig(), steps=2)
+    reinforce(begun)
+    recalled = []
+    remember = HistoryDraft.remember
+    monkeypatch.setattr(HistoryDraft, "remember", lambda self, *pair: (recalled.append(pair), remember(self, *pair))[1])
+    reinforce(replace(begun, steps=4, resume=True))
+    rollouts, expected = (outcome(tmp_path / name)[1] for name in ("resumed", "plain"))
+    assert all(rollouts[name] == text for name, text in expected.items() if name.startswith("step_"))
+    assert recalled == sampled_before(tmp_path / "resumed", 1 << 22)[: len(recalled)] and len(recalled) > 8
+
+
+def test_generators_of_their_own_guess_too(task, model_folder, tmp_path):
+    config = config_of(task, model_folder, tmp_path / "one", steps=3, engine=EngineConfig(draft="none"))
+    reinforce(config)
+    separate = replace(config, output=str(tmp_path / "two"), actors=ActorsConfig(generators=1, threads=1))
+    launch(1, run, replace(separate, engine=EngineConfig(draft_tokens=3)), seconds=300)
+    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
+
+
+def test_what_was_sampled_before_comes_in_the_order_of_steps_and_as_much_of_it_as_is_kept(task, model_folder, tmp_path):
+    reinforce(config_of(task, model_folder, tmp_path / "run", steps=3))
+    everything = sampled_before(tmp_path / "run", 1 << 22)
+    files = sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
+    assert len(files) == 3 and len(everything) == sum(len(f.read_text().splitlines()) for f in files)
+    assert sampled_before(tmp_path / "run", 1) == everything[-len(files[-1].read_text().splitlines()) :]
+    files[-1].write_text("{")
+    assert len(sampled_before(tmp_path / "run", 1)) == len(files[-2].read_text().splitlines())
+    assert sampled_before(tmp_path / "nothing", 1) == []
