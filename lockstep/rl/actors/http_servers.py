@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep import ops
-from lockstep.errors import UserError
+from lockstep.errors import UserError, one_line
 from lockstep.generate import SamplingParams
 from lockstep.model.config import ModelConfig
 from lockstep.rl.actors.http_client import HttpClient, HttpError, Unreachable
@@ -57,7 +57,14 @@ class Server(Protocol):
 async def find_server(client: HttpClient, wanted: Wanted) -> Server:
     """The server that answers, if it can sample for the run. Raises UserError, saying what to change, if it cannot."""
     owner, model = await owner_of(client)
-    return await (_own_server(client, wanted) if owner == "lockstep" else _vllm_server(client, wanted, model))
+    try:
+        return await (_own_server(client, wanted) if owner == "lockstep" else _vllm_server(client, wanted, model))
+    except UserError:
+        raise
+    except Exception as error:  # it may answer anything
+        said = one_line(repr(error))
+        problem = f"what it answers makes no sense ({said}); restart the server, or correct actors.urls"
+        raise UserError(f"{client.url}: {problem}") from error
 
 
 async def owner_of(client: HttpClient) -> tuple[str, dict[str, Any]]:
@@ -90,7 +97,7 @@ async def _ask(client: HttpClient, path: str, without_key: str) -> Any:
 
 
 def _refuse(client: HttpClient, problem: str, change: str) -> None:
-    raise UserError(f"{client.url}: {problem}; {change}")
+    raise UserError(f"{client.url}: {one_line(problem, 500)}; {change}")
 
 
 class OwnServer:
@@ -236,8 +243,6 @@ class VllmServer:
                 for choice in event["choices"]:
                     tokens = choice["token_ids"] or []
                     reason = choice["finish_reason"]
-                    if reason not in (None, "stop", "length"):
-                        raise Unreachable(f"it has ended a request with {reason!r}")
                     scores = choice["logprobs"]["token_logprobs"] if tokens else []
                     yield first + choice["index"], RemoteSample(tokens, scores, [], [version] * len(tokens), reason)
 
