@@ -16,6 +16,13 @@ from lockstep.rl.actors.remote import RemoteSample, Request
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:@-]{0,63}")
 """Names stand in metrics, logs and file names."""
 REASONS = (None, "stop", "length", "error")
+FIELDS = {
+    "token_ids": ("token ids", int),
+    "logprobs": ("log-probabilities", float),
+    "cut_logprobs": ("log-probabilities after cuts", float),
+    "versions": ("versions", int),
+}
+"""Of a sample, one for each token; `cut_logprobs` only where the request cuts."""
 ROUNDING = 1e-3
 """Of log-probabilities above 0: our engine gives none, but other kernels take a sum of exponentials in other orders."""
 LOWEST = -3.4e38
@@ -54,7 +61,7 @@ def believable_samples(
     for number, index, new in parts:
         if not _is_int(number, 0, last_request):
             raise FalseClaim(f"samples of request {number!r}, which does not exist")
-        _check_tokens(new, versions, vocab_size)
+        _check_values(new, versions, vocab_size)
         if (request := asked.get(number)) is None:
             continue
         if not _is_int(index, 0, len(request.samples) - 1):
@@ -69,26 +76,35 @@ def believable_samples(
     return found
 
 
-def _check_tokens(new: RemoteSample, versions: Collection[int], vocab_size: int) -> None:
+def sample_of(plain: Any) -> RemoteSample:
+    """What follows the known tokens of a sample, as it has come as JSON. Raises FalseClaim."""
+    if not isinstance(plain, dict) or plain.keys() != FIELDS.keys() | {"finish_reason"}:
+        raise FalseClaim("a sample of other fields than samples have")
+    tokens, reason = plain["token_ids"], plain["finish_reason"]
+    for name, (said, kind) in FIELDS.items():
+        values = plain[name]
+        fits = isinstance(values, list) and isinstance(tokens, list)
+        if not fits or (len(values) != len(tokens) and not (name == "cut_logprobs" and not values)):
+            raise FalseClaim(f"{_counted(values)} {said} of {_counted(tokens)} tokens")
+        for value in values:
+            if type(value) is not kind:
+                raise FalseClaim(f"{value!r} among {said}")
+    if not (reason is None or isinstance(reason, str)) or reason not in REASONS:
+        raise FalseClaim(f"finish_reason {reason!r}")
+    return RemoteSample(**plain)
+
+
+def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int) -> None:
     """What holds of any tokens."""
-    count = len(new.token_ids) if isinstance(new.token_ids, list) else -1
-    lists = {"log-probabilities": new.logprobs, "versions": new.versions, "tokens": new.token_ids}
-    for name, values in lists.items():
-        if not isinstance(values, list) or len(values) != count:
-            raise FalseClaim(f"{_counted(values)} {name} of {_counted(new.token_ids)} tokens")
-    if not isinstance(new.cut_logprobs, list) or len(new.cut_logprobs) not in (0, count):
-        raise FalseClaim(f"{_counted(new.cut_logprobs)} log-probabilities after cuts of {count} tokens")
     for token in new.token_ids:
-        if not _is_int(token, 0, vocab_size - 1):
-            raise FalseClaim(f"token {token!r} of a vocabulary of {vocab_size}")
+        if not 0 <= token < vocab_size:
+            raise FalseClaim(f"token {token} of a vocabulary of {vocab_size}")
     for logprob in (*new.logprobs, *new.cut_logprobs):
-        if type(logprob) is not float or not LOWEST <= logprob <= ROUNDING:
-            raise FalseClaim(f"log-probability {logprob!r}")
+        if not LOWEST <= logprob <= ROUNDING:
+            raise FalseClaim(f"log-probability {logprob}")
     for version in new.versions:
-        if type(version) is not int or version not in versions:
-            raise FalseClaim(f"a token of weights version {version!r}, which the run has not given")
-    if new.finish_reason is not None and new.finish_reason not in REASONS:
-        raise FalseClaim(f"finish_reason {new.finish_reason!r}")
+        if version not in versions:
+            raise FalseClaim(f"a token of weights version {version}, which the run has not given")
 
 
 def _check_for(request: Request, count: int, new: RemoteSample) -> None:

@@ -23,8 +23,6 @@ STILL_SECONDS = 120.0
 """One that answers, but adds no token to any of its samples for so long, too."""
 BUSY_SECONDS = 0.5
 """After which a request is sent again that the server had no place for."""
-ENDS = (None, "stop", "length")
-"""As servers say that a sample ends, or that it goes on. They answer with an error where logits are not finite."""
 FLUSH_SECONDS = 0.005
 """For which new tokens are gathered before they are told, all of them at once."""
 
@@ -98,7 +96,7 @@ class HttpRemote:
             self._loop.close()
             self.gone.set()
         if why is not None:
-            self._reports.lost(self, _in_words(why), isinstance(why, FalseClaim))
+            self._reports.lost(self, _in_words(why), not isinstance(why, HttpError | Unreachable))
 
     async def _work(self) -> BaseException | None:
         """Until it is closed, or lost; returns why."""
@@ -173,8 +171,8 @@ class HttpRemote:
                 try:
                     async with aclosing(self._server.sample(self._client, request, self._version)) as parts:
                         async for index, new in parts:
-                            if new.finish_reason not in ENDS:
-                                raise Unreachable(f"it has ended a request with {new.finish_reason!r}")
+                            if new.finish_reason == "error":  # of which a server says why
+                                raise FalseClaim("finish_reason 'error'")
                             self._tell(request.id, index, new)
                             if new.finish_reason is not None:
                                 unfinished.discard(index)

@@ -12,6 +12,7 @@ from lockstep import ops
 from lockstep.errors import UserError, one_line
 from lockstep.generate import SamplingParams
 from lockstep.model.config import ModelConfig
+from lockstep.rl.actors.claims import sample_of
 from lockstep.rl.actors.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.remote import RemoteSample, Request
@@ -134,7 +135,7 @@ class OwnServer:
                 for choice in event["choices"]:
                     yield (
                         choice["index"],
-                        RemoteSample(
+                        _sample(
                             choice["token_ids"],
                             choice["logprobs"]["token_logprobs"],
                             choice.get("cut_logprobs", []),
@@ -146,6 +147,20 @@ class OwnServer:
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
         body = {"path": str(folder), "version": version}
         await client.call("POST", "/admin/weights", body, LOAD_SECONDS)
+
+
+def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, reason: Any) -> RemoteSample:
+    if reason == "abort":  # a server that ends says so
+        raise Unreachable("it has ended a request with 'abort'")
+    return sample_of(
+        {
+            "token_ids": tokens,
+            "logprobs": logprobs,
+            "cut_logprobs": cut_logprobs,
+            "versions": versions,
+            "finish_reason": reason,
+        }
+    )
 
 
 async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
@@ -244,7 +259,7 @@ class VllmServer:
                     tokens = choice["token_ids"] or []
                     reason = choice["finish_reason"]
                     scores = choice["logprobs"]["token_logprobs"] if tokens else []
-                    yield first + choice["index"], RemoteSample(tokens, scores, [], [version] * len(tokens), reason)
+                    yield first + choice["index"], _sample(tokens, scores, [], [version] * len(tokens), reason)
 
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
         if self.began_empty:

@@ -10,8 +10,8 @@ from typing import Any
 
 from lockstep.errors import one_line
 from lockstep.observe.sign_of_life import runs_here
-from lockstep.rl.actors.claims import FalseClaim, believable_figures
-from lockstep.rl.actors.remote import RemoteSample, Reports, Request
+from lockstep.rl.actors.claims import FalseClaim, believable_figures, sample_of
+from lockstep.rl.actors.remote import Reports, Request
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.wire import Channel, Closed, Malformed
 
@@ -102,7 +102,7 @@ class WireRemote:
         if "did" in message:
             self.did = believable_figures(message["did"])
         if kind == "tokens":
-            reports.sampled(self, [(i, index, RemoteSample(**new)) for i, index, new in message["samples"]])
+            reports.sampled(self, [(i, index, sample_of(new)) for i, index, new in message["samples"]])
         elif kind == "has_weights":
             reports.has_weights(self, message["version"])
         elif kind == "refused":
