@@ -182,6 +182,7 @@ class HttpRemote:
                         raise
                 await asyncio.sleep(BUSY_SECONDS)
             if unfinished:
+                self._flush()  # which may show why
                 raise Unreachable("a request has come to its end without all of its samples")
         except HttpError as error:
             if error.code == "not_finite":
