@@ -146,7 +146,6 @@ def test_a_stream_that_fails_is_lost_on_one_line(caplog, answer):
 
 def test_of_endless_answers_only_so_much_is_read(monkeypatch):
     monkeypatch.setattr(http_client, "ANSWER_BYTES", 2**17)
-    sent = []
 
     def endless(head):
         def answer(connection):
@@ -154,7 +153,6 @@ def test_of_endless_answers_only_so_much_is_read(monkeypatch):
             with contextlib.suppress(OSError):
                 while True:
                     connection.sendall(b"x" * 65536)
-                    sent.append(65536)
 
         return answer
 
@@ -168,9 +166,9 @@ def test_of_endless_answers_only_so_much_is_read(monkeypatch):
         async for event in client.events("/v1/completions", {}):
             return event
 
-    with server({"/v1/completions": endless(OK + b"data: ")}) as client:
-        with pytest.raises(Unreachable, match="more than 131072 bytes"):
-            asyncio.run(first(client))
+    stream_of_one_line = {"/v1/completions": endless(OK + b"data: ")}
+    with server(stream_of_one_line) as client, pytest.raises(Unreachable, match="more than 131072 bytes"):
+        asyncio.run(first(client))
 
 
 MODELS = OK + b'{"data": [{"owned_by": "lockstep"}]}'
