@@ -32,3 +32,10 @@ def closest(name: str, names: Iterable[str]) -> str:
     """A hint like ' Did you mean "gsm8k"?' for a misspelt `name`; empty where nothing is near."""
     near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
     return " Did you mean " + " or ".join(f'"{n}"' for n in near) + "?" if near else ""
+
+
+def one_line(text: object, most: int = 300) -> str:
+    """What others wrote, for a log or a terminal: on one line, cut, and what could rewrite a terminal escaped."""
+    said = str(text)
+    cut = said[:most] + "…" * (len(said) > most)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)

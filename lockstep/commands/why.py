@@ -17,6 +17,7 @@ from lockstep.errors import UserError
 from lockstep.observe.actors import (
     Actor,
     catches_stacks_signal,
+    damaged_signs,
     held_up_by,
     process_words,
     read_actors,
@@ -71,6 +72,8 @@ class Explanation:
     held_up_by: list[Actor] = field(default_factory=list)
     actors: list[Actor] = field(default_factory=list)
     stacks: Mapping[str, Stack] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    """Files that should say what a process does, and cannot be read."""
 
     def text(self) -> str:
         lines = [self.summary]
@@ -80,6 +83,8 @@ class Explanation:
             stack = self.stacks[actor.name]
             lines += ["", f"{actor.title}{': ' + stack.said if stack.said else ', innermost call first:'}"]
             lines += [f"  {frame}" for frame in _shown(stack.frames)]
+        if self.damaged:
+            lines += ["", f"what is no sign of life was left out: {', '.join(self.damaged)}"]
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -90,6 +95,7 @@ class Explanation:
                 "moves": self.moves,
                 "held_up_by": [actor.name for actor in self.held_up_by],
                 "actors": [self._plain(actor) for actor in self.actors],
+                "damaged": self.damaged,
             },
             indent=1,
         )
@@ -122,19 +128,24 @@ def why(run: Path) -> Explanation:
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: holds no run; give the folder that a run writes, its --output")
     actors = list(read_actors(run).values())
+    damaged = [path.name for path in damaged_signs(run)]
     if not actors:
-        return _without_actors(run)
+        return _without_actors(run, damaged)
     stacks = ask_stacks(run, actors)
     holding = held_up_by(actors, actors)
     moves = not any(a.lost or not a.answers for a in holding) and any(a.still <= _brief(a) for a in holding)
-    return Explanation(run, _summary(run, holding, actors, moves), moves, [] if moves else holding, actors, stacks)
+    return Explanation(
+        run, _summary(run, holding, actors, moves), moves, [] if moves else holding, actors, stacks, damaged
+    )
 
 
-def _without_actors(run: Path) -> Explanation:
+def _without_actors(run: Path, damaged: list[str]) -> Explanation:
     if holder := _starting(run):
         return Explanation(run, f"the run is starting, and has said nothing yet: {holder} loads the model", True)
     if RunFolder(run).summary.is_file():
         return Explanation(run, "the run has ended: all its steps are made (summary.json)", True)
+    if damaged:
+        raise UserError(f"{run}/logs: {', '.join(damaged)} cannot be read as what a process of the run says of itself")
     raise UserError(
         f"{run}: nothing is known of its processes: it ended, or was killed, before its first step began; start it "
         "again with --resume, or --overwrite"
@@ -143,10 +154,7 @@ def _without_actors(run: Path) -> Explanation:
 
 def _starting(run: Path) -> str:
     """The process that holds the run's folder, as its lock names it; empty where there is none any more."""
-    try:
-        holder = (run / LOCK).read_text(errors="replace")
-    except OSError:
-        return ""
+    holder = _text(run / LOCK, 0)
     found = re.fullmatch(r"process (\d{1,9}) on (\S+)", holder)
     if found and found[2] == socket.gethostname():
         with suppress(PermissionError):
@@ -275,6 +283,8 @@ def _size(path: Path) -> int:
 
 
 def _text(path: Path, start: int) -> str:
+    if not path.is_file():  # a pipe has no end
+        return ""
     try:
         with path.open("rb") as file:
             file.seek(start)

@@ -6,18 +6,19 @@ import json
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.observe.sign_of_life import STACKS_SIGNAL, host, stat_fields
+from lockstep.observe.sign_of_life import BYTES, STACKS_SIGNAL, host, stat_fields
 
 Process = Literal["running", "stopped", "gone", "elsewhere", "ended"]
 """Of an actor: running; stopped by a signal; gone without a word; on another host, or in another container; ended by
 an error that it has told of."""
-NAME = re.compile(r"[a-z]+_[0-9]+")
+NAME = re.compile(r"[a-z]{1,40}_[0-9]{1,9}")
 LOST = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
 """How gloo and NCCL say that a connection has ended: another rank has, before."""
 
@@ -85,6 +86,11 @@ def read_actors(run: Path) -> dict[str, Actor]:
     return dict(sorted(actors.items(), key=lambda item: (not item[1].is_rank, _number(item[0]), item[0])))
 
 
+def damaged_signs(run: Path) -> list[Path]:
+    """Files that are there as signs of life, and are none."""
+    return sorted(path for path in run.glob("logs/heartbeat_*.json") if read_actor(path) is None and path.exists())
+
+
 def _number(name: str) -> int:
     return int(name.rpartition("_")[2])
 
@@ -93,11 +99,11 @@ def read_actor(path: Path) -> Actor | None:
     """None for what cannot be read: not written yet, or caught halfway."""
     for _ in range(3):
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(_content(path))
             actor = Actor(**{name: kind(content[name]) for name, kind in KINDS.items()})
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             time.sleep(0.002)
             continue
         if NAME.fullmatch(actor.name):
@@ -106,8 +112,33 @@ def read_actor(path: Path) -> Actor | None:
     return None
 
 
+def _content(path: Path) -> str:
+    """Raises ValueError for what is no file of a sign of life's size: a pipe has no end."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ValueError(f"{path} is no file")
+        if len(content := os.read(file, 16 * BYTES)) == 16 * BYTES:
+            raise ValueError(f"{path} is too long")
+        return content.decode()
+    finally:
+        os.close(file)
+
+
 def _finite(value: Any) -> float:
     if not math.isfinite(number := float(value)):
+        raise ValueError(value)
+    return number
+
+
+def _count(value: Any) -> int:
+    if not 0 <= (number := int(value)) < 2**64:
+        raise ValueError(value)
+    return number
+
+
+def _process_number(value: Any) -> int:
+    if not 0 < (number := int(value)) < 2**31:
         raise ValueError(value)
     return number
 
@@ -116,10 +147,15 @@ def _text(value: Any) -> str:
     return " ".join(str(value).split())
 
 
+def _collectives(value: Any) -> dict[str, Any]:
+    """Of each group [how many were begun, the group's ranks]."""
+    return {str(group): [_count(begun), [_count(rank) for rank in ranks]] for group, (begun, ranks) in value.items()}
+
+
 KINDS: dict[str, Any] = {
-    "name": _text, "pid": int, "started": int, "host": _text, "thread": int, "interval": _finite, "step": int,
-    "phase": _text, "waits_for": _text, "patience": _finite, "progress": int, "work": int, "moved": _finite,
-    "time": _finite, "message": _text, "ended": _text, "collectives": dict,
+    "name": _text, "pid": _process_number, "started": _count, "host": _text, "thread": _count, "interval": _finite,
+    "step": _count, "phase": _text, "waits_for": _text, "patience": _finite, "progress": _count, "work": _count,
+    "moved": _finite, "time": _finite, "message": _text, "ended": _text, "collectives": _collectives,
 }  # fmt: skip
 """Of a sign of life, what is read."""
 

@@ -176,6 +176,11 @@ def _parity_figure(parity: dict[str, Any] | None, stale: bool) -> list[Figure]:
 def parity_meaning(checked: int, different: int, stale: bool = False) -> str:
     """What the comparison of trainer and generator says, in a sentence; stale: tokens of older weights were trained on,
     which are not compared."""
+    if not checked:
+        return (
+            "Nothing was compared: no token that was trained on had been sampled from the weights that it was trained "
+            "with, so whether the generator computes what the trainer does is not known."
+        )
     if different:
         return (
             f"The generator and the trainer computed another log-probability for {different:,} of the {checked:,} "

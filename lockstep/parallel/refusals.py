@@ -29,10 +29,16 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
-def _tensor_problems(shape: ModelConfig, tensor: int) -> Iterator[str]:
+def refuse_generators(shape: ModelConfig, tensor: int) -> None:
+    """Raises UserError where generators of so many ranks (actors.tensor) cannot share the model."""
+    if problems := list(_tensor_problems(shape, tensor, "actors.tensor")):
+        raise UserError("such generators do not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.tensor") -> Iterator[str]:
     if shape.reduction_chunks % tensor:
         yield (
-            f"parallel.reduction_chunks {shape.reduction_chunks} are too few for parallel.tensor {tensor}, whose ranks "
+            f"parallel.reduction_chunks {shape.reduction_chunks} are too few for {setting} {tensor}, whose ranks "
             "hold one each at least; leave it at 0"
         )
     copied = tensor % shape.num_kv_heads == 0  # each key-value head to several ranks, or to one
@@ -44,6 +50,6 @@ def _tensor_problems(shape: ModelConfig, tensor: int) -> Iterator[str]:
     if wrong := [f"{count} {what}" for what, count in cut.items() if count % tensor]:
         common = math.gcd(*cut.values(), MOST_TENSOR)
         fitting = [str(degree) for degree in (1, 2, 4, 8) if common % degree == 0]
-        yield f"parallel.tensor {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
+        yield f"{setting} {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
     if -(-shape.vocab_size // tensor) * (tensor - 1) >= shape.vocab_size:
-        yield f"parallel.tensor {tensor} leaves a rank none of the {shape.vocab_size} tokens; set it lower"
+        yield f"{setting} {tensor} leaves a rank none of the {shape.vocab_size} tokens; set it lower"

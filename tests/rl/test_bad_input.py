@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 import lockstep.rl as rl
-from lockstep.config import EngineConfig, ObserveConfig
+from lockstep.config import ActorsConfig, EngineConfig, ObserveConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe import MetricsWriter, open_run, read_metrics
 from lockstep.observe.sinks import PATIENCE, Guarded
@@ -167,3 +167,10 @@ def test_examples_that_are_none_are_refused():
 
     with pytest.raises(UserError, match=r'Returns.examples\("train"\) returns None; it must yield rl.Example'):
         inspect.unwrap(examples_of)(Returns(), "train")
+
+
+def test_generators_of_more_ranks_than_the_model_has_heads_are_refused_before_anything_is_written(tmp_path, folders):  # noqa: F811
+    config = _config(tmp_path / "run", folders[0], actors=ActorsConfig(generators=1, tensor=8))
+    with pytest.raises(UserError, match=r"(?s)generators do not fit.*actors.tensor 8 does not divide .*; set it to 1"):
+        reinforce(config, EvenBytes())
+    assert not (tmp_path / "run").exists()

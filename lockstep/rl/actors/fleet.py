@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from lockstep.errors import RunStopped, UserError
+from lockstep.errors import RunStopped, UserError, one_line
 from lockstep.generate import Completion, SamplingParams
 from lockstep.generate.stragglers import stragglers
 from lockstep.observe import log
+from lockstep.rl.actors.claims import believable_samples, believable_version
 from lockstep.rl.actors.remote import Remote, RemoteSample, Request
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.work_log import WorkLog
@@ -31,13 +32,22 @@ GLANCE = 0.02
 class Fleet:
     """The generators of a run. A `Sampler`, and what its remotes tell (`Reports`). Any thread may call it."""
 
-    def __init__(self, max_positions: int, cache_tokens: int, start_seconds: float, finish: bool = False):
+    def __init__(
+        self,
+        max_positions: int,
+        cache_tokens: int,
+        start_seconds: float,
+        finish: bool = False,
+        vocab_size: int = 2**31,
+    ):
         """start_seconds: how long there may be no generator at all. finish: whether requests are sampled from the
-        weights that are the newest when they are asked, whoever is how fast."""
-        self.max_positions, self.cache_tokens = max_positions, cache_tokens
+        weights that are the newest when they are asked, whoever is how fast. vocab_size: of the run's model."""
+        self.max_positions, self.cache_tokens, self._vocab_size = max_positions, cache_tokens, vocab_size
         self.start_seconds, self._finish = start_seconds, finish
         self.required: set[str] = set()
         """The names of those that the run has started itself: one that does not fit ends it."""
+        self.false: set[str] = set()
+        """The names of those that have said what cannot be so: none of them is asked again."""
         self.weights_version = 0
         self._edition: Edition | None = None
         self.changed = threading.Condition(threading.RLock())
@@ -56,6 +66,8 @@ class Fleet:
         self.heard = 0
         """Grows with whatever comes from the generators."""
         self._none_since = time.monotonic()
+        self._given_versions = {0}
+        self._last_loss = ""
         self._failure: Exception | None = None
         self._dismissed: set[object] = set()
         """Askers whose samples nobody wants any more."""
@@ -162,8 +174,8 @@ class Fleet:
                 raise UserError(self._refused[request])
         if not self._versions and time.monotonic() - self._none_since > self.start_seconds:
             raise RunStopped(
-                f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds); their logs are in "
-                "the run's folder, under logs/. --resume continues from the newest checkpoint",
+                f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds){self._last_loss}; "
+                "their logs are in the run's folder, under logs/. --resume continues from the newest checkpoint",
                 exit_code=1,
             )
 
@@ -194,6 +206,7 @@ class Fleet:
                 # What waits for room here would be asked after the new weights.
                 self._hand_out(all_of_them=True)
             self._edition, self.weights_version = edition, edition["version"]
+            self._given_versions.add(edition["version"])
             for remote in list(self._remotes.values()):
                 remote.new_weights(edition)
 
@@ -252,7 +265,7 @@ class Fleet:
             remote = self._remotes[name]
             if not all_of_them and load[name] and load[name] + request.unfinished > 2 * remote.room:
                 return
-            self._asked[request.id] = name
+            self._asked[request.id], request.given_version = name, self._versions[name]
             load[name] += request.unfinished
             remote.ask(request)
 
@@ -266,12 +279,12 @@ class Fleet:
             self.heard += 1
             if self._remotes.get(remote.name) is not remote:
                 return  # it was given up, and others go on with what it had
+            has = {number: self._requests[number] for number, name in self._asked.items() if name == remote.name}
+            told = believable_samples(parts, has, self._next_id - 1, self._given_versions, self._vocab_size)
             self._work.heard(remote.name, remote.did)
-            for request_id, index, new in parts:
-                if self._asked.get(request_id) == remote.name:
-                    asked = self._requests[request_id]
-                    asked.first_at = asked.first_at or time.monotonic()
-                    _extend(asked.samples[index], new)
+            for asked, index, new in told:
+                asked.first_at = asked.first_at or time.monotonic()
+                _extend(asked.samples[index], new)
             for request_id in {part[0] for part in parts}:
                 request = self._requests.get(request_id)
                 if request and not request.unfinished and self._asked.get(request_id) == remote.name:
@@ -284,30 +297,38 @@ class Fleet:
         with self.changed:
             self.heard += 1
             if self._remotes.get(remote.name) is remote:
-                self._versions[remote.name] = version
+                before = self._versions.get(remote.name, 0)
+                self._versions[remote.name] = believable_version(version, before, self._given_versions)
                 self._hand_out()
                 self.changed.notify_all()
 
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
         with self.changed:
-            if request_id in self._requests:
-                self._refused[request_id] = problem
+            if self._asked.get(request_id) == remote.name and self._remotes.get(remote.name) is remote:
+                self._refused[request_id] = one_line(problem, 1000)
                 self.changed.notify_all()
 
     def unfit(self, remote: Remote, problem: str) -> None:
+        problem = one_line(problem, 1000)
         if remote.name in self.required:
             self.fail(UserError(f"{remote.name}: {problem}"))
         else:
             log.warning("%s cannot sample for this run: %s", remote.name, problem)
 
-    def lost(self, remote: Remote, why: str) -> None:
+    def lost(self, remote: Remote, why: str, false: bool = False) -> None:
         with self.changed:
             if self._remotes.get(remote.name) is not remote:
                 return
+            if false:
+                self.false.add(remote.name)
             unfinished = self._samples_at(remote.name)
             self.leave(remote.name)
             others = f"{len(self._versions)} others go on with" if self._versions else "the next one gets"
-            log.warning("%s: %s; %s its %d unfinished samples", remote.name, why, others, unfinished)
+            said = one_line(why)
+            if false:
+                said = f"it says what cannot be so ({said}), and is asked no more"
+            self._last_loss = f"; the last one, {remote.name}: {said}"
+            log.warning("%s: %s; %s its %d unfinished samples", remote.name, said, others, unfinished)
             self.changed.notify_all()
 
 

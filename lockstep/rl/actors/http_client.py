@@ -10,10 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from lockstep.errors import one_line
+
 CONNECT_SECONDS = 5.0
 HEADER_BYTES = 2**16
 ERROR_BYTES = 2**16
 """Of an answer that is no success, and so may be anything."""
+ANSWER_BYTES = 2**24
+"""Of an answer, or of one event of a stream."""
 DATA = b"data:"
 
 
@@ -21,8 +25,8 @@ class HttpError(Exception):
     """The server's answer is no success. `message` is what it says, `code` OpenAI's name for it if it gave one."""
 
     def __init__(self, status: int, message: str, code: str = ""):
-        super().__init__(f"{message} (status {status})")
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code = status, one_line(message, 1000), code
+        super().__init__(f"{self.message} (status {status})")
 
 
 class Unreachable(Exception):
@@ -43,9 +47,11 @@ class HttpClient:
     async def call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
         """The answer's JSON; None where it is no JSON. Raises HttpError, Unreachable, and TimeoutError."""
         async with asyncio.timeout(seconds), self._answer(method, path, body) as parts:
-            content = b"".join([part async for part in parts])
+            content = await _at_most(parts, ANSWER_BYTES + 1)
+        if len(content) > ANSWER_BYTES:
+            raise Unreachable(f"its answer to {path} has more than {ANSWER_BYTES} bytes")
         try:
-            return json.loads(content)
+            return _read_json(content)
         except ValueError:
             return None
 
@@ -55,6 +61,8 @@ class HttpClient:
             rest = b""
             async for part in parts:
                 *lines, rest = (rest + part).split(b"\n")
+                if len(rest) > ANSWER_BYTES:
+                    raise Unreachable(f"an event of its stream has more than {ANSWER_BYTES} bytes")
                 for line in lines:
                     if not line.startswith(DATA):
                         continue
@@ -62,7 +70,7 @@ class HttpClient:
                     if data == b"[DONE]":
                         return
                     try:
-                        event = json.loads(data)
+                        event = _read_json(data)
                     except ValueError as error:
                         raise Unreachable(f"an event of its stream is no JSON: {data[:80]!r}") from error
                     if isinstance(event, dict) and event.get("error"):
@@ -125,24 +133,51 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readline()).partition(b";")[0], 16):
-            yield await reader.readexactly(size)
+            async for part in _exactly(reader, size):
+                yield part
             await reader.readexactly(2)
     elif "content-length" in headers:
-        yield await reader.readexactly(int(headers["content-length"]))
+        async for part in _exactly(reader, int(headers["content-length"])):
+            yield part
     else:
         while part := await reader.read(HEADER_BYTES):
             yield part
 
 
-async def _json_of(parts: AsyncIterator[bytes]) -> Any:
-    """Of an answer that is no success; its text where it is no JSON."""
-    content = b""
+async def _exactly(reader: asyncio.StreamReader, size: int) -> AsyncIterator[bytes]:
+    """So many bytes, in parts: whoever has enough of them need not have them all."""
+    if size < 0:
+        raise ValueError(f"a length of {size}")
+    while size:
+        if not (part := await reader.read(min(size, HEADER_BYTES))):
+            raise EOFError("it ended in the middle of an answer")
+        size -= len(part)
+        yield part
+
+
+async def _at_most(parts: AsyncIterator[bytes], size: int) -> bytes:
+    """The first bytes of an answer."""
+    content = bytearray()
     async for part in parts:
         content += part
-        if len(content) > ERROR_BYTES:
+        if len(content) >= size:
             break
+    return bytes(content[:size])
+
+
+def _read_json(content: bytes) -> Any:
+    """Raises ValueError for what is none, or is nested too deep."""
     try:
         return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+async def _json_of(parts: AsyncIterator[bytes]) -> Any:
+    """Of an answer that is no success; its text where it is no JSON."""
+    content = await _at_most(parts, ERROR_BYTES)
+    try:
+        return _read_json(content)
     except ValueError:
         return content[:200].decode(errors="replace")
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
+from lockstep.errors import one_line
+from lockstep.rl.actors.claims import FalseClaim
 from lockstep.rl.actors.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.actors.http_servers import Server
 from lockstep.rl.actors.remote import RemoteSample, Reports, Request
@@ -58,7 +60,7 @@ class HttpRemote:
         self._loop = asyncio.new_event_loop()
         # What is asked, and new weights, in the order in which they came.
         self._orders: asyncio.Queue[Request | Edition] = asyncio.Queue()
-        self._ended: asyncio.Future[str] = self._loop.create_future()
+        self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name=f"http {client.url}", daemon=True)
         self._thread.start()
 
@@ -74,7 +76,7 @@ class HttpRemote:
         self._post(self._orders.put_nowait, edition)
 
     def close(self) -> None:
-        self._post(self._end, "")
+        self._post(self._end, None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -88,13 +90,15 @@ class HttpRemote:
         asyncio.set_event_loop(self._loop)
         try:
             why = self._loop.run_until_complete(self._work())
+        except Exception as error:  # whatever it is, no samples come here any more
+            why = error
         finally:
             self._loop.close()
             self.gone.set()
-        if why:
-            self._reports.lost(self, why)
+        if why is not None:
+            self._reports.lost(self, _in_words(why), not isinstance(why, HttpError | Unreachable))
 
-    async def _work(self) -> str:
+    async def _work(self) -> BaseException | None:
         """Until it is closed, or lost; returns why."""
         duties = [asyncio.ensure_future(self._take_orders()), asyncio.ensure_future(self._watch())]
         for duty in duties:
@@ -106,13 +110,13 @@ class HttpRemote:
         await asyncio.gather(*everything, return_exceptions=True)
         return why
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: BaseException | None) -> None:
         if not self._ended.done():
             self._ended.set_result(why)
 
     def _duty_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
-            self._end(_in_words(error))
+            self._end(error)
 
     async def _take_orders(self) -> None:
         while True:
@@ -144,7 +148,7 @@ class HttpRemote:
             if self._version < 0:
                 problem = f"it cannot load the weights in {edition['folder']}: {error.message}"
                 self._reports.unfit(self, f"{problem}; give an --output that it sees under the same path")
-                self._end("")
+                self._end(None)
                 return
             raise
         self._version = version
@@ -167,6 +171,8 @@ class HttpRemote:
                 try:
                     async with aclosing(self._server.sample(self._client, request, self._version)) as parts:
                         async for index, new in parts:
+                            if new.finish_reason == "error":  # of which a server says why
+                                raise FalseClaim("finish_reason 'error'")
                             self._tell(request.id, index, new)
                             if new.finish_reason is not None:
                                 unfinished.discard(index)
@@ -176,6 +182,7 @@ class HttpRemote:
                         raise
                 await asyncio.sleep(BUSY_SECONDS)
             if unfinished:
+                self._flush()  # which may show why
                 raise Unreachable("a request has come to its end without all of its samples")
         except HttpError as error:
             if error.code == "not_finite":
@@ -191,10 +198,10 @@ class HttpRemote:
 
     def _tell(self, request_id: int, index: int, new: RemoteSample) -> None:
         self._heard = self._loop.time()
-        if unknown := set(new.versions) - self._versions:
+        if unknown := [version for version in new.versions if version not in self._versions]:
             raise Unreachable(
-                f"it samples from weights version {min(unknown)}, which this run has not given it; is another run "
-                "using it?"
+                f"it samples from weights version {one_line(unknown[0], 40)}, which this run has not given it; is "
+                "another run using it?"
             )
         if not self._told:
             self._loop.call_later(FLUSH_SECONDS, self._flush)
@@ -203,7 +210,10 @@ class HttpRemote:
     def _flush(self) -> None:
         told, self._told = self._told, []
         if told and not self._ended.done():
-            self._reports.sampled(self, told)
+            try:
+                self._reports.sampled(self, told)
+            except FalseClaim as error:
+                self._end(error)
 
     async def _watch(self) -> None:
         """Raises where the server is dead, or as good as."""
@@ -221,6 +231,6 @@ class HttpRemote:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, HttpError):
         return f"it answers: {error}"
-    if isinstance(error, Unreachable):
+    if isinstance(error, Unreachable | FalseClaim):
         return str(error)
-    return f"what it answered makes no sense ({type(error).__name__}: {error})"
+    return f"what it answered makes no sense ({one_line(repr(error))})"

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep import ops
-from lockstep.errors import UserError
+from lockstep.errors import UserError, one_line
 from lockstep.generate import SamplingParams
 from lockstep.model.config import ModelConfig
+from lockstep.rl.actors.claims import sample_of
 from lockstep.rl.actors.http_client import HttpClient, HttpError, Unreachable
 from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.remote import RemoteSample, Request
@@ -57,7 +58,14 @@ class Server(Protocol):
 async def find_server(client: HttpClient, wanted: Wanted) -> Server:
     """The server that answers, if it can sample for the run. Raises UserError, saying what to change, if it cannot."""
     owner, model = await owner_of(client)
-    return await (_own_server(client, wanted) if owner == "lockstep" else _vllm_server(client, wanted, model))
+    try:
+        return await (_own_server(client, wanted) if owner == "lockstep" else _vllm_server(client, wanted, model))
+    except UserError:
+        raise
+    except Exception as error:  # it may answer anything
+        said = one_line(repr(error))
+        problem = f"what it answers makes no sense ({said}); restart the server, or correct actors.urls"
+        raise UserError(f"{client.url}: {problem}") from error
 
 
 async def owner_of(client: HttpClient) -> tuple[str, dict[str, Any]]:
@@ -90,7 +98,7 @@ async def _ask(client: HttpClient, path: str, without_key: str) -> Any:
 
 
 def _refuse(client: HttpClient, problem: str, change: str) -> None:
-    raise UserError(f"{client.url}: {problem}; {change}")
+    raise UserError(f"{client.url}: {one_line(problem, 500)}; {change}")
 
 
 class OwnServer:
@@ -127,7 +135,7 @@ class OwnServer:
                 for choice in event["choices"]:
                     yield (
                         choice["index"],
-                        RemoteSample(
+                        _sample(
                             choice["token_ids"],
                             choice["logprobs"]["token_logprobs"],
                             choice.get("cut_logprobs", []),
@@ -139,6 +147,20 @@ class OwnServer:
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
         body = {"path": str(folder), "version": version}
         await client.call("POST", "/admin/weights", body, LOAD_SECONDS)
+
+
+def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, reason: Any) -> RemoteSample:
+    if reason == "abort":  # a server that ends says so
+        raise Unreachable("it has ended a request with 'abort'")
+    return sample_of(
+        {
+            "token_ids": tokens,
+            "logprobs": logprobs,
+            "cut_logprobs": cut_logprobs,
+            "versions": versions,
+            "finish_reason": reason,
+        }
+    )
 
 
 async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
@@ -236,10 +258,8 @@ class VllmServer:
                 for choice in event["choices"]:
                     tokens = choice["token_ids"] or []
                     reason = choice["finish_reason"]
-                    if reason not in (None, "stop", "length"):
-                        raise Unreachable(f"it has ended a request with {reason!r}")
                     scores = choice["logprobs"]["token_logprobs"] if tokens else []
-                    yield first + choice["index"], RemoteSample(tokens, scores, [], [version] * len(tokens), reason)
+                    yield first + choice["index"], _sample(tokens, scores, [], [version] * len(tokens), reason)
 
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
         if self.began_empty:

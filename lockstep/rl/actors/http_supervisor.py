@@ -110,6 +110,8 @@ class ServerSupervisor:
             for client in self._clients:
                 if not self._remotes[client.url].gone.is_set() or self._closing.is_set():
                     continue
+                if client.url in self._fleet.false:
+                    continue
                 try:
                     server = self._find(client)
                 except Exception as error:  # what is coming up there, or is there now, may answer anything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
@@ -10,7 +11,8 @@ from lockstep.hub import local_folder
 from lockstep.model import Decoder, TrainableModel, load_weights, read_config, refuse_few_bytes, resolve_dtype
 from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
-from lockstep.parallel import World, apply_compile, generator_layout, generator_model, parallel_model
+from lockstep.parallel import World, apply_compile, chunks_for, generator_layout, generator_model, parallel_model
+from lockstep.parallel.refusals import refuse_generators
 from lockstep.rl.actors.own_weights import lay_out
 
 
@@ -19,6 +21,10 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
     folder = local_folder(config.model)
     shape = read_config(folder)
     refuse_few_bytes(folder, shape)
+    if config.actors.processes:
+        # They would find out themselves, but only once the run has begun.
+        chunks = chunks_for(shape.reduction_chunks, config.parallel)
+        refuse_generators(replace(shape, reduction_chunks=chunks), config.actors.tensor)
     fill = partial(load_weights, path=folder)
     kind = resolve_dtype(config.dtype)
     return parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from lockstep import __version__
+from lockstep.errors import one_line
 from lockstep.observe import announce, log
+from lockstep.rl.actors.claims import FalseClaim, believable_hello
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, Listener
 from lockstep.rl.actors.wire_remote import Hearing, WireRemote
@@ -49,24 +52,39 @@ class Reception:
             # Who says nothing holds up nobody else.
             threading.Thread(target=self._greet, args=(caller,), name="greeting", daemon=True).start()
 
-    def _greet(self, caller: Any) -> None:
+    def _greet(self, caller: socket.socket) -> None:
+        channel: Channel | None = None
         try:
             channel = self._listener.greet(caller)
             hello, _ = channel.receive(HANDSHAKE_SECONDS)
             self._refuse_other_version(channel, hello)
+            self._refuse_false(channel, hello)
             if "beside" in hello:
                 self._attend(channel, hello)
             else:
                 self._welcome_in(channel, hello)
-        except (Closed, TimeoutError, KeyError, TypeError, ValueError) as error:
-            log.warning("a caller was turned away: %s", error)
+        except Exception as error:
+            # Its connection ends in any case: it would wait for an answer.
+            if channel is not None:
+                channel.close()
+            log.warning("a caller was turned away: %s", one_line(error))
 
-    def _refuse_other_version(self, channel: Channel, hello: Mapping[str, Any]) -> None:
-        if hello["lockstep"] != __version__:
-            problem = f"it runs lockstep {__version__}, you {hello['lockstep']}; install the same version on both sides"
-            channel.send({"problem": problem})
-            channel.close()
-            raise Closed(f"lockstep {hello['lockstep']} on {hello['host']}, where this is {__version__}")
+    def _refuse_other_version(self, channel: Channel, hello: Any) -> None:
+        there = one_line(hello.get("lockstep"), 40) if isinstance(hello, dict) else ""
+        if there and there != __version__:
+            channel.send(
+                {"problem": f"it runs lockstep {__version__}, you {there}; install the same version on both sides"}
+            )
+            raise Closed(f"lockstep {there} on {one_line(hello.get('host'), 100)}, where this is {__version__}")
+
+    def _refuse_false(self, channel: Channel, hello: Any) -> None:
+        try:
+            name = believable_hello(hello).get("name")
+            if name in self._fleet.false:
+                raise FalseClaim(f"{name}, which has said what cannot be so, and is asked no more in this run")
+        except FalseClaim as error:
+            channel.send({"problem": str(error)})
+            raise
 
     def _welcome_in(self, channel: Channel, hello: Mapping[str, Any]) -> None:
         with self._greeting:
@@ -108,5 +126,5 @@ class Reception:
             remote.close()
 
     def _free_name(self) -> str:
-        taken = {*self._fleet.names, *self._fleet.required}
+        taken = {*self._fleet.names, *self._fleet.required, *self._fleet.false}
         return next(name for number in range(len(taken) + 1) if (name := f"generator_{number}") not in taken)

@@ -61,6 +61,8 @@ class Request:
     begun_at: float = field(default_factory=time.monotonic)
     first_at: float = 0.0
     """When its first token was known here; 0: not yet."""
+    given_version: int = 0
+    """Of the weights of the generator that has it, when it was given it."""
 
     @property
     def unfinished(self) -> int:
@@ -95,7 +97,10 @@ class Remote(Protocol):
 
 
 class Reports(Protocol):
-    """What a remote tells, from any thread: the fleet's side."""
+    """What a remote tells, from any thread: the fleet's side.
+
+    Raises FalseClaim for what cannot be so, of which nothing is taken; the remote is `lost` then.
+    """
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
         """New tokens: request, number of the sample, and what follows the tokens that are known of it."""
@@ -109,5 +114,8 @@ class Reports(Protocol):
     def unfit(self, remote: Remote, problem: str) -> None:
         """It cannot be a generator of this run, and never will."""
 
-    def lost(self, remote: Remote, why: str) -> None:
-        """It is gone, or does not do what it should: others go on with its samples. It is closed by then."""
+    def lost(self, remote: Remote, why: str, false: bool = False) -> None:
+        """It is gone, or does not do what it should: others go on with its samples. It is closed by then.
+
+        false: it has said what cannot be so, and must not come again.
+        """

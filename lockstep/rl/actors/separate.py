@@ -49,7 +49,13 @@ class SeparateGenerators:
         pages = config.engine.cache_tokens // ops.PAGE
         self._finish = config.actors.on_update == "finish"
         # Only rank 0's has generators: the others ask for nothing.
-        self.sampler = Fleet(model.config.max_positions, pages * ops.PAGE, config.actors.start_seconds, self._finish)
+        self.sampler = Fleet(
+            model.config.max_positions,
+            pages * ops.PAGE,
+            config.actors.start_seconds,
+            self._finish,
+            vocab_size=model.config.vocab_size,
+        )
         self._opened = ExitStack()
         self._shelf: Shelf | None = None
         self._folders: WeightFolders | None = None

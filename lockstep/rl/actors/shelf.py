@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +20,27 @@ import torch
 from torch import Tensor
 
 from lockstep.config import ActorsConfig
+from lockstep.errors import one_line
 from lockstep.model.shard import local_values
+from lockstep.observe import log
 from lockstep.parallel import World
-from lockstep.rl.actors.boxes import at, checksum_of, held_part, holders_of, offsets, plain_parts, read_box, read_parts
+from lockstep.rl.actors.boxes import (
+    at,
+    checksum_of,
+    common,
+    held_part,
+    holders_of,
+    offsets,
+    plain_parts,
+    read_box,
+    read_parts,
+    volume,
+)
 from lockstep.rl.actors.shelf_memory import ShelfMemory
 from lockstep.rl.actors.wire import Channel, Closed, Listener
 
+READER_SECONDS = 60
+"""For which a reader may ask for nothing, or take nothing of what it asked for."""
 Edition = dict[str, Any]
 """Where the weights of one version are, JSON-able.
 
@@ -100,16 +116,27 @@ class Shelf:
         room.copy_(local_values(self._tensors[name].detach()))
         return int(checksum_of(room, held))
 
-    def serve(self, request: Mapping[str, Any]) -> tuple[list[int], list[memoryview]]:
-        """The slot's mark before and after the pieces were read, and the pieces; for the threads that serve."""
-        slot = request["slot"]
+    def serve(self, request: Any) -> tuple[list[int], list[memoryview]]:
+        """The slot's mark before and after the pieces were read, and the pieces; for the threads that serve.
+
+        Raises LookupError, TypeError or ValueError for what cannot be asked for.
+        """
+        slot, asked = request["slot"], [(name, read_box(box)) for name, box in request["pieces"]]
+        if slot not in range(self._slots):
+            raise ValueError("a slot that is not there")
+        for name, box in asked:
+            if len(box) != len(part := self._held[name].box) or common(box, part) != box:
+                raise ValueError("what is no piece of a part")
+        # As much as there is, should somebody ask for a piece again and again.
+        if sum(volume(box) for _, box in asked) * self._dtype.itemsize > self._memory.size:
+            raise ValueError("more than is there")
         before = self._memory.mark(slot)
         pieces = []
-        for name, box in request["pieces"]:
+        for name, box in asked:
             part = self._held[name].box
             room = self._memory.room(slot, self._offsets[name], part, self._dtype)
             # A copy: what is signed must not change while it is sent.
-            piece = at(room, read_box(box), part).clone(memory_format=torch.contiguous_format)
+            piece = at(room, box, part).clone(memory_format=torch.contiguous_format)
             pieces.append(piece.view(-1).view(torch.uint8).numpy().data)
         return [before, self._memory.mark(slot)], pieces
 
@@ -142,12 +169,15 @@ class _Server:
         channel: Channel | None = None
         try:
             channel = self._listener.greet(caller)
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", READER_SECONDS, 0))
             while True:
-                request, _ = channel.receive()
+                request, _ = channel.receive(READER_SECONDS)
                 marks, pieces = self._shelf.serve(request)
                 channel.send(marks, *pieces)
-        except Closed:
+        except (Closed, TimeoutError):
             pass  # the reader has what it wants, or is gone, or is none of this run
+        except Exception as error:  # it asks for what is not there: its connection ends
+            log.warning("a reader of the weights was turned away: %s", one_line(repr(error)))
         finally:
             caller.close()
             with self._lock:

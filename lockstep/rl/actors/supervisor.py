@@ -90,6 +90,10 @@ class Supervisor:
             end_ranks(place.ranks)
 
     def _look(self, place: _Place) -> None:
+        if place.name in self._fleet.false:
+            end_ranks(place.ranks)
+            place.ranks = []
+            return
         remote = self._fleet.remote(place.name)
         place.has_joined |= remote is not None
         place.was_ready |= place.name in self._fleet.ready

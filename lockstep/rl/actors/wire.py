@@ -12,9 +12,12 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,11 +30,21 @@ TAG = 32
 HANDSHAKE_SECONDS = 10.0
 PARTS = 5
 """In which the time is waited that a message may be late."""
+MOST_JSON = 2**28
+"""Bytes of a message's JSON."""
+MOST_UNGREETED = 64
+"""Callers of a listener that have not shown yet that they know the key; of more, the one that waits longest is cut."""
+RETRY_SECONDS = 0.1
+"""After which a listener tries again that could not take a call, as where all file descriptors are in use."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Closed(Exception):
     """The other side is gone, or what came is not of this run."""
+
+
+class Malformed(Closed):
+    """What came was sent by one that knows the key, and is no message."""
 
 
 class Channel:
@@ -47,18 +60,21 @@ class Channel:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(HANDSHAKE_SECONDS)
+        until = time.monotonic() + HANDSHAKE_SECONDS
         own = secrets.token_bytes(NONCE)
         self._write(own)
-        other = bytes(self._read(NONCE))
+        other = bytes(self._read(NONCE, lambda: self._wait_until(until)))
         # A key of this connection and direction: what was recorded elsewhere, or is sent back, fits nowhere.
         nonces = (other, own) if called else (own, other)
         keys = [_signed(key, name, *nonces) for name in (b"from the caller", b"from the called")]
         self._send_key, self._receive_key = reversed(keys) if called else keys
         self._sent = self._received = 0
         self._write(_signed(self._send_key, b"greeting"))
-        if not hmac.compare_digest(self._read(TAG), _signed(self._receive_key, b"greeting")):
+        greeting = self._read(TAG, lambda: self._wait_until(until))
+        if not hmac.compare_digest(greeting, _signed(self._receive_key, b"greeting")):
             self.close()
             raise Closed("it does not have the key of this run")
+        # A timeout of the socket would count for what another thread sends, too.
         connection.settimeout(None)
 
     def send(self, message: Any, *beside: Buffer) -> None:
@@ -74,35 +90,57 @@ class Channel:
                 self._write(part)
             self._write(tag)
 
-    def receive(self, seconds: float | None = None) -> tuple[Any, bytearray]:
+    def receive(
+        self, seconds: float | None = None, goes_on: Callable[[], bool] = lambda: False
+    ) -> tuple[Any, bytearray]:
         """The next message and the bytes beside it. Raises TimeoutError where none begins for so long.
 
-        One that stands still in the middle for so long is Closed.
+        One that stands still in the middle for so long is Closed. goes_on: asked in both cases; whether to wait on.
         """
-        header = self._begin(seconds)
-        self._wait_at_most(seconds)
+
+        def wait() -> None:
+            while not self._arrives(seconds):
+                if not goes_on():
+                    raise Closed("it stopped in the middle of a message")
+
+        self._begin(seconds, goes_on)
+        header = self._read(HEADER.size, wait)
         length, beside_length = HEADER.unpack(header)
-        body, beside = self._read(length), self._read(beside_length)
+        if length > MOST_JSON:
+            raise Closed(f"a message of {length} bytes, which is no message")
+        try:
+            body, beside = self._read(length, wait), self._read(beside_length, wait)
+        except (MemoryError, OverflowError) as error:
+            raise Closed(f"a message of {beside_length} bytes, for which there is no memory") from error
         expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)
         self._received += 1
-        if not hmac.compare_digest(self._read(TAG), expected):
+        if not hmac.compare_digest(self._read(TAG, wait), expected):
             self.close()
             raise Closed("a message was changed on its way")
-        return json.loads(body), beside
-
-    def _begin(self, seconds: float | None) -> bytearray:
-        # In parts: of the time in which both sides stood still, as on a laptop that slept, only one part counts.
-        for _ in range(PARTS - 1):
-            self._wait_at_most(None if seconds is None else seconds / PARTS)
-            with contextlib.suppress(TimeoutError):
-                return self._read(HEADER.size, begins=True)
-        return self._read(HEADER.size, begins=True)
-
-    def _wait_at_most(self, seconds: float | None) -> None:
         try:
-            self._connection.settimeout(seconds)
-        except OSError as error:  # another thread has closed it
-            raise Closed(str(error)) from error
+            return json.loads(body), beside
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"a message that is no JSON ({type(error).__name__})") from error
+
+    def _begin(self, seconds: float | None, goes_on: Callable[[], bool]) -> None:
+        # In parts: of the time in which both sides stood still, as on a laptop that slept, only one part counts.
+        part = None if seconds is None else seconds / PARTS
+        while not any(self._arrives(part) for _ in range(PARTS)):
+            if not goes_on():
+                raise TimeoutError
+
+    def _arrives(self, seconds: float | None) -> bool:
+        """Whether there is something to read within that time, or the end."""
+        try:
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
+        except (OSError, ValueError) as error:  # another thread has closed it
+            raise Closed("the connection was closed here") from error
+
+    def _wait_until(self, until: float) -> None:
+        if not self._arrives(until - time.monotonic()):
+            raise Closed(f"it has not greeted within {HANDSHAKE_SECONDS:g} s")
 
     def close(self) -> None:
         """Ends the connection; whoever waits on it, on either side, gets Closed."""
@@ -116,17 +154,14 @@ class Channel:
         except OSError as error:
             raise Closed(str(error)) from error
 
-    def _read(self, length: int, begins: bool = False) -> bytearray:
-        """begins: a timeout here is TimeoutError, for nothing is lost by it."""
+    def _read(self, length: int, wait: Callable[[], None]) -> bytearray:
+        """wait: returns once there is something to read, or raises."""
         content = bytearray(length)
         view = memoryview(content)
         while view:
+            wait()
             try:
                 count = self._connection.recv_into(view)
-            except TimeoutError:
-                if begins and len(view) == length:
-                    raise
-                raise Closed("it stopped in the middle of a message") from None
             except OSError as error:
                 raise Closed(str(error)) from error
             if count == 0:
@@ -146,24 +181,46 @@ class Listener:
             problem = f"cannot listen on {host}:{port}: {error.strerror}; choose another port or address"
             raise UserError(problem) from error
         self._key = key
+        self._closed = threading.Event()
+        self._changing, self._ungreeted = threading.Lock(), dict[socket.socket, None]()
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def accept(self) -> socket.socket:
-        """The next caller, not greeted yet: `Channel(…, called=True)` does, and may be made in another thread.
+        """The next caller, not greeted yet: `greet` does, and may be called in another thread.
 
-        Raises Closed when the listener is.
+        Raises Closed when the listener is, and only then.
         """
-        try:
-            return self._socket.accept()[0]
-        except OSError as error:
-            raise Closed(str(error)) from error
+        while True:
+            try:
+                caller = self._socket.accept()[0]
+            except OSError as error:
+                # Without memory or file descriptors it waits for some: who is there will go.
+                if self._closed.wait(RETRY_SECONDS):
+                    raise Closed(str(error)) from error
+                continue
+            with self._changing:
+                self._ungreeted[caller] = None
+                if len(self._ungreeted) > MOST_UNGREETED:
+                    longest = next(iter(self._ungreeted))
+                    del self._ungreeted[longest]
+                    with contextlib.suppress(OSError):
+                        longest.shutdown(socket.SHUT_RDWR)
+            return caller
 
     def greet(self, caller: socket.socket) -> Channel:
-        """Raises Closed where the caller does not know the key."""
-        return Channel(caller, self._key, called=True)
+        """Raises Closed where the caller does not know the key, and has closed the connection then."""
+        try:
+            return Channel(caller, self._key, called=True)
+        except BaseException:
+            caller.close()
+            raise
+        finally:
+            with self._changing:
+                self._ungreeted.pop(caller, None)
 
     def close(self) -> None:
         """Stops listening, and ends a waiting `accept`."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.errors import one_line
 from lockstep.observe.sign_of_life import runs_here
-from lockstep.rl.actors.remote import RemoteSample, Reports, Request
+from lockstep.rl.actors.claims import FalseClaim, believable_figures, sample_of
+from lockstep.rl.actors.remote import Reports, Request
 from lockstep.rl.actors.shelf import Edition
-from lockstep.rl.actors.wire import Channel, Closed
+from lockstep.rl.actors.wire import Channel, Closed, Malformed
 
 BUSY = 20
 """Times as long may be silent what the kernel of this host says still runs: on a busy machine nobody gets to speak."""
@@ -27,13 +29,10 @@ class Hearing:
 
     def next(self) -> Any:
         """The next message. Raises TimeoutError, and Closed."""
-        for _ in range(BUSY):
-            try:
-                return self._channel.receive(self.seconds)[0]
-            except TimeoutError:
-                if not runs_here(self._pid, self._place):
-                    break
-        raise TimeoutError
+        chances = iter(range(BUSY - 1))
+        return self._channel.receive(
+            self.seconds, lambda: next(chances, None) is not None and runs_here(self._pid, self._place)
+        )[0]
 
 
 class WireRemote:
@@ -81,32 +80,36 @@ class WireRemote:
             self._channel.close()  # whoever reads hears of it
 
     def _read(self, reports: Reports) -> None:
+        false = False
         try:
             while True:
                 self._tell(self._hearing.next(), reports)
         except TimeoutError:
             why = f"it has said nothing for {self._hearing.seconds:g} s (actors.silence_seconds)"
+        except (FalseClaim, Malformed) as error:
+            why, false = str(error), True
         except Closed as error:
             why = str(error)
-        except (KeyError, TypeError, ValueError) as error:
-            why = f"it says what is no message ({error!r})"
+        except Exception as error:  # whatever it is, no samples come here any more
+            why, false = f"what is no message: {one_line(repr(error))}", True
         if not self._closing.is_set():
             self._channel.close()
             self._outbox.put(None)
-            reports.lost(self, why)
+            reports.lost(self, why, false)
 
     def _tell(self, message: dict[str, Any], reports: Reports) -> None:
         kind = message["kind"]
-        self.did = message.get("did", self.did)
+        if "did" in message:
+            self.did = believable_figures(message["did"])
         if kind == "tokens":
-            reports.sampled(self, [(i, index, RemoteSample(**new)) for i, index, new in message["samples"]])
+            reports.sampled(self, [(i, index, sample_of(new)) for i, index, new in message["samples"]])
         elif kind == "has_weights":
             reports.has_weights(self, message["version"])
         elif kind == "refused":
-            reports.refused(self, message["id"], message["problem"])
+            reports.refused(self, message["id"], str(message["problem"]))
         elif kind == "unfit":
-            reports.unfit(self, message["problem"])
+            reports.unfit(self, str(message["problem"]))
         elif kind in ("lost", "leaves"):
-            raise Closed(message["why"])
+            raise Closed(one_line(message["why"]))
         elif kind != "alive":
-            raise ValueError(f"kind {kind!r}")
+            raise FalseClaim(f"a message of kind {kind!r}")

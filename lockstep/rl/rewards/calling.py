@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from lockstep.errors import one_line
 from lockstep.rl.environment import Environment, Example, source_file, user_line
 
 LARGEST = 1e18
@@ -33,7 +34,7 @@ class Outcome:
 
 def failure(cause: str, message: str) -> Outcome:
     """On one line, without control characters: a reward could forge a log's lines, or rewrite what a terminal shows."""
-    return Outcome(cause=cause, message="".join(c if c.isprintable() else repr(c)[1:-1] for c in message[:2000]))
+    return Outcome(cause=cause, message=one_line(message, 2000))
 
 
 def described(error: BaseException) -> str:

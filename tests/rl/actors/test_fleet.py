@@ -50,7 +50,7 @@ def fleet_of(*remotes, start_seconds=60.0):
 
 
 def tell(fleet, remote, request, index, tokens, reason=None):
-    values = [token / 10 for token in tokens]
+    values = [-token / 10 for token in tokens]
     fleet.sampled(remote, [(request, index, RemoteSample(list(tokens), values, [], [1] * len(tokens), reason))])
 
 
@@ -113,7 +113,7 @@ def test_a_lost_ones_requests_go_on_elsewhere_with_their_tokens_and_nothing_coun
         tell(fleet, two, 1, index, [20 + index], "stop")
     thread.join(10)
     assert [[c.token_ids for c in group] for group in came["groups"]] == [[[10, 11, 15], [12, 13, 14]], [[20], [21]]]
-    assert came["groups"][0][0].logprobs == [1.0, 1.1, 1.5]
+    assert came["groups"][0][0].logprobs == [-1.0, -1.1, -1.5]
     assert [c.finish_reason for group in came["groups"] for c in group] == ["length", "length", "stop", "stop"]
     assert fleet.ready == ["two"] and not fleet._requests and not fleet._asked
 
@@ -162,9 +162,9 @@ def test_what_is_refused_or_not_finite_is_an_error_of_its_prompt_alone():
     assert isinstance(came["error"], UserError) and str(came["error"]) == "too long" and one.done[-1] == ("abort", 0)
     thread, came = asked_in_the_background(fleet, [[1], [2]])
     wait_until(lambda: 2 in one.asked)
-    for request, reason in ((1, "stop"), (2, "error")):
+    for request, tokens, reason in ((1, [7], "stop"), (2, [], "error")):
         for index in (0, 1):
-            tell(fleet, one, request, index, [], reason)
+            tell(fleet, one, request, index, tokens, reason)
     thread.join(10)
     assert "prompt 1: its logits are not finite" in str(came["error"])
 

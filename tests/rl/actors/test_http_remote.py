@@ -109,6 +109,9 @@ class Recorder:
     def has_weights(self, remote, version):
         self.changed.set()
 
+    def lost(self, remote, why, false=False):
+        raise AssertionError(why)
+
     def wait(self):
         assert self.changed.wait(20)
         self.changed.clear()

@@ -143,7 +143,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
     fleet = Fleet(512, 1024, 60.0)
     reception, address = reception_of(fleet, welcome_of(model_folder, silence_seconds=30.0))
     host, port = address.split(":")
-    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "cut_logprobs": [], "versions": [1, 1]}
+    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "cut_logprobs": [], "versions": [0, 0]}
     begun = {**new, "finish_reason": None}
     with reception:
         request = fleet.add([1], SamplingParams(n=2, seed=3))
@@ -216,3 +216,18 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     shelf.close()
     assert found[0] <= versions and max(found[0]) == max(versions)
     assert found[1] == {2}
+
+
+def test_a_generator_of_the_runs_own_that_says_what_cannot_be_so_is_ended_and_not_started_again(tmp_path):
+    fleet = Fleet(512, 1024, 60.0)
+    # They call, and nobody answers them.
+    with contextlib.closing(Listener(KEY)) as listener:
+        address = "{}:{}".format(*listener.address)
+        actors = ActorsConfig(generators=1, threads=1)
+        with Supervisor(actors, fleet, address, KEY, "", tmp_path / "logs") as local:
+            wait_until(lambda: local.processes()["generator_0"])
+            (process,) = local.processes()["generator_0"]
+            fleet.false.add("generator_0")
+            wait_until(lambda: not os.path.exists(f"/proc/{process}"))
+            threading.Event().wait(0.5)
+            assert local.processes() == {"generator_0": []}

@@ -19,6 +19,7 @@ from lockstep.errors import UserError
 from lockstep.model import build_model, initialize
 from lockstep.model.shard import local_part
 from lockstep.parallel import World, close_world, generator_model, open_world, parallel_model
+from lockstep.rl.actors import shelf as shelf_module
 from lockstep.rl.actors import shelf_reader
 from lockstep.rl.actors.shelf import Shelf
 from lockstep.rl.actors.shelf_reader import ShelfReader
@@ -367,6 +368,60 @@ def _held():
     files = {file for file in files if file.startswith("socket:") or "lockstep" in file}
     threads = [thread for thread in threading.enumerate() if thread.name == "shelf"]
     return files, threads, _memory_files(), _entries()
+
+
+def test_who_asks_for_what_is_not_there_is_turned_away_and_others_are_not(monkeypatch, caplog):
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    shelf = Shelf(_trained(), torch.bfloat16, ALONE, KEY)
+    edition = shelf.publish(1)
+    slot, address = edition["slot"], edition["shelf"]["ranks"][0]["address"]
+    name, box, _ = edition["shelf"]["ranks"][0]["parts"][0]
+    wrong = [
+        {"slot": 99, "pieces": [[name, box]]},
+        {"slot": -1, "pieces": []},
+        {"slot": [1], "pieces": []},
+        {"slot": slot, "pieces": [["\x1b[31m" * 1000, box]]},
+        {"slot": slot, "pieces": [[name, [[-5, 10**9], *box[1:]]]]},
+        {"slot": slot, "pieces": [[name, box[:1]]]},
+        {"slot": slot, "pieces": [[name, [[0.0, 1.0], *box[1:]]]]},
+        {"slot": slot, "pieces": [[name, box]] * 1000},
+        [1],
+        None,
+    ]
+    for request in wrong:
+        channel = shelf_reader.call(*address, KEY)
+        channel.send(request)
+        with pytest.raises(shelf_reader.Closed):
+            channel.receive(PATIENCE)
+    # They may have had their end before their thread has said why.
+    end = time.monotonic() + PATIENCE
+    while len(caplog.messages) < len(wrong):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert all(line.isprintable() and len(line) < 400 for line in caplog.messages)
+    reader = ShelfReader(_model(), ALONE, KEY)
+    assert reader.take(_by_tcp(edition)).outcome == "taken"
+    reader.close()
+    shelf.close()
+    assert not failed
+
+
+def test_a_reader_that_neither_asks_nor_takes_is_let_go(monkeypatch):
+    monkeypatch.setattr(shelf_module, "READER_SECONDS", 1)
+    large = {"a": torch.zeros(2**24)}
+    shelf = Shelf(large, torch.float32, ALONE, KEY)
+    edition = shelf.publish(1)
+    address = edition["shelf"]["ranks"][0]["address"]
+    silent, greedy = (shelf_reader.call(*address, KEY) for _ in range(2))
+    greedy.send({"slot": edition["slot"], "pieces": [["a", [[0, 2**24]]]]})  # more than the connection holds
+    end = time.monotonic() + PATIENCE
+    while shelf._server._callers:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for channel in (silent, greedy):
+        channel.close()
+    shelf.close()
 
 
 def _target(number):

@@ -1,0 +1,184 @@
+"""What a generator says, checked before the run takes it: the same for those that call and for servers that are asked.
+
+A check finds what no generator sends, by a fault or on purpose. That log-probabilities are the trainer's the comparison
+of every step shows; what is checked here is that there is one for every token, so that nothing escapes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lockstep.errors import one_line
+from lockstep.rl.actors.remote import RemoteSample, Request
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:@-]{0,63}")
+"""Names stand in metrics, logs and file names."""
+REASONS = (None, "stop", "length", "error")
+FIELDS = {
+    "token_ids": ("token ids", int),
+    "logprobs": ("log-probabilities", float),
+    "cut_logprobs": ("log-probabilities after cuts", float),
+    "versions": ("versions", int),
+}
+"""Of a sample, one for each token; `cut_logprobs` only where the request cuts."""
+ROUNDING = 1e-3
+"""Of log-probabilities above 0: our engine gives none, but other kernels take a sum of exponentials in other orders."""
+LOWEST = -3.4e38
+"""What float32 holds."""
+MOST_TENSOR = 1024
+LARGEST_PID = 2**31
+LARGEST_FIGURE = 1e15
+FIGURES = (
+    "steps", "tokens_sampled", "prompt_tokens_computed", "prompt_tokens_reused", "preemptions", "held",
+    "sampling_seconds", "weights_seconds",
+)  # fmt: skip
+"""What `Remote.did` has, where it has anything."""
+
+
+class FalseClaim(Exception):
+    """What a generator has sent cannot be so; says what, on one line."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
+
+
+def believable_samples(
+    parts: Sequence[tuple[int, int, RemoteSample]],
+    asked: Mapping[int, Request],
+    last_request: int,
+    versions: Collection[int],
+    vocab_size: int,
+) -> list[tuple[Request, int, RemoteSample]]:
+    """Those of `parts` that belong to requests of `asked`: of others they come too late.
+
+    asked: the requests that the generator has, by number. last_request: the highest number there ever was. versions:
+    of weights, that the run has given. Raises FalseClaim.
+    """
+    so_far: dict[tuple[int, int], tuple[int, bool]] = {}
+    found = []
+    for number, index, new in parts:
+        if not _is_int(number, 0, last_request):
+            raise FalseClaim(f"samples of request {number!r}, which does not exist")
+        _check_values(new, versions, vocab_size)
+        if (request := asked.get(number)) is None:
+            continue
+        if not _is_int(index, 0, len(request.samples) - 1):
+            raise FalseClaim(f"sample {index!r} of a request for {len(request.samples)}")
+        held = request.samples[index]
+        before, ended = so_far.get((number, index), (len(held.token_ids), held.finish_reason is not None))
+        if ended and (new.token_ids or new.finish_reason):
+            raise FalseClaim("tokens of a sample that has ended")
+        _check_for(request, before + len(new.token_ids), new)
+        so_far[number, index] = before + len(new.token_ids), ended or new.finish_reason is not None
+        found.append((request, index, new))
+    return found
+
+
+def sample_of(plain: Any) -> RemoteSample:
+    """What follows the known tokens of a sample, as it has come as JSON. Raises FalseClaim."""
+    if not isinstance(plain, dict) or plain.keys() != FIELDS.keys() | {"finish_reason"}:
+        raise FalseClaim("a sample of other fields than samples have")
+    tokens, reason = plain["token_ids"], plain["finish_reason"]
+    for name, (said, kind) in FIELDS.items():
+        values = plain[name]
+        fits = isinstance(values, list) and isinstance(tokens, list)
+        if not fits or (len(values) != len(tokens) and not (name == "cut_logprobs" and not values)):
+            raise FalseClaim(f"{_counted(values)} {said} of {_counted(tokens)} tokens")
+        for value in values:
+            if type(value) is not kind:
+                raise FalseClaim(f"{value!r} among {said}")
+    if not (reason is None or isinstance(reason, str)) or reason not in REASONS:
+        raise FalseClaim(f"finish_reason {reason!r}")
+    return RemoteSample(**plain)
+
+
+def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int) -> None:
+    """What holds of any tokens."""
+    for token in new.token_ids:
+        if not 0 <= token < vocab_size:
+            raise FalseClaim(f"token {token} of a vocabulary of {vocab_size}")
+    for logprob in (*new.logprobs, *new.cut_logprobs):
+        if not LOWEST <= logprob <= ROUNDING:
+            raise FalseClaim(f"log-probability {logprob}")
+    for version in new.versions:
+        if version not in versions:
+            raise FalseClaim(f"a token of weights version {version}, which the run has not given")
+
+
+def _check_for(request: Request, count: int, new: RemoteSample) -> None:
+    """What holds of tokens that make `count` of a sample of `request`."""
+    most, reason = request.params.max_tokens, new.finish_reason
+    if count > most:
+        raise FalseClaim(f"{count} tokens where {most} were asked for")
+    if reason == "error":
+        return
+    if reason == "length" and count < most:
+        raise FalseClaim(f"finish_reason 'length' after {count} of {most} tokens")
+    if reason and not count:
+        raise FalseClaim("a sample that has ended without a token")
+    if new.token_ids and bool(new.cut_logprobs) != request.params.cuts:
+        raise FalseClaim(f"{len(new.cut_logprobs)} log-probabilities after cuts of {len(new.token_ids)} tokens")
+    if new.versions and min(new.versions) < request.given_version:
+        raise FalseClaim(
+            f"a token of weights version {min(new.versions)}, of which the request was given at {request.given_version}"
+        )
+
+
+def believable_version(version: Any, before: int, versions: Collection[int]) -> int:
+    """A version of the weights that a generator says it has, which had `before`. Raises FalseClaim."""
+    if type(version) is not int or version not in versions or version < before:
+        raise FalseClaim(f"weights of version {version!r}, which the run has not given it")
+    return version
+
+
+def believable_figures(did: Any) -> dict[str, float]:
+    """`Remote.did`, as it has come as JSON. Raises FalseClaim."""
+    if not isinstance(did, dict):
+        raise FalseClaim("figures that are no figures by name")
+    if not did:
+        return {}
+    for name in FIGURES:
+        value = did.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FIGURE:
+            raise FalseClaim(f"{name} {value!r}")
+    return {name: did[name] for name in FIGURES}
+
+
+def believable_hello(hello: Any) -> dict[str, Any]:
+    """How a generator, or another of its ranks, introduces itself. Raises FalseClaim."""
+    if not isinstance(hello, dict):
+        raise FalseClaim("a hello that is none")
+    rules = {
+        "pid": _is_int(hello.get("pid"), 0, LARGEST_PID),
+        "place": _is_text(hello.get("place")),
+        "host": _is_text(hello.get("host")),
+    }
+    if "beside" in hello:
+        rules |= {"beside": _is_name(hello["beside"]), "rank": _is_int(hello.get("rank"), 1, MOST_TENSOR)}
+    else:
+        rules |= {
+            "name": hello.get("name") == "" or _is_name(hello.get("name")),
+            "tensor": _is_int(hello.get("tensor"), 1, MOST_TENSOR),
+        }
+    if wrong := [name for name, holds in rules.items() if not holds]:
+        said = f"{wrong[0]} {hello[wrong[0]]!r}" if wrong[0] in hello else f"no {wrong[0]}"
+        raise FalseClaim(f"a hello with {one_line(said, 100)}")
+    return hello
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 300 and value.isprintable()
+
+
+def _is_int(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _counted(values: Any) -> str:
+    return str(len(values)) if isinstance(values, list) else "no list of"
