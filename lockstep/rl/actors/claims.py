@@ -31,7 +31,7 @@ MOST_TENSOR = 1024
 LARGEST_PID = 2**31
 LARGEST_FIGURE = 1e15
 FIGURES = (
-    "steps", "tokens_sampled", "prompt_tokens_computed", "prompt_tokens_reused", "preemptions", "held",
+    "steps", "tokens_sampled", "tokens_guessed", "guesses_accepted", "prompt_tokens_computed", "prompt_tokens_reused", "preemptions", "held",
     "sampling_seconds", "weights_seconds",
 )  # fmt: skip
 """What `Remote.did` has, where it has anything."""

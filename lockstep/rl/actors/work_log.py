@@ -70,6 +70,8 @@ class WorkLog:
                 "prompt_tokens": new["prompt_tokens_computed"],
                 "prompt_tokens_reused": new["prompt_tokens_reused"],
                 "preemptions": new["preemptions"],
+                "tokens_guessed": new["tokens_guessed"],
+                "guesses_accepted": new["guesses_accepted"],
                 "held": counts["held"],
                 "weights_seconds": new["weights_seconds"],
             }
