@@ -104,7 +104,7 @@ LIES = {
     "a message that is a list": (sent([1, 2]), "no message"),
     "another kind": (sent({"kind": "\x1b[31mred"}), r"a message of kind '\x1b[31mred'"),
     "figures that are a text": (sent({"kind": "alive", "did": "x"}), "figures that are no figures"),
-    "figures that are missing": (sent({"kind": "alive", "did": {"steps": 1}}), "tokens_sampled None"),
+    "figures that are missing": (sent({"kind": "alive", "did": {"steps": 1}}), "prompt_tokens_computed None"),
     "figures that are not finite": (sent({"kind": "alive", "did": {"steps": float("nan")}}), "steps nan"),
     "deep JSON": (lambda channel, *_: send_raw(channel, DEEP), "no JSON (RecursionError)"),
     "no UTF-8": (lambda channel, *_: send_raw(channel, b'"\xff"'), "no JSON (UnicodeDecodeError)"),
