@@ -28,7 +28,8 @@ from lockstep.model import (
 from lockstep.model.shard import local_values
 from lockstep.ops.native import pretending
 from lockstep.ops.packed_weights import panel_words
-from lockstep.parallel import World, close_world, generator_layout
+from lockstep.parallel import World, chunks_for, close_world, generator_layout
+from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import imagined_world
 from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_shelf, foresee_transfer
 from lockstep.rl.actors.own_weights import lay_out
@@ -186,6 +187,7 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_
     """Of a rank of each of `config.actors.generators`."""
     ranks = config.actors.tensor
     parallel = ParallelConfig(tensor=ranks, data_shard=1, reduction_chunks=config.parallel.reduction_chunks)
+    refuse_generators(replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, parallel)), ranks)
     config = replace(config, parallel=parallel)
     world = imagined_world(parallel, ranks)
     try:

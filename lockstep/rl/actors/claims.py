@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from lockstep.errors import one_line
+from lockstep.generate.engine import Statistics
 from lockstep.rl.actors.remote import RemoteSample, Request
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:@-]{0,63}")
@@ -30,10 +32,7 @@ LOWEST = -3.4e38
 MOST_TENSOR = 1024
 LARGEST_PID = 2**31
 LARGEST_FIGURE = 1e15
-FIGURES = (
-    "steps", "tokens_sampled", "tokens_guessed", "guesses_accepted", "prompt_tokens_computed", "prompt_tokens_reused", "preemptions", "held",
-    "sampling_seconds", "weights_seconds",
-)  # fmt: skip
+FIGURES = (*(each.name for each in fields(Statistics)), "held", "sampling_seconds", "weights_seconds")
 """What `Remote.did` has, where it has anything."""
 
 

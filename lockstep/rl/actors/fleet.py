@@ -66,7 +66,7 @@ class Fleet:
         self.heard = 0
         """Grows with whatever comes from the generators."""
         self._none_since = time.monotonic()
-        self._given_versions = {0}
+        self._first_version = 0
         self._last_loss = ""
         self._failure: Exception | None = None
         self._dismissed: set[object] = set()
@@ -205,8 +205,9 @@ class Fleet:
             if self._finish:
                 # What waits for room here would be asked after the new weights.
                 self._hand_out(all_of_them=True)
+            if self._edition is None:
+                self._first_version = edition["version"]
             self._edition, self.weights_version = edition, edition["version"]
-            self._given_versions.add(edition["version"])
             for remote in list(self._remotes.values()):
                 remote.new_weights(edition)
 
@@ -280,7 +281,7 @@ class Fleet:
             if self._remotes.get(remote.name) is not remote:
                 return  # it was given up, and others go on with what it had
             has = {number: self._requests[number] for number, name in self._asked.items() if name == remote.name}
-            told = believable_samples(parts, has, self._next_id - 1, self._given_versions, self._vocab_size)
+            told = believable_samples(parts, has, self._next_id - 1, self._given, self._vocab_size)
             self._work.heard(remote.name, remote.did)
             for asked, index, new in told:
                 asked.first_at = asked.first_at or time.monotonic()
@@ -293,12 +294,17 @@ class Fleet:
             self._hand_out()
             self.changed.notify_all()
 
+    @property
+    def _given(self) -> range:
+        """The versions of the weights that there have been."""
+        return range(self._first_version, self.weights_version + 1)
+
     def has_weights(self, remote: Remote, version: int) -> None:
         with self.changed:
             self.heard += 1
             if self._remotes.get(remote.name) is remote:
                 before = self._versions.get(remote.name, 0)
-                self._versions[remote.name] = believable_version(version, before, self._given_versions)
+                self._versions[remote.name] = believable_version(version, before, self._given)
                 self._hand_out()
                 self.changed.notify_all()
 

@@ -32,7 +32,8 @@ def reception(start_seconds=60.0, silence_seconds=20.0, **more):
     fleet = Fleet(512, 1024, start_seconds, vocab_size=VOCABULARY, **more)
     listener = Listener(KEY)
     with Reception(fleet, listener, {"silence_seconds": silence_seconds}, room=4):
-        fleet.new_weights({"version": 3})
+        for version in (2, 3):
+            fleet.new_weights({"version": version})
         yield fleet, listener.address[1]
 
 
@@ -76,7 +77,7 @@ LIES = {
     "above 0": (put(logprobs=[-1.0, -1.0, -1.0, 0.5]), "log-probability 0.5"),
     "a log-probability that is null": (put(logprobs=[None] * 4), "None among log-probabilities"),
     "a version of the future": (put(versions=[1003] * 4), "a token of weights version 1003"),
-    "a version of the past": (put(versions=[0] * 4), "a token of weights version 0, of which the request was given"),
+    "a version of the past": (put(versions=[2] * 4), "a token of weights version 2, of which the request was given"),
     "a version that never was": (put(versions=[-1] * 4), "a token of weights version -1, which the run has not given"),
     "too many tokens": (
         put(token_ids=[7] * 9, logprobs=[-1.0] * 9, versions=[3] * 9),
@@ -103,12 +104,12 @@ LIES = {
     "a message that is a list": (sent([1, 2]), "no message"),
     "another kind": (sent({"kind": "\x1b[31mred"}), r"a message of kind '\x1b[31mred'"),
     "figures that are a text": (sent({"kind": "alive", "did": "x"}), "figures that are no figures"),
-    "figures that are missing": (sent({"kind": "alive", "did": {"steps": 1}}), "tokens_sampled None"),
+    "figures that are missing": (sent({"kind": "alive", "did": {"steps": 1}}), "prompt_tokens_computed None"),
     "figures that are not finite": (sent({"kind": "alive", "did": {"steps": float("nan")}}), "steps nan"),
     "deep JSON": (lambda channel, *_: send_raw(channel, DEEP), "no JSON (RecursionError)"),
     "no UTF-8": (lambda channel, *_: send_raw(channel, b'"\xff"'), "no JSON (UnicodeDecodeError)"),
     "weights that were not given": (sent({"kind": "has_weights", "version": 1003}), "weights of version 1003"),
-    "older weights than it had": (sent({"kind": "has_weights", "version": 0}), "weights of version 0"),
+    "older weights than it had": (sent({"kind": "has_weights", "version": 2}), "weights of version 2"),
 }
 
 
@@ -234,6 +235,7 @@ def test_one_line_keeps_what_can_be_read():
 
 def test_callers_that_say_nothing_keep_nobody_out(monkeypatch):
     monkeypatch.setattr(wire, "MOST_UNGREETED", 4)
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 100.0)
     with reception() as (fleet, port):
         silent = silent_callers(port, 20)
         _, welcome = join(port, KEY, name="one")
@@ -241,7 +243,7 @@ def test_callers_that_say_nothing_keep_nobody_out(monkeypatch):
         wait_until(lambda: fleet.names == ["one"])
         # All but those that came last have been let go.
         for caller in silent[:10]:
-            caller.settimeout(20)
+            caller.settimeout(5)
             with contextlib.suppress(ConnectionResetError):
                 while caller.recv(4096):
                     pass
@@ -321,5 +323,6 @@ def test_of_nothing_compared_nothing_is_said():
 
 def test_a_hello_as_generators_say_it_is_taken():
     with reception() as (fleet, port):
-        assert join(port, KEY)[1]["name"] == "generator_0"
+        channel, welcome = join(port, KEY)
+        assert channel and welcome["name"] == "generator_0"
         wait_until(lambda: fleet.names == ["generator_0"])
