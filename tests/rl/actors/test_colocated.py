@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lockstep import build_model, save_model
 from lockstep.config import (
     ActorsConfig,
     CheckpointConfig,
@@ -23,6 +25,7 @@ from lockstep.config import (
     TrainConfig,
 )
 from lockstep.errors import UserError
+from lockstep.model import read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel.world import AXES, World
 from lockstep.rl.actors.shares import token_budget
@@ -214,6 +217,13 @@ def test_a_step_of_several_ranks_is_computed_again_in_one_process(task, model_fo
         replay(tmp_path / "other", 1)
 
 
+def deeper(folder, output):
+    """The same kind of model with four layers."""
+    shutil.copytree(folder, output)
+    save_model(build_model(replace(read_config(folder), num_layers=4), dtype="bfloat16", seed=1), output)
+    return output
+
+
 @pytest.mark.parametrize(
     ("ranks", "parallel", "algorithm"),
     [
@@ -230,6 +240,8 @@ def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
     task, model_folder, tmp_path, ranks, parallel, algorithm
 ):
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=512)
+    if parallel.pipeline_schedule == "zbv":  # two stages a rank
+        model_folder = deeper(model_folder, tmp_path / "model")
     first = config_of(
         task, model_folder, tmp_path / "one", ParallelConfig(reduction_chunks=parallel.tensor), train=train, steps=1,
         dtype="float32", off_policy="truncate", entropy_coefficient=0.01, loss_average="budget",
