@@ -26,11 +26,11 @@ VOCAB = 60
 CONFIG = ModelConfig(
     family="qwen3",
     vocab_size=VOCAB,
-    dim=32,
+    dim=64,
     num_layers=3,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=16,
+    head_dim=32,
     intermediate_size=64,
     qk_norm=True,
     max_positions=512,
@@ -85,6 +85,7 @@ def _forced(monkeypatch):
         return counts
 
     monkeypatch.setattr(DraftLengths, "choose", choose)
+    monkeypatch.setattr(DraftLengths, "rests", lambda self, sequences: False)
 
 
 def _load(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -451,12 +452,13 @@ def test_where_guesses_do_not_pay_they_are_tried_seldom():
     lengths = _lengths({32: 1.0, 64: 2.0, 512: 16.0})
     guessed = []
     for _ in range(400):
-        counts = lengths.choose(sequences, [50] * 32, rows=32, room=400)
+        counts = [0] * 32 if lengths.rests(32) else lengths.choose(sequences, [50] * 32, rows=32, room=400)
         for sequence, count in zip(sequences, counts):
             if count:
                 lengths.verified(sequence, count, 0)
         guessed.append(sum(counts))
     late = guessed[100:]
+    assert lengths.rests(32) and not lengths.rests(20), "with fewer sequences a row costs less"
     assert 0 < sum(late) <= 4 * 3 * (len(late) // LONGEST_REST + 1), "a few sequences, now and then"
 
 

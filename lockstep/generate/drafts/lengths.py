@@ -16,6 +16,8 @@ MEMORY = 0.95
 FIRST_CHANCE = 0.7
 LONGEST_REST = 32
 """Steps without a guess after which a few sequences try again."""
+WAKING = 0.75
+"""Of the sequences for which guesses did not pay: with fewer, rows cost less."""
 GROWTH = 2
 """A step of more rows than any that was timed has at most so many times as many."""
 
@@ -83,7 +85,12 @@ class DraftLengths:
         self.times = StepTimes()
         self._all = Acceptance()
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
-        self._rest = self._rested = 0
+        self._rest = self._rested = self._paid_not_for = 0
+
+    def rests(self, sequences: int) -> bool:
+        """Whether nothing is to be chosen in this step, since it did not pay lately with about as many sequences."""
+        self._rested += 1
+        return self._rested <= self._rest and sequences > self._paid_not_for * WAKING
 
     def choose(self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int) -> list[int]:
         """Tokens for each sequence, at most `limits[i]` and `room` in all, in a step of `rows` rows without them."""
@@ -91,13 +98,11 @@ class DraftLengths:
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
             return none
-        if self._rested < self._rest:
-            self._rested += 1
-            return none
         counts = self._best(sequences, np.minimum(limits, self.most), rows, room)
         if counts.any():
             self._rest = self._rested = 0
             return counts.tolist()
+        self._paid_not_for = len(sequences)
         self._rest, self._rested = min(max(1, 2 * self._rest), LONGEST_REST), 0
         return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
 

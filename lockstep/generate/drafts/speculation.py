@@ -30,12 +30,16 @@ class Speculation:
 
     def extend(self, chunks: ListLike[Chunk], scheduler: Scheduler) -> None:
         """Guesses for the sequences that are sampled in this step, as far as rows and free pages go."""
+        resting = self.lengths.rests(len(chunks))
+        if resting and self._group is None:
+            return
         sampled = [chunk for chunk in chunks if chunk.is_sampled]
         rows = sum(chunk.count for chunk in chunks)
         sequences = [chunk.sequence for chunk in sampled]
         # The last token of a sequence is drawn, and never computed.
         limits = [s.params.max_tokens - s.sampled - 1 for s in sequences]
-        counts = self._agreed(self.lengths.choose(sequences, limits, rows, self._rows - rows) if sequences else [])
+        none = [0] * len(sequences)
+        counts = self._agreed(none if resting else self.lengths.choose(sequences, limits, rows, self._rows - rows))
         asked = [place for place, count in enumerate(counts) if count]
         if not asked:
             return
