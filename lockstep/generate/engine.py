@@ -372,10 +372,10 @@ class Engine:
         self.statistics.tokens_sampled += len(events)
         if finished:
             self.scheduler.remove(finished)
-            self._tell_draft(finished)
             for request_id in {s.request_id for s in finished}:
                 if all(s.finish_reason is not None for s in self._requests[request_id]):
                     del self._requests[request_id]
+            self._tell_draft(finished)
         return events
 
     def _tell_draft(self, finished: list[Sequence]) -> None:

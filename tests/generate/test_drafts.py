@@ -16,7 +16,7 @@ from lockstep.config import CompileConfig
 from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
-from lockstep.generate.drafts.history import SuffixAutomaton
+from lockstep.generate.drafts.history import PROMPT, SuffixAutomaton
 from lockstep.generate.drafts.lengths import LONGEST_REST, DraftLengths, StepTimes
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig
@@ -169,12 +169,37 @@ def test_guesses_change_no_bit_and_lose_no_page(name, dtype, compiled, seed, bud
 def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_of_it(monkeypatch):
     _forced(monkeypatch)
     model, prompt = _model("float32"), [9, 10, 11]
-    params = SamplingParams(max_tokens=12, seed=4, top_logprobs=2, ignore_eos=True)
+    params = SamplingParams(max_tokens=60, seed=4, top_logprobs=2, ignore_eos=True)
     plain = list(Engine(model, ROOMY).stream(prompt, params))
     answers = {(4, 0, tuple(prompt)): [event.token_id for event in plain]}
-    engine = Engine(model, draft=Oracle(answers, SPOILS["all right"]))
+    engine = Engine(model, EngineConfig(draft_tokens=64), draft=Oracle(answers, SPOILS["all right"]))
     assert [dataclasses.replace(e, request_id=0) for e in engine.stream(prompt, params)] == plain
-    assert engine.statistics.steps == 1, "the prompt and eleven guesses in one step"
+    assert engine.statistics.steps == 1, "the prompt and guesses on four pages in one step"
+    # What was guessed right is in the cache, and found, as what was decoded.
+    longer = prompt + [event.token_id for event in plain]
+    engine.generate([longer], dataclasses.replace(params, max_tokens=1))
+    assert engine.statistics.prompt_tokens_reused == 48
+
+
+@pytest.mark.parametrize("wrong", [[1.5], ["a"]])
+def test_a_draft_that_proposes_no_whole_numbers_is_an_error_and_the_engine_goes_on(monkeypatch, wrong):
+    _forced(monkeypatch)
+    model, params = _model("float32"), SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
+    draft = Oracle({(4, 0, (9, 10)): [3] * 9}, lambda right, count: wrong)
+    engine = Engine(model, draft=draft)
+    with pytest.raises(TypeError):
+        engine.generate([[9, 10]], params)
+    draft.spoil = lambda right, count: np.array(right)
+    assert _values(engine.generate([[9, 10]], params)) == _values(Engine(model, ROOMY).generate([[9, 10]], params))
+    assert engine.allocator.num_free == engine.allocator.num_pages and not engine.has_work
+
+
+def test_a_draft_that_fails_as_it_is_told_of_an_end_holds_nobody_up(monkeypatch):
+    engine = Engine(_model("float32"), draft=Oracle({}, SPOILS["nothing"]))
+    monkeypatch.setattr(Oracle, "ended", lambda self, sequence: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate([[9, 10]], SamplingParams(max_tokens=3, seed=4, ignore_eos=True))
+    assert not engine.has_work and engine.allocator.num_free == engine.allocator.num_pages
 
 
 def test_text_ends_in_the_middle_of_an_accepted_run(monkeypatch):
@@ -321,7 +346,7 @@ def test_n_grams_continue_the_latest_of_the_longest_matches(tokens, count):
         draft.propose([sequence], [2])
         sequence.tokens.append(token)
     lengths = {
-        end: next((k for k in range(8) if end - k < 0 or tokens[end - k] != tokens[-1 - k]), 8)
+        end: next((k for k in range(3) if end - k < 0 or tokens[end - k] != tokens[-1 - k]), 3)
         for end in range(len(tokens) - 1)
     }
     longest = max(lengths.values(), default=0)
@@ -336,7 +361,7 @@ def test_n_grams_continue_the_latest_of_the_longest_matches(tokens, count):
 
 
 def test_history_goes_on_as_most_completions_did_and_forgets_the_oldest_prompts():
-    draft = HistoryDraft(capacity=20, per_prompt=3)
+    draft = HistoryDraft(capacity=20 + 4 * PROMPT, per_prompt=3)
     for completion in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 6]):
         draft.remember([9], completion)
     assert draft.propose([_sequence([9])], [8]) == [[1, 2, 5, 6]], "from the first token on"
@@ -438,6 +463,21 @@ def test_lengths_follow_what_was_accepted_and_what_a_row_costs():
     dear = _lengths(LINEAR)
     dear._all, dear._own = lengths._all, lengths._own
     assert dear.choose(sequences, [63] * 4, rows=4, room=500) == [0] * 4, "a token costs as much as it brings"
+
+
+def test_what_guessing_takes_counts_and_where_there_is_no_guess_few_are_asked_for():
+    sequences = [_sequence([1] * 4) for _ in range(2)]
+    lengths = _lengths(FREE)
+    assert sum(lengths.choose(sequences, [63] * 2, rows=2, room=500)) > 0
+    for _ in range(20):
+        lengths.guessed([2, 2], 4, seconds=6.0, sequences=2)
+    assert lengths.choose(sequences, [63] * 2, rows=2, room=500) == [0, 0], "a guess takes three steps' time"
+    lengths, asked = _lengths(FREE), 0
+    for _ in range(200):
+        if not lengths.rests(2) and any(counts := lengths.choose(sequences, [63] * 2, rows=2, room=500)):
+            lengths.guessed([c for c in counts if c], 0, seconds=0.0, sequences=2)
+            asked += 1
+    assert 200 // 9 <= asked <= 200 // 8 + 5
 
 
 def test_those_that_the_step_waits_for_get_more():

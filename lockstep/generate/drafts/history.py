@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from lockstep.generate.sequence import Sequence
 
 BEGIN = -1
 """Stands before each completion, where no token does."""
+PROMPT = 64
+"""Tokens whose memory the book-keeping of a prompt takes."""
 
 
 class SuffixAutomaton:
@@ -84,8 +87,9 @@ class SuffixAutomaton:
 class HistoryDraft(Draft):
     """Goes on as the last completions of the same prompt did, most of which agree with what was sampled so far.
 
-    It remembers the newest `per_prompt` completions of each prompt, and `capacity` tokens of completions in all, of
-    which the prompts longest unseen go first. The idea is that of SRT (arXiv 2601.09083) and DAS (2511.13841).
+    It remembers the newest `per_prompt` completions of each prompt, and `capacity` tokens of completions in all, where
+    a prompt counts as `PROMPT` more; the prompts longest unseen go first. The idea is that of SRT (arXiv 2601.09083)
+    and DAS (2511.13841).
     """
 
     def __init__(self, capacity: int = 1 << 22, per_prompt: int = 16, shortest: int = 2):
@@ -98,30 +102,33 @@ class HistoryDraft(Draft):
 
     def remember(self, prompt: ListLike[int], completion: ListLike[int]) -> None:
         """Takes a completion in, as if it had been sampled here."""
-        self._remember(array("q", prompt).tobytes(), completion)
+        self._remember(_key(prompt), completion)
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
         return [self._propose(sequence, count) for sequence, count in zip(sequences, counts)]
 
     def ended(self, sequence: Sequence) -> None:
         place = self._places.pop(sequence, None)
-        key = place.key if place else _key(sequence)
+        key = place.key if place else _key(sequence.tokens[: sequence.prompt_length])
         self._remember(key, sequence.tokens[sequence.prompt_length :])
 
     def _remember(self, key: bytes, completion: ListLike[int]) -> None:
-        completions = self._completions.setdefault(key, [])
+        if key not in self._completions:
+            self._completions[key] = []
+            self._size += PROMPT
+        completions = self._completions[key]
         self._completions.move_to_end(key)
         completions.append(array("i", completion))
         self._size += len(completion)
         if len(completions) > self.per_prompt:
             self._size -= len(completions.pop(0))
         while self._size > self.capacity:
-            self._size -= sum(map(len, self._completions.popitem(last=False)[1]))
+            self._size -= PROMPT + sum(map(len, self._completions.popitem(last=False)[1]))
 
     def _propose(self, sequence: Sequence, count: int) -> list[int]:
         place = self._places.get(sequence)
         if place is None:
-            place = self._places[sequence] = _Place(_key(sequence))
+            place = self._places[sequence] = _Place(_key(sequence.tokens[: sequence.prompt_length]))
         place.automaton = automaton = place.automaton or self._automaton(place.key)
         if automaton is None:
             return []
@@ -164,5 +171,6 @@ class _Place:
         self.read = len(sequence.tokens)
 
 
-def _key(sequence: Sequence) -> bytes:
-    return array("q", sequence.tokens[: sequence.prompt_length]).tobytes()
+def _key(prompt: ListLike[int]) -> bytes:
+    """A digest: two prompts that shared one would only guess badly."""
+    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()

@@ -16,6 +16,8 @@ MEMORY = 0.95
 FIRST_CHANCE = 0.7
 LONGEST_REST = 32
 """Steps without a guess after which a few sequences try again."""
+REST_WITHOUT_A_GUESS = 8
+"""The same where the draft had none."""
 WAKING = 0.75
 """Of the sequences for which guesses did not pay: with fewer, rows cost less."""
 GROWTH = 2
@@ -86,6 +88,8 @@ class DraftLengths:
         self._all = Acceptance()
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._rest = self._rested = self._paid_not_for = 0
+        self._guessing = 0.0
+        """Seconds that a draft takes for a token of every sequence."""
 
     def rests(self, sequences: int) -> bool:
         """Whether nothing is to be chosen in this step, since it did not pay lately with about as many sequences."""
@@ -100,11 +104,22 @@ class DraftLengths:
             return none
         counts = self._best(sequences, np.minimum(limits, self.most), rows, room)
         if counts.any():
-            self._rest = self._rested = 0
             return counts.tolist()
-        self._paid_not_for = len(sequences)
-        self._rest, self._rested = min(max(1, 2 * self._rest), LONGEST_REST), 0
+        self._begin_rest(len(sequences), LONGEST_REST)
         return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
+
+    def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
+        """So many tokens were asked for, and so many came in so long, in a step of so many sequences."""
+        each = seconds * len(asked) / sum(asked)
+        self._guessing += (each - self._guessing) * (0.2 if self._guessing else 1.0)
+        if proposed:
+            self._rest = self._rested = self._paid_not_for = 0
+        else:
+            self._begin_rest(sequences, REST_WITHOUT_A_GUESS)
+
+    def _begin_rest(self, sequences: int, longest: int) -> None:
+        self._paid_not_for = sequences
+        self._rest, self._rested = min(max(1, 2 * self._rest), max(longest, self._rest)), 0
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         self._own.setdefault(sequence, Acceptance()).update(proposed, accepted)
@@ -119,7 +134,9 @@ class DraftLengths:
         gains[np.arange(self.most) >= limits[:, None]] = 0
         order = np.argsort(-gains, axis=None, kind="stable")[:room]
         expected = weights.sum() + np.concatenate(([0.0], np.cumsum(gains.flat[order])))
-        taken = int(np.argmax(expected / self.times.of(rows + np.arange(len(order) + 1))))
+        more = np.arange(len(order) + 1)
+        seconds = self.times.of(rows + more) + self._guessing * more / len(sequences)
+        taken = int(np.argmax(expected / seconds))
         return np.bincount(order[:taken] // self.most, minlength=len(sequences))
 
     def _trial(self, sequences: ListLike[Sequence], limits: ListLike[int], room: int) -> list[int]:

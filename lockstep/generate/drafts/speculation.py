@@ -6,7 +6,11 @@ log-probabilities are those of decoding one by one: nothing is rejected by chanc
 
 from __future__ import annotations
 
+import operator
+import time
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -44,9 +48,12 @@ class Speculation:
         if not asked:
             return
         wanted = [counts[place] for place in asked]
+        began = time.perf_counter()
         proposals = self.draft.propose([sequences[place] for place in asked], wanted)
+        seconds = time.perf_counter() - began
         for place, proposal, count in zip(asked, proposals, wanted, strict=True):
-            scheduler.extend(sampled[place], self._usable(sequences[place], proposal[:count]))
+            scheduler.extend(sampled[place], self._usable(sequences[place], proposal, count))
+        self.lengths.guessed(wanted, sum(len(chunk.guess) for chunk in sampled), seconds, len(chunks))
 
     def verified(self, chunk: Chunk, accepted: int) -> None:
         if chunk.guess:
@@ -67,9 +74,8 @@ class Speculation:
         agreed: list[int] = told.tolist()
         return agreed
 
-    def _usable(self, sequence: Sequence, proposal: list[int]) -> list[int]:
+    def _usable(self, sequence: Sequence, proposal: Iterable[int], most: int) -> list[int]:
         """The proposal up to what is no token, or would be the last one: nothing is computed after that."""
-        for place, token in enumerate(proposal):
-            if not 0 <= token < self._vocab or token in sequence.stop_ids:
-                return proposal[:place]
-        return proposal
+        tokens = [operator.index(token) for token in islice(proposal, most)]
+        ends = (place for place, t in enumerate(tokens) if not 0 <= t < self._vocab or t in sequence.stop_ids)
+        return tokens[: next(ends, most)]
