@@ -240,6 +240,7 @@ class Engine:
             sequence.finish_reason = "abort"
         if unfinished and not self._under_way:
             self.scheduler.remove(unfinished)
+        self._tell_draft(unfinished)
 
     @property
     def has_work(self) -> bool:
@@ -312,7 +313,10 @@ class Engine:
         self._under_way = False
 
     def _start_over(self) -> None:
-        self.scheduler.restart(s for group in self._requests.values() for s in group if s.finish_reason is None)
+        unfinished = {number: [s for s in group if s.finish_reason is None] for number, group in self._requests.items()}
+        # What ended as a step failed has ended, though nobody was told.
+        self._requests = {number: group for number, group in self._requests.items() if unfinished[number]}
+        self.scheduler.restart(s for group in unfinished.values() for s in group)
         self._under_way = False
 
     def _guess_and_compute(self, chunks: list[Chunk]) -> list[Sample]:
@@ -368,7 +372,7 @@ class Engine:
                 accepted += 1
             self._take_guesses(chunk, accepted)
             if len(events) > before and chunk.sequence.finish_reason is not None:
-                finished.append(chunk.sequence)
+                finished += self._ended_with(chunk.sequence)
         self.statistics.tokens_sampled += len(events)
         if finished:
             self.scheduler.remove(finished)
@@ -378,9 +382,14 @@ class Engine:
             self._tell_draft(finished)
         return events
 
+    def _ended_with(self, sequence: Sequence) -> list[Sequence]:
+        """It, or all samples of its request where its logits were not finite."""
+        broken = [s for s in self._requests[sequence.request_id] if s.finish_reason == "error"]
+        return broken or [sequence]
+
     def _tell_draft(self, finished: list[Sequence]) -> None:
-        for sequence in finished:
-            if self._speculation and sequence.finish_reason != "error":
+        if self._speculation:
+            for sequence in finished:
                 self._speculation.draft.ended(sequence)
 
     def _drawn(

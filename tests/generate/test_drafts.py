@@ -15,6 +15,7 @@ from lockstep import Engine, EngineConfig, SamplingParams, build_model, save_mod
 from lockstep.config import CompileConfig
 from lockstep.data import ByteTokenizer
 from lockstep.errors import UserError
+from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import PROMPT, SuffixAutomaton
 from lockstep.generate.drafts.lengths import LONGEST_REST, DraftLengths, StepTimes
@@ -68,7 +69,9 @@ SPOILS = {
     "all wrong": lambda right, count: [(t + 1) % VOCAB for t in right],
     "the second wrong": lambda right, count: [*right[:1], *((t + 1) % VOCAB for t in right[1:2]), *right[2:]],
     "end of text in the middle": lambda right, count: [*right[:2], 7, *right[2:]],
-    "not in the vocabulary": lambda right, count: [*right[:1], VOCAB, -1, 2**40, *right[1:]],
+    "not in the vocabulary": lambda right, count: [*right[:1], VOCAB, *right[1:]],
+    "less than any token": lambda right, count: [*right[:2], -1, *right[2:]],
+    "larger than a tensor takes": lambda right, count: [*right[:2], 2**70, *right[2:]],
     "more than asked": lambda right, count: right + [3] * 100,
     "nothing": lambda right, count: [],
 }
@@ -390,6 +393,62 @@ def test_history_is_what_the_engine_sampled_before(monkeypatch):
     assert engine.statistics.guesses_accepted == engine.statistics.tokens_guessed >= 2 * 15
     assert engine.statistics.steps - steps <= 3
     assert not history._places and not history._automata, "nothing is kept of sequences that have ended"
+
+
+def test_what_is_aborted_or_broken_is_forgotten_though_somebody_holds_it(monkeypatch):
+    # Ranks that share a model guess alike: nothing may depend on how long one of them keeps an object.
+    _forced(monkeypatch)
+    model = build_model(dataclasses.replace(CONFIG, tie_embeddings=False), "float32", seed=2)
+    history = HistoryDraft()
+    history.remember([9, 10], [11, 12, 13])
+    engine = Engine(model, draft=history)
+    held = []
+    for ends in ("abort", "error"):
+        request = engine.add([9, 10], SamplingParams(max_tokens=30, n=2, seed=1, ignore_eos=True))
+        held.append(engine.samples(request))
+        engine.step()
+        assert len(history._places) == 2 and len(history._automata) == 1
+        if ends == "abort":
+            engine.abort(request)
+        else:
+            with torch.no_grad():
+                model.embed_tokens.weight.fill_(float("nan"))
+            engine.weights_changed(1)
+            while engine.has_work:
+                engine.step()
+        assert {s.finish_reason for s in held[-1]} == {ends}
+        assert not history._places and not history._automata
+    assert len(history._completions) == 1, "only what came to its end is remembered"
+
+
+def test_a_step_has_no_more_rows_than_its_budget(monkeypatch):
+    model, prompts = _model("float32"), [[9, 10], [11, 12]]
+    params = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+    expected = Engine(model, ROOMY).generate(prompts, params)
+    _forced(monkeypatch)
+    rows = []
+    prepare = BatchArrays.prepare
+    monkeypatch.setattr(BatchArrays, "prepare", lambda *a: (rows.append(sum(c.rows for c in a[1])), prepare(*a))[1])
+    draft = Oracle(_answers(prompts, [params] * 2, expected), SPOILS["all right"])
+    engine = Engine(model, EngineConfig(max_tokens_per_step=12, draft_tokens=64), draft=draft)
+    assert _values(engine.generate(prompts, params)) == _values(expected)
+    assert max(rows) == 12 and engine.statistics.guesses_accepted > 50
+
+
+def test_a_guess_ends_where_the_context_does(monkeypatch):
+    _forced(monkeypatch)
+    model = build_model(dataclasses.replace(CONFIG, max_positions=32), "float32", seed=2)
+    params = SamplingParams(max_tokens=22, seed=1, ignore_eos=True)
+    expected = Engine(model, ROOMY).generate([[9] * 10], params)
+    config = EngineConfig(cache_tokens=32, draft_tokens=64)
+    engine = Engine(model, config, draft=Oracle(_answers([[9] * 10], [params], expected), SPOILS["more than asked"]))
+    positions = []
+    prepare = BatchArrays.prepare
+    monkeypatch.setattr(
+        BatchArrays, "prepare", lambda *a: (positions.append(max(c.start + c.rows for c in a[1])), prepare(*a))[1]
+    )
+    assert _values(engine.generate([[9] * 10], params)) == _values(expected)
+    assert max(positions) == 31, "the last token is drawn, and never computed"
 
 
 def test_a_smaller_model_of_the_same_vocabulary_guesses(tmp_path, monkeypatch):

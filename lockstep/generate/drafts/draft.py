@@ -24,7 +24,7 @@ class Draft(Protocol):
         return None
 
     def ended(self, sequence: Sequence) -> None:
-        """It has its last token. Of one that is aborted nothing is heard: keep what you know in a WeakKeyDictionary."""
+        """It gets no more tokens, as its `finish_reason` says. Keep nothing of it longer than that."""
         return None
 
     def weights_changed(self) -> None:

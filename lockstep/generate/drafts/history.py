@@ -110,7 +110,8 @@ class HistoryDraft(Draft):
     def ended(self, sequence: Sequence) -> None:
         place = self._places.pop(sequence, None)
         key = place.key if place else _key(sequence.tokens[: sequence.prompt_length])
-        self._remember(key, sequence.tokens[sequence.prompt_length :])
+        if sequence.finish_reason in ("stop", "length"):
+            self._remember(key, sequence.tokens[sequence.prompt_length :])
 
     def _remember(self, key: bytes, completion: ListLike[int]) -> None:
         if key not in self._completions:
