@@ -46,11 +46,11 @@ def test_an_engine_stops_the_stragglers_as_soon_as_they_are_known_and_samples_th
     prompts, params = _asked()
     whole = Engine(MODELS["float32"]).generate(prompts, params)
     for places in (2, 4, 64):
-        engine = Engine(MODELS["float32"], EngineConfig(max_sequences=places))
+        engine = Engine(MODELS["float32"], EngineConfig(max_sequences=places, draft="none"))
         kept = engine.generate(prompts, params, first=3)
         assert kept == [whole[0], [], [], whole[3], whole[4]]
         assert not engine.has_work
         if places > 2:  # where the straggler has all of them, the others wait
-            assert engine.statistics.tokens_sampled < 250  # of 852; speculation samples some at once
+            assert engine.statistics.tokens_sampled < 100  # of 852
     assert engine.generate(prompts[:3], params[:3], first=3) == whole[:3]
     assert engine.generate(prompts[:1], params[:1]) == whole[:1]  # nothing of the stragglers is in its cache

@@ -215,7 +215,10 @@ def _run(output, folder, **changes):
 
 def _metrics(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
-    return [{k: v for k, v in m.items() if not k.startswith("time") and "per_second" not in k} for m in lines]
+    return [
+        {k: v for k, v in m.items() if not k.startswith(("time", "generators/")) and "per_second" not in k}
+        for m in lines
+    ]
 
 
 def _files(run):
