@@ -11,9 +11,13 @@ import numpy as np
 
 from lockstep.generate.sequence import Sequence
 
-MEMORY = 0.95
+MEMORY = 0.97
 """Of what is known about acceptance, the share that is kept when another token has been checked."""
 FIRST_CHANCE = 0.7
+PRIOR = 8
+"""Checked tokens that what is known of all sequences counts as, beside those of one's own."""
+MARGIN = 1.03
+"""Of the tokens a second without guesses, what is to be expected with them: less is lost in chance."""
 LONGEST_REST = 32
 """Steps without a guess after which a few sequences try again."""
 REST_WITHOUT_A_GUESS = 8
@@ -89,7 +93,7 @@ class DraftLengths:
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._rest = self._rested = self._paid_not_for = 0
         self._guessing = 0.0
-        """Seconds that a draft takes for a token of every sequence."""
+        """Seconds that choosing and guessing take for a token of every sequence."""
 
     def rests(self, sequences: int) -> bool:
         """Whether nothing is to be chosen in this step, since it did not pay lately with about as many sequences."""
@@ -109,8 +113,8 @@ class DraftLengths:
         return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
 
     def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
-        """So many tokens were asked for, and so many came in so long, in a step of so many sequences."""
-        each = seconds * len(asked) / sum(asked)
+        """So many tokens were asked for, and so many came; choosing and guessing took so long, for so many sequences."""
+        each = seconds * sequences / sum(asked)
         self._guessing += (each - self._guessing) * (0.2 if self._guessing else 1.0)
         if proposed:
             self._rest = self._rested = self._paid_not_for = 0
@@ -126,9 +130,9 @@ class DraftLengths:
         self._all.update(proposed, accepted)
 
     def _best(self, sequences: ListLike[Sequence], limits: np.ndarray, rows: int, room: int) -> np.ndarray:
-        prior = self._all.chance(FIRST_CHANCE, 4)
+        prior = self._all.chance(FIRST_CHANCE, PRIOR)
         nothing = Acceptance()
-        chances = np.array([self._own.get(s, nothing).chance(prior, 4) for s in sequences])
+        chances = np.array([self._own.get(s, nothing).chance(prior, PRIOR) for s in sequences])
         weights = _weights(sequences)
         gains = np.cumprod(np.repeat(chances[:, None], self.most, 1), 1) * weights[:, None]
         gains[np.arange(self.most) >= limits[:, None]] = 0
@@ -136,7 +140,10 @@ class DraftLengths:
         expected = weights.sum() + np.concatenate(([0.0], np.cumsum(gains.flat[order])))
         more = np.arange(len(order) + 1)
         seconds = self.times.of(rows + more) + self._guessing * more / len(sequences)
-        taken = int(np.argmax(expected / seconds))
+        rates = expected / seconds
+        taken = int(np.argmax(rates))
+        if rates[taken] < MARGIN * rates[0]:
+            taken = 0
         return np.bincount(order[:taken] // self.most, minlength=len(sequences))
 
     def _trial(self, sequences: ListLike[Sequence], limits: ListLike[int], room: int) -> list[int]:

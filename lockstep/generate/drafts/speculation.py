@@ -37,6 +37,7 @@ class Speculation:
         resting = self.lengths.rests(len(chunks))
         if resting and self._group is None:
             return
+        began = time.perf_counter()
         sampled = [chunk for chunk in chunks if chunk.is_sampled]
         rows = sum(chunk.count for chunk in chunks)
         sequences = [chunk.sequence for chunk in sampled]
@@ -48,11 +49,10 @@ class Speculation:
         if not asked:
             return
         wanted = [counts[place] for place in asked]
-        began = time.perf_counter()
         proposals = self.draft.propose([sequences[place] for place in asked], wanted)
-        seconds = time.perf_counter() - began
         for place, proposal, count in zip(asked, proposals, wanted, strict=True):
             scheduler.extend(sampled[place], self._usable(sequences[place], proposal, count))
+        seconds = time.perf_counter() - began
         self.lengths.guessed(wanted, sum(len(chunk.guess) for chunk in sampled), seconds, len(chunks))
 
     def verified(self, chunk: Chunk, accepted: int) -> None:
