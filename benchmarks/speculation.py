@@ -108,7 +108,8 @@ def report_rollouts(folder: str, data: str, steps: int) -> None:
                 *("--validation-every", "0", "--checkpoint.every", "0"),
             ]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            rows[draft] = [json.loads(line) for line in Path(place, draft, "metrics.jsonl").read_text().splitlines()]
+            lines = Path(place, draft, "metrics.jsonl").read_text().splitlines()
+            rows[draft] = [row for row in map(json.loads, lines) if "loss" in row]
     first = steps // EPOCHS
     for name in ("loss", "reward/mean", "rollout/tokens", "parity/tokens_different"):
         assert [row[name] for row in rows["none"]] == [row[name] for row in rows["auto"]], name

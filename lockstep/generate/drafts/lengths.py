@@ -113,7 +113,7 @@ class DraftLengths:
         return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
 
     def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
-        """So many tokens were asked for, and so many came; choosing and guessing took so long, for so many sequences."""
+        """These tokens were asked for, and so many came; choosing and guessing took so long for all sequences."""
         each = seconds * sequences / sum(asked)
         self._guessing += (each - self._guessing) * (0.2 if self._guessing else 1.0)
         if proposed:
