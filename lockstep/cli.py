@@ -295,6 +295,9 @@ def print_summary(folder: Path) -> None:
         f"{checked} log-probabilities compared, {different} different; "
         f"largest ratio on a first inner step: {summary['ratio_max_on_first_inner_step']!r}"
     )
+    if "parity_routes_checked" in summary:
+        routes, others = int(summary["parity_routes_checked"]), int(summary["parity_routes_different"])
+        print(f"the experts of {routes} tokens compared, those of {others} different")
     print(f"  {parity_meaning(checked, different, summary['staleness_max'] > 0)}")
     if "prompts" in summary:
         print(PromptBalance(**summary["prompts"]).text())

@@ -113,6 +113,26 @@ def resumed_with_stale_weights() -> None:
     MasterOptimizer.load_state_tensors = load  # type: ignore[method-assign]
 
 
+def rows_as_they_arrive() -> None:
+    """Rows that other ranks sent meet their experts in the order in which they came, which is another one's."""
+    from lockstep.parallel import experts
+
+    exact = experts._by_expert
+    experts._by_expert = lambda counts: exact(counts).sort().values
+
+
+def rows_of_an_expert_backwards() -> None:
+    """The rows of one expert lie in another order than in one process: only sums over them know of it."""
+    from lockstep.parallel import experts
+
+    exact = experts._by_expert
+
+    def backwards(counts: Tensor) -> Tensor:
+        return torch.cat([rows.flip(0) for rows in exact(counts).split(counts.sum(0).tolist())])
+
+    experts._by_expert = backwards
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -123,6 +143,8 @@ FAULTS: dict[str, Callable[[], None]] = {
         flipped_bit,
         stale_weight,
         repeated_batch,
+        rows_as_they_arrive,
+        rows_of_an_expert_backwards,
         moments_left_behind,
         resumed_with_a_swapped_shard,
         resumed_with_a_flipped_bit,

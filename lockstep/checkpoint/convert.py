@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,19 @@ from lockstep.errors import UserError
 from lockstep.model import (
     Decoder,
     ModelConfig,
-    hugging_face_name,
+    check_tensors,
+    found_as,
     is_auto,
     is_ignored,
     read_config,
+    refuse_few_bytes,
     resolve_dtype,
+    stored_as,
     tensor_files,
     write_description,
 )
+from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
+from lockstep.model.stored import is_float32
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -92,6 +98,9 @@ def _open(source: Path) -> Weights:
 def _hugging_face(source: Path) -> Weights:
     config = read_config(source)
     files = tensor_files(source)
+    # What cannot be loaded cannot be converted.
+    refuse_few_bytes(source, config)
+    check_tensors(Decoder(config, torch.float32, "meta"), source, files)
     opened = {path: open_safetensors(path) for path in set(files.values())}
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]] = {}
@@ -102,15 +111,67 @@ def _hugging_face(source: Path) -> Weights:
         if name not in opened[path].keys():  # noqa: SIM118
             raise UserError(f"{path}: tensor {name} is missing, though the index places it here")
         entry = opened[path].get_slice(name)
-        kinds.append(dtypes.get(entry.get_dtype(), torch.float64))
+        if name.endswith((BLOCKS, SCALES)):
+            continue
+        if not is_float32(name):
+            kinds.append(dtypes.get(entry.get_dtype(), torch.float64))
         tensors[name] = (torch.Size(entry.get_shape()), partial(opened[path].get_tensor, name))
+    for name in (name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)):
+        tensors[name] = _quantized(name, files, opened)
+    _split_experts(config, files, opened, tensors)
     return Weights(config, kinds[0] if kinds else torch.float32, tensors)
+
+
+def _split_experts(
+    config: ModelConfig,
+    files: dict[str, Path],
+    opened: dict[Path, Any],
+    tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]],
+) -> None:
+    """Puts a tensor for each expert in the place of those that hold all of them."""
+    stacked = set()
+    for name, parameter in Decoder(config, torch.float32, "meta").named_parameters():
+        whole = found_as(name, parameter.shape, files)[0]
+        for part in stored_as(name, parameter.shape):
+            if part.expert is None or whole.expert is not None or whole.name not in tensors:
+                continue
+            stacked.add(whole.name)
+            box = slice(part.expert, part.expert + 1), *(slice(0, size) for size in parameter.shape[1:])
+            entry = opened[files[whole.name]].get_slice(whole.name)
+            tensors[part.name] = parameter.shape[1:], partial(_expert, entry, whole.place(box))
+    for name in stacked:
+        del tensors[name]
+
+
+def _expert(entry: Any, place: tuple[slice, ...]) -> Tensor:
+    found: Tensor = entry[place][0]
+    return found
+
+
+def _quantized(name: str, files: dict[str, Path], opened: dict[Path, Any]) -> tuple[torch.Size, Callable[[], Tensor]]:
+    if name + SCALES not in files:
+        raise UserError(f"{files[name + BLOCKS]}: tensor {name + SCALES} is missing; the download may be incomplete")
+    blocks, scales = (opened[files[name + end]].get_slice(name + end) for end in (BLOCKS, SCALES))
+    sizes = scales.get_shape()
+    if len(sizes) != 3 or blocks.get_shape() != [*sizes, BLOCK // 2]:
+        raise UserError(
+            f"{files[name + BLOCKS]}: tensor {name + BLOCKS} has shape {blocks.get_shape()}, and its scales {sizes}; "
+            "the download may be incomplete"
+        )
+    experts, inputs, outputs = sizes[0], sizes[2] * BLOCK, sizes[1]
+    place = slice(0, experts), slice(0, inputs), slice(0, outputs)
+    return torch.Size((experts, inputs, outputs)), lambda: Mxfp4(blocks, scales)[place]
 
 
 def _check(source: Path, weights: Weights) -> None:
     """Refuses a model whose tensors are not those of its shape."""
     model = Decoder(weights.config, torch.float32, "meta")
-    wanted = {hugging_face_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    wanted = {
+        tensor: torch.Size(shape)
+        for name, parameter in model.named_parameters()
+        for part in stored_as(name, parameter.shape)
+        for tensor, shape in part.tensors(parameter.shape).items()
+    }
     for name, shape in wanted.items():
         if name not in weights.tensors:
             raise UserError(f"{source}: tensor {name} is missing; the download may be incomplete")
@@ -123,13 +184,14 @@ def _check(source: Path, weights: Weights) -> None:
 
 def _write(folder: Path, weights: Weights, dtype: torch.dtype, max_file_bytes: int) -> dict[str, str]:
     shapes = {name: shape for name, (shape, _) in weights.tensors.items()}
-    files = split_files({n: shape.numel() * dtype.itemsize for n, shape in shapes.items()}, max_file_bytes)
+    dtypes = {name: torch.float32 if is_float32(name) else dtype for name in shapes}
+    files = split_files({n: shape.numel() * dtypes[n].itemsize for n, shape in shapes.items()}, max_file_bytes)
     placed = {}
     for index, names in enumerate(files):
         file = file_name("model", index, len(files))
         with (folder / file).open("wb") as out:
-            out.write(header({n: (dtype, shapes[n]) for n in names})[0])
+            out.write(header({n: (dtypes[n], shapes[n]) for n in names})[0])
             for name in names:
-                out.write(bytes_of(weights.tensors[name][1]().to(dtype)))
+                out.write(bytes_of(weights.tensors[name][1]().to(dtypes[name])))
                 placed[name] = file
     return placed

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lockstep.model.shard import local_part
+from lockstep.model.stored import stored_as
 
 
 class Part:
@@ -25,6 +26,20 @@ class Part:
         """This rank's part of `tensor`, in its own memory: all of it, unless it is a DTensor."""
         local, place = local_part(tensor.detach())
         return cls(local, place, tensor.shape)
+
+    @classmethod
+    def stored(cls, name: str, tensor: Tensor) -> dict[str, Part]:
+        """This rank's parts of the tensors that parameter `name`, with these values, is in a model's files."""
+        whole = cls.of(tensor)
+        found = {}
+        for stored in stored_as(name, tensor.shape):
+            shape = torch.Size(stored.tensors(tensor.shape)[stored.name])
+            if stored.expert is None:
+                found[stored.name] = cls(stored.of(whole.local), stored.place(whole.place), shape)
+            elif whole.place[0].start <= stored.expert < whole.place[0].stop:
+                own = whole.local[stored.expert - whole.place[0].start]
+                found[stored.name] = cls(own, stored.place(whole.place), shape)
+        return found
 
     def size(self) -> torch.Size:
         """Of the whole: compared with the file's before anything is read."""

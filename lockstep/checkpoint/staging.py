@@ -16,12 +16,11 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, tuple[Tensor, torch.dtype]]) -> dict[str, Part]:
-        """This rank's parts of `tensors`, each in its dtype. Overwrites those of the call before."""
+    def copy(self, tensors: Mapping[str, tuple[Part, torch.dtype]]) -> dict[str, Part]:
+        """`tensors`, each in its dtype. Overwrites those of the call before."""
         parts = {}
         on_gpu = False
-        for name, (tensor, dtype) in tensors.items():
-            part = Part.of(tensor)
+        for name, (part, dtype) in tensors.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != part.local.shape or buffer.dtype != dtype:
                 buffer = torch.empty(part.local.shape, dtype=dtype, pin_memory=part.local.is_cuda)
@@ -37,13 +36,12 @@ class Staging:
         self._buffers.clear()
 
 
-def in_place(tensors: Mapping[str, tuple[Tensor, torch.dtype]]) -> dict[str, Part]:
-    """This rank's parts of `tensors`, each in its dtype in the host's memory: its own where it is so already.
+def in_place(tensors: Mapping[str, tuple[Part, torch.dtype]]) -> dict[str, Part]:
+    """`tensors`, each in its dtype in the host's memory: its own where it is so already.
 
     They must not change while they are written.
     """
     parts = {}
-    for name, (tensor, dtype) in tensors.items():
-        part = Part.of(tensor)
+    for name, (part, dtype) in tensors.items():
         parts[name] = Part(part.local.to("cpu", dtype), part.place, part.shape)
     return parts

@@ -17,7 +17,8 @@ from torch import Tensor
 from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.random_state import random_state, set_random_state
 from lockstep.errors import UserError
-from lockstep.model import TrainableModel, hugging_face_name
+from lockstep.model import TrainableModel
+from lockstep.model.stored import is_float32
 
 STEMS = {"model": "model", "trainer": "trainer/optimizer", "random": "trainer/random"}
 """The files of each group, within a checkpoint's folder."""
@@ -35,17 +36,21 @@ class Optimizer(Protocol):
 
 def tensors_to_save(
     model: TrainableModel, optimizer: Optimizer, dtype: torch.dtype, rank: int, model_only: bool = False
-) -> dict[str, tuple[Tensor, torch.dtype]]:
+) -> dict[str, tuple[Part, torch.dtype]]:
     """This rank's tensors, the very ones that training uses, each with the dtype to save it in."""
     masters, own = optimizer.masters, {f"master.{name}" for name, _ in model.named_parameters()}
-    tensors = {f"model/{hugging_face_name(n)}": (masters.get(n, p), dtype) for n, p in model.named_parameters()}
+    tensors = {
+        f"model/{stored}": (part, torch.float32 if is_float32(name) else dtype)
+        for name, parameter in model.named_parameters()
+        for stored, part in Part.stored(name, masters.get(name, parameter)).items()
+    }
     if model_only:
         return tensors
     for name, tensor in optimizer.state_tensors().items():
         if not (dtype == torch.float32 and name in own):
-            tensors[f"trainer/{name}"] = (tensor, tensor.dtype)
+            tensors[f"trainer/{name}"] = (Part.of(tensor), tensor.dtype)
     for kind, tensor in random_state().items():
-        tensors[f"random/{rank}.{kind}"] = (tensor, tensor.dtype)
+        tensors[f"random/{rank}.{kind}"] = (Part.of(tensor), tensor.dtype)
     return tensors
 
 
@@ -62,16 +67,18 @@ def parts_to_load(
     parts: dict[str, Part] = {}
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        master = f"trainer/master.{name}"
-        if name not in masters or master not in held:
-            master = f"model/{hugging_face_name(name)}"
         target = masters.get(name, parameter).detach()
-        if master not in held or held[master].size != target.shape:
-            what = f"shape {list(held[master].size)}, not {list(target.shape)}" if master in held else "no such tensor"
-            raise UserError(
-                f"{folder}: is a checkpoint of another model ({name}: {what}); give its --model and --tokenizer"
-            )
-        parts[master] = Part.of(target)
+        own_parts = {f"trainer/master.{name}": Part.of(target)}
+        if name not in masters or own_parts.keys() - held.keys():
+            own_parts = {f"model/{stored}": part for stored, part in Part.stored(name, target).items()}
+        for saved, part in own_parts.items():
+            if saved not in held or held[saved].size != part.shape:
+                size = list(held[saved].size) if saved in held else []
+                what = f"shape {size}, not {list(part.shape)}" if saved in held else "no such tensor"
+                raise UserError(
+                    f"{folder}: is a checkpoint of another model ({name}: {what}); give its --model and --tokenizer"
+                )
+        parts |= own_parts
         if name in masters:
             state[f"master.{name}"] = target
     of_model = set(state)

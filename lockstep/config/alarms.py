@@ -21,6 +21,9 @@ ALARMS = {
     "lower train.learning_rate or inner_steps, or take max_grad_norm down",
     "kl": "the policy is far from its reference: it may have left what the reference knows of language; read "
     "completions in rollouts/, raise kl_coefficient, or lower train.learning_rate",
+    "dead_experts": "an expert of a mixture gets no tokens any more, so its weights are of no use: its router prefers "
+    "others, which learn more and are preferred the more; raise train.router_auxiliary, or train.router_bias_rate "
+    "where the model has biases for it",
 }
 """Every alarm's name, its cause and what to look at."""
 

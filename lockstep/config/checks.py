@@ -34,6 +34,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     yield from _train_problems(config.train)
     yield from _recompute_problems(config.recompute, config.compile)
     yield from _parallel_problems(config.parallel)
+    yield from _expert_problems(config)
     if isinstance(config, PretrainConfig):
         if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
             yield 'train.rules that freeze do not go with compiled layers; set compile.backend = "none"'
@@ -58,6 +59,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield "data is empty; give conversations with --data FILE"
     if isinstance(config, RLConfig):
         yield from _algorithm_problems(config)
+        yield from _replay_problems(config)
         yield from _alarm_problems(config.alarms)
         yield from config.actors.problems(config.parallel.reduction_chunks)
         yield from _url_problems(config.actors.urls)
@@ -105,6 +107,18 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
         yield f"kl_reference is {config.kl_reference} and kl_coefficient is 0, so it would not count; give one"
 
 
+def _replay_problems(config: RLConfig) -> Iterator[str]:
+    if not config.router_replay:
+        return
+    if config.engine.cuda_graphs != "none":
+        yield "router_replay needs routes, and engine.cuda_graphs record none; leave one of them out"
+    if config.recompute.mode != "none":
+        yield f'router_replay does not go with recompute.mode "{config.recompute.mode}" so far; leave one of them out'
+    for name in ("tensor", "context", "pipeline"):
+        if (degree := getattr(config.parallel, name)) > 1:
+            yield f"router_replay does not go with parallel.{name} {degree} so far; leave one of them out"
+
+
 def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
     for name in alarms.stop:
         if name not in ALARMS:
@@ -148,6 +162,26 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         yield (
             f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} There are '
             f"{', '.join(SCHEDULES)}, and FILE.csv"
+        )
+
+
+def _expert_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    if config.parallel.expert == 1:
+        return
+    if config.recompute.mode == "budget":
+        yield (
+            'recompute.mode "budget" does not go with parallel.expert: ranks with other tokens would recompute other '
+            'layers, and wait for each other in vain; set it to "full", "every" or "selective"'
+        )
+    if config.compile.backend != "none":
+        yield (
+            "compiled layers do not go with parallel.expert so far, whose experts FSDP gathers by themselves; set "
+            'compile.backend = "none", or share the experts by parallel.tensor alone'
+        )
+    if config.train.deterministic_layout:
+        yield (
+            "train.deterministic_layout does not go with parallel.expert so far: the gradients of experts are summed "
+            "over the tokens of several ranks at once; switch one of them off"
         )
 
 

@@ -29,7 +29,7 @@ def tensor_problems(tensor: int, chunks: int) -> Iterator[str]:
 
 @dataclass
 class ParallelConfig:
-    """The degrees of every kind of parallelism; their product is the number of ranks."""
+    """The degrees of every kind of parallelism; their product, but for `expert`, is the number of ranks."""
 
     data_replicate: int = 1
     """Copies of the model that each see other data (DDP; with data_shard: HSDP)."""
@@ -39,6 +39,9 @@ class ParallelConfig:
     """Ranks that share each sequence."""
     tensor: int = 1
     """Ranks that share each layer's matrices, and the vocabulary of the head: 1, 2, 4 or 8."""
+    expert: Annotated[int, AtLeast(1)] = 1
+    """Of the ranks that see different tokens (data_shard x context), how many share each mixture's experts, on top of
+    the tensor ranks: tokens travel to them. FSDP shards the experts over what is left."""
     reduction_chunks: Annotated[int, AtLeast(0)] = 0
     """Parts that sums over tensor-parallel ranks are made of, a power of two: another number gives other bits, another
     tensor degree up to it does not. 0: `tensor`, or what the model was trained with if that is more."""

@@ -204,6 +204,10 @@ class RLConfig:
     """mask: smallest ratio that counts."""
     off_policy_high: Annotated[float, AtLeast(1)] = 2.0
     """truncate: largest factor; mask: largest ratio that counts."""
+    router_replay: bool = False
+    """Of a mixture of experts: train with the experts that the generator chose for each sampled token, and the router's
+    own weights for them. For samples from an engine whose bits differ, if it records its routes; where they are equal
+    it changes nothing."""
     inner_steps: Annotated[int, Above(0)] = 1
     """Optimizer steps on each batch of rollouts; from the second on, the ratio leaves 1 and clipping bites."""
     on_parity_error: Literal["stop", "warn", "measure"] = "stop"

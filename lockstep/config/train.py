@@ -55,6 +55,13 @@ class TrainConfig:
     data-parallel ranks (of GPUs two at most), and on CPUs tensor, context and pipeline ranks. Costs exchanges."""
     keep_freed_memory: bool = True
     """On a CPU: reuse freed memory in the process, for speed; off, it goes back to the system, for a lower peak."""
+    router_auxiliary: Annotated[float, AtLeast(0)] = 0.0
+    """Mixtures of experts: weight of the loss that evens out their load, by the load of the step before; 0.001 is
+    common."""
+    router_z: Annotated[float, AtLeast(0)] = 0.0
+    """Mixtures of experts: weight of the loss that keeps the router's logits small; 0.001 is common."""
+    router_bias_rate: Annotated[float, AtLeast(0)] = 0.0
+    """Mixtures whose choice has a bias (DeepSeek-V3): what it moves by after each step; 0.001 is common."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     tokens_per_microbatch: Annotated[int, Above(0)] = 8192

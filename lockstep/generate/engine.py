@@ -14,15 +14,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import EngineConfig
 from lockstep.data import StreamDecoder, Tokenizer
 from lockstep.errors import UserError
-from lockstep.generate.batch import BatchArrays
+from lockstep.generate.batch import BatchArrays, StepBatch
 from lockstep.generate.drafts import Draft, Speculation, make_draft
 from lockstep.generate.graphs import GraphRunner
 from lockstep.generate.pages import PageAllocator
+from lockstep.generate.routes import routes_of_rows, written
 from lockstep.generate.runner import Runner, make_cache, sampler_of
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
@@ -37,8 +39,8 @@ from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB where they are float32."""
 
-Sample = tuple[int, float, float, list[tuple[int, float]]]
-"""A token, its log-probability before and after cuts, and the likeliest tokens with theirs."""
+Sample = tuple[int, float, float, list[tuple[int, float]], str]
+"""A token, its log-probability before and after cuts, the likeliest tokens with theirs, and its route."""
 
 
 @dataclass
@@ -97,6 +99,8 @@ class Engine:
         self.allocator = PageAllocator(num_pages)
         self.scheduler = Scheduler(self.config, self.allocator, ops.PAGE)
         self.cache = make_cache(model, num_pages)
+        # What a graph replays says nothing of its routes.
+        self._has_routes = model.config.num_dense < model.config.num_layers and self.config.cuda_graphs == "none"
         self._sampler = sampler_of(model)
         self._weights = ops.PackedWeights()
         self._arrays = BatchArrays(self.config.max_sequences)
@@ -335,9 +339,9 @@ class Engine:
         decoded = self._runner.decode(batch)
         if decoded is not None and not any(p.cuts or p.top_logprobs for p in params):
             drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist())
-            return [(token, score, score, []) for token, score in drawn]
+            return [(token, score, score, [], "") for token, score in drawn]
         batch = batch.to(self.model.device)
-        hidden = None if decoded is not None else self._runner.hidden(batch)
+        hidden, routes = (None, [""] * len(params)) if decoded is not None else self._hidden(batch)
         count, vocab = len(params), self.model.config.vocab_size
         rows = max(1, LOGITS_ELEMENTS // vocab)
         samples: list[Sample] = []
@@ -352,8 +356,18 @@ class Engine:
             drawn, scores, cut_scores = self._sampler.sample(logits, *sampling)
             wanted = [p.top_logprobs for p in params[part]]
             tops = self._sampler.top_log_probs(logits, sampling[0], wanted) if any(wanted) else [[]] * len(wanted)
-            samples += zip(drawn.tolist(), scores.tolist(), cut_scores.tolist(), tops)
+            samples += zip(drawn.tolist(), scores.tolist(), cut_scores.tolist(), tops, routes[part])
         return samples
+
+    def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
+        """The hidden state of every row, and the routes of those that are sampled, where they are asked for."""
+        forms = [params.routes for params in batch.params]
+        if not any(forms) or not self._has_routes:
+            return self._runner.hidden(batch), [""] * len(forms)
+        with ops.recorded_routes() as recorded:
+            hidden = self._runner.hidden(batch)
+        routes = routes_of_rows(recorded, batch.sampled_rows, len(batch.tokens))
+        return hidden, [written(route, form) for route, form in zip(routes, forms, strict=True)]
 
     def _events(self, samples: list[Sample]) -> list[TokenEvent]:
         events: list[TokenEvent] = []
@@ -361,12 +375,12 @@ class Engine:
         rows = iter(samples)
         for chunk in self._sampling:
             before, accepted = len(events), 0
-            for (token, log_prob, cut_log_prob, top), guess in zip(
+            for (token, log_prob, cut_log_prob, top, route), guess in zip(
                 list(islice(rows, 1 + len(chunk.guess))), [*chunk.guess, None], strict=True
             ):
                 if chunk.sequence.finish_reason is not None:  # with this token, or with another sample of its request
                     break
-                events.append(self._drawn(chunk.sequence, token, log_prob, cut_log_prob, top))
+                events.append(self._drawn(chunk.sequence, token, log_prob, cut_log_prob, top, route))
                 if token != guess:
                     break
                 accepted += 1
@@ -393,15 +407,17 @@ class Engine:
                 self._speculation.draft.ended(sequence)
 
     def _drawn(
-        self, sequence: Sequence, token: int, log_prob: float, cut_log_prob: float, top: list[tuple[int, float]]
-    ) -> TokenEvent:
+        self, sequence: Sequence, token: int, log_prob: float, cut_log_prob: float, top: list[tuple[int, float]],
+        route: str,
+    ) -> TokenEvent:  # fmt: skip
         if math.isfinite(log_prob):
-            sequence.append(token, log_prob, cut_log_prob)
+            sequence.append(token, log_prob, cut_log_prob, route)
         else:
             self._break(sequence.request_id)
         cut = cut_log_prob if sequence.params.cuts else None
         reason = sequence.finish_reason
-        return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, self.weights_version, top, cut)
+        version = self.weights_version
+        return TokenEvent(sequence.request_id, sequence.index, token, log_prob, reason, version, top, cut, route)
 
     def _take_guesses(self, chunk: Chunk, accepted: int) -> None:
         if not chunk.guess or self._speculation is None:

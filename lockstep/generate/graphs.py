@@ -26,7 +26,8 @@ from lockstep.model.decoder import Block
 GUESSED_ROWS = 64
 """Rows of a decode step that are captured where guesses fill what few sequences leave."""
 
-Tensors = tuple[Tensor, ...]
+Tensors = tuple[Any, ...]
+"""None for the values where the keys are those."""
 Replay = Callable[[], Tensors]
 Capture = Callable[[Callable[[], Tensors]], Replay]
 """Records what a function does with its static buffers; the result does it again and returns the same tensors."""
@@ -171,10 +172,10 @@ class GraphRunner(Runner):
 
         hidden, cos, sin, q, k, v = self._piece(size, 0, first)
         for index in range(len(blocks) - 1):
-            attended.copy_(attention(index, q, k, v))
+            attended.copy_(attention(index, q, k, v, blocks[index].self_attn.terms()))
             around = partial(between, blocks[index], blocks[index + 1], hidden)
             hidden, q, k, v = self._piece(size, index + 1, around)
-        attended.copy_(attention(len(blocks) - 1, q, k, v))
+        attended.copy_(attention(len(blocks) - 1, q, k, v, blocks[-1].self_attn.terms()))
         return self._piece(size, len(blocks), partial(last, hidden))[0]
 
     def _piece(self, size: int, index: int, function: Callable[[], Tensors]) -> Tensors:

@@ -20,7 +20,8 @@ def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
     """A cache for the key-value heads of this rank."""
     shape, group = model.config, tensor_group_of(model)
     heads = max(1, shape.num_kv_heads // (dist.get_world_size(group) if group else 1))
-    return ops.KVCache(shape.num_layers, num_pages, heads, shape.head_dim, model.dtype, model.device)
+    values = shape.latent is None
+    return ops.KVCache(shape.num_layers, num_pages, heads, shape.head_dim, model.dtype, model.device, values)
 
 
 def sampler_of(model: Decoder) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lockstep.errors import UserError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+RoutesForm = Literal["", "digest", "whole"]
 MAX_TOP_LOGPROBS = 20
 LARGEST_TOP_K = 2**31 - 1
 """Above any vocabulary, and a number that a tensor holds."""
@@ -39,6 +40,8 @@ class SamplingParams:
     """Go on after an end-of-text token."""
     top_logprobs: int = 0
     """Also report the log-probabilities of this many likeliest tokens at every position."""
+    routes: RoutesForm = ""
+    """Also report the experts that each token was computed by, where the model has any: all of them, or a digest."""
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -50,6 +53,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
             ("n", self.n >= 1, "at least 1"),
+            ("routes", self.routes in get_args(RoutesForm), "digest, whole, or empty"),
             ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}"),
             ("stop", all(stops), "of strings that are not empty"),
         ]
@@ -82,6 +86,9 @@ class Completion:
     """log p of each among the tokens that top_k, top_p and min_p left: what it was drawn with. Empty without a cut."""
     versions: list[int] = field(default_factory=list)
     """Of the weights that each was sampled from, where they may change in between; else empty."""
+    routes: list[str] = field(default_factory=list)
+    """Of each, the experts that computed its log-probability, as `generate.routes` writes them, where they were asked
+    for and there are any; else empty."""
 
 
 @dataclass
@@ -102,3 +109,5 @@ class TokenEvent:
     """The likeliest tokens with their log-probabilities, best first, as many as were asked for."""
     cut_logprob: float | None = None
     """Among the tokens that top_k, top_p and min_p left; None where the request cuts nothing."""
+    route: str = ""
+    """The experts that computed `logprob`, as `generate.routes` writes them; empty unless they were asked for."""

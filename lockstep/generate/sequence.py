@@ -30,6 +30,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     cut_logprobs: list[float] = field(default_factory=list)
     """Under the cut distribution; empty where `params` cuts nothing."""
+    routes: list[str] = field(default_factory=list)
+    """Of each sampled token, where `params` asks for them and the model has experts; else empty."""
     finish_reason: FinishReason | None = None
 
     computed: int = 0
@@ -48,17 +50,20 @@ class Sequence:
     def resume(self, begun: Completion) -> None:
         """Takes what another engine has sampled of it."""
         cut = begun.cut_logprobs or begun.logprobs
-        for token, logprob, cut_logprob in zip(begun.token_ids, begun.logprobs, cut, strict=True):
-            self.append(token, logprob, cut_logprob)
+        routes = begun.routes or [""] * len(begun.token_ids)
+        for token, logprob, cut_logprob, route in zip(begun.token_ids, begun.logprobs, cut, routes, strict=True):
+            self.append(token, logprob, cut_logprob, route)
         if begun.finish_reason != "abort":
             self.finish_reason = begun.finish_reason
 
-    def append(self, token: int, logprob: float, cut_logprob: float) -> None:
+    def append(self, token: int, logprob: float, cut_logprob: float, route: str = "") -> None:
         """Takes a sampled token and notices whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.params.cuts:
             self.cut_logprobs.append(cut_logprob)
+        if self.params.routes:
+            self.routes.append(route)
         if token in self.stop_ids or self._completes_stop_string(token):
             self.finish_reason = "stop"
         elif self.sampled >= self.params.max_tokens:
@@ -75,4 +80,5 @@ class Sequence:
 
     def completion(self) -> Completion:
         sampled = self.tokens[self.prompt_length :]
-        return Completion(sampled, self.logprobs, self.finish_reason or "abort", self.cut_logprobs)
+        routes = self.routes if any(self.routes) else []
+        return Completion(sampled, self.logprobs, self.finish_reason or "abort", self.cut_logprobs, routes=routes)

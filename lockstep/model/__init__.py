@@ -2,9 +2,8 @@
 
 from lockstep.model.arithmetic import arithmetic_of, instruction_set, set_arithmetic
 from lockstep.model.checkpoint import (
+    check_tensors,
     folder_dtype,
-    hugging_face_name,
-    is_ignored,
     load_model,
     load_weights,
     read_config,
@@ -14,27 +13,34 @@ from lockstep.model.checkpoint import (
     write_description,
 )
 from lockstep.model.choose_dtype import choose_dtype, is_auto, name_of, training_seconds
-from lockstep.model.config import ModelConfig, RopeScaling
+from lockstep.model.config import ExpertsConfig, Latent, ModelConfig, RopeScaling, Yarn
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import open_device
 from lockstep.model.dtypes import resolve_dtype
-from lockstep.model.families import PRESETS, preset
+from lockstep.model.families import PRESETS, is_ignored, preset
 from lockstep.model.initialize import build_model, initialize
 from lockstep.model.protocols import ScoringModel, TrainableModel
+from lockstep.model.stored import Stored, found_as, hugging_face_name, stored_as
 from lockstep.model.token_ids import check_token_ids
 
 __all__ = [
     "PRESETS",
     "Decoder",
+    "ExpertsConfig",
+    "Latent",
     "ModelConfig",
     "RopeScaling",
     "ScoringModel",
+    "Stored",
     "TrainableModel",
+    "Yarn",
     "arithmetic_of",
     "build_model",
+    "check_tensors",
     "check_token_ids",
     "choose_dtype",
     "folder_dtype",
+    "found_as",
     "hugging_face_name",
     "initialize",
     "instruction_set",
@@ -50,6 +56,7 @@ __all__ = [
     "resolve_dtype",
     "save_model",
     "set_arithmetic",
+    "stored_as",
     "tensor_files",
     "training_seconds",
     "write_description",

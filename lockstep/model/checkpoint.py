@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,18 +18,21 @@ from lockstep.hub import local_folder
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
-from lockstep.model.families import from_hugging_face, to_hugging_face
+from lockstep.model.families import from_hugging_face, is_ignored, to_hugging_face
+from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
+from lockstep.model.stored import Stored, found_as, is_float32, stored_as
 
 FLOATS = ("BF16", "F16", "F32", "F64")
+QUANTIZED = ("U8",)
 JSON_BYTES = 2**26
 """Of a JSON file in a model folder: far beyond any, and parsed in seconds."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
-    """A Llama 3 or Qwen3 folder, or model of the hub, as a Decoder. dtype None keeps the files' own.
+    """A model folder, or model of the hub, as a Decoder. dtype None keeps the files' own.
 
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
     """
@@ -37,7 +41,7 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     files = tensor_files(folder)
     refuse_few_bytes(folder, config)
     model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
-    copy_weights(_checked(model, folder, files))
+    copy_weights(check_tensors(model, folder, files))
     return model
 
 
@@ -46,8 +50,10 @@ def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
 
     For before anything is made of what a damaged config.json says: a layer or a shape of 10¹² would take hours.
     """
-    size = sum(path.stat().st_size for path in set(tensor_files(folder).values()))
-    if config.num_parameters > size:
+    files = tensor_files(folder)
+    size = sum(path.stat().st_size for path in set(files.values()))
+    in_a_byte = 2 if any(name.endswith(BLOCKS) for name in files) else 1
+    if config.num_parameters > in_a_byte * size:
         raise UserError(
             f"{folder}: config.json describes {config.num_parameters:,} weights, but the files have {size:,} bytes; "
             "download it again"
@@ -63,8 +69,17 @@ def load_weights(model: TrainableModel, path: str | Path) -> None:
     copy_weights(sources_of_weights(model, path))
 
 
-Source = tuple[Tensor, Any]
-"""A parameter, and the slice of a file that its values come from."""
+class Source(NamedTuple):
+    """Values of a parameter that this rank holds, and the place of a file's tensor that they come from."""
+
+    values: Tensor
+    place: tuple[slice, ...]
+    tensor: Any
+
+    def copy(self) -> None:
+        """Reads the place, and nothing else of the tensor."""
+        found = self.tensor[self.place]
+        self.values.copy_(found.view(self.values.shape))
 
 
 def sources_of_weights(model: TrainableModel, path: str | Path) -> list[Source]:
@@ -79,7 +94,7 @@ def sources_of_weights(model: TrainableModel, path: str | Path) -> list[Source]:
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
                 )
-        return _checked(model, folder, tensor_files(folder))
+        return check_tensors(model, folder, tensor_files(folder))
     except UserError:
         raise
     except Exception as error:  # nothing has changed yet: whatever it is, the folder is at fault
@@ -89,40 +104,67 @@ def sources_of_weights(model: TrainableModel, path: str | Path) -> list[Source]:
 def copy_weights(sources: list[Source]) -> None:
     """In place; of a sharded parameter only this rank's shard is read."""
     with torch.no_grad():
-        for parameter, source in sources:
-            local, place = local_part(parameter)
-            local.copy_(source[place])
+        for source in sources:
+            source.copy()
 
 
-def _checked(model: TrainableModel, folder: Path, files: dict[str, Path]) -> list[Source]:
+def check_tensors(model: TrainableModel, folder: Path, files: dict[str, Path]) -> list[Source]:
     """Where each of the model's tensors comes from, file by file. Raises UserError where one is not there as it should.
 
     Files are opened once, for the checks and the copies: one that is replaced in between changes nothing.
     """
-    wanted = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
+    wanted = list(_wanted(model.named_parameters(), files))
+    shapes = {name: shape for part, parameter in wanted for name, shape in part.tensors(parameter.shape).items()}
     # A model may hold some of the layers only.
-    whole = {hugging_face_name(name) for name, _ in Decoder(model.config, torch.float32, "meta").named_parameters()}
+    everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), files)
+    whole = {name for part, parameter in everything for name in part.tensors(parameter.shape)}
     unknown = [n for n in files if n not in whole and not is_ignored(n, model.config)]
-    if missing := [n for n in wanted if n not in files]:
+    if missing := [name for name in shapes if name not in files]:
         raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
     if unknown:
         raise UserError(f"{folder}: tensor {unknown[0]} has no place in this model{_more(unknown)}; check config.json")
-    opened = {path: _open(path) for path in sorted({files[name] for name in wanted})}
+    opened = {path: _open(path) for path in sorted({files[name] for name in shapes})}
     held = {path: set(file.keys()) for path, file in opened.items()}
-    for name, parameter in wanted.items():
+    quantized = {name for part, parameter in wanted if part.quantized for name in part.tensors(parameter.shape)}
+    for name, shape in shapes.items():
         path = files[name]
         if name not in held[path]:
             raise UserError(f"{path}: tensor {name} is missing, though {INDEX} places it here")
         stored = opened[path].get_slice(name)
-        shape = stored.get_shape()
-        if stored.get_dtype() not in FLOATS:
-            raise UserError(f"{path}: tensor {name} is {stored.get_dtype()}; only {', '.join(FLOATS)} are read")
-        if shape != list(parameter.shape):
+        kinds = QUANTIZED if name in quantized else FLOATS
+        if stored.get_dtype() not in kinds:
+            raise UserError(f"{path}: tensor {name} is {stored.get_dtype()}; only {', '.join(kinds)} are read")
+        if stored.get_shape() != list(shape):
             raise UserError(
-                f"{path}: tensor {name} has shape {shape}, but config.json asks for {list(parameter.shape)}"
+                f"{path}: tensor {name} has shape {stored.get_shape()}, but config.json asks for {list(shape)}"
             )
-    by_file = sorted(wanted.items(), key=lambda item: files[item[0]])
-    return [(parameter, opened[files[name]].get_slice(name)) for name, parameter in by_file]
+    slices = {name: opened[files[name]].get_slice(name) for name in shapes}
+    sources = []
+    for part, parameter in sorted(wanted, key=lambda item: files[next(iter(item[0].tensors(item[1].shape)))]):
+        local, place = local_part(parameter)
+        if part.expert is not None:
+            sources.append(Source(local[part.expert - place[0].start], part.place(place), slices[part.name]))
+        elif part.quantized:
+            sources += _dequantized(part, local, place, slices)
+        else:
+            sources.append(Source(part.of(local), part.place(place), slices[part.name]))
+    return sources
+
+
+def _dequantized(part: Stored, local: Tensor, place: tuple[slice, ...], slices: dict[str, Any]) -> Iterator[Source]:
+    """One expert after the other: what is read at once is held in bfloat16 beside its bytes."""
+    tensor = Mxfp4(slices[part.name + BLOCKS], slices[part.name + SCALES])
+    for own, expert in enumerate(range(place[0].start, place[0].stop)):
+        yield Source(part.of(local[own]), part.place((slice(expert, expert + 1), *place[1:])), tensor)
+
+
+def _wanted(parameters: Iterable[tuple[str, Tensor]], files: Collection[str]) -> Iterator[tuple[Stored, Tensor]]:
+    """Of each parameter the tensors that it is read from, of experts those of this rank."""
+    for name, parameter in parameters:
+        own = local_part(parameter)[1][:1]
+        for part in found_as(name, parameter.shape, files):
+            if part.expert is None or own[0].start <= part.expert < own[0].stop:
+                yield part, parameter
 
 
 def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
@@ -132,7 +174,11 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    named = {hugging_face_name(n): p.detach() for n, p in model.named_parameters()}
+    named = {
+        part.name: part.of(parameter.detach())
+        for name, parameter in model.named_parameters()
+        for part in stored_as(name, parameter.shape)
+    }
     shards = _shards(named, max_shard_bytes)
     names = [SINGLE]
     if len(shards) > 1:
@@ -173,11 +219,6 @@ def read_config(folder: Path) -> ModelConfig:
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         values["eos_token_id"] = eos
     return from_hugging_face(values, str(path))
-
-
-def hugging_face_name(name: str) -> str:
-    """A parameter's name in a Hugging Face file: everything but the head stands under `model.`."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -226,17 +267,14 @@ def folder_dtype(folder: Path) -> torch.dtype:
 def _dtype_of(files: dict[str, Path], dtype: str | torch.dtype | None) -> torch.dtype:
     if dtype is not None or not files:
         return resolve_dtype(dtype or "bfloat16")
-    name, path = next(iter(files.items()))
+    # What is quantised is read as bfloat16, and a choice's bias is float32 in any folder.
+    plain = {n: path for n, path in files.items() if not n.endswith((BLOCKS, SCALES)) and not is_float32(n)}
+    name, path = next(iter((plain or files).items()))
     stored = _open(path).get_slice(name).get_dtype()
     own = {"BF16": torch.bfloat16, "F32": torch.float32}.get(stored)
     if own is None:
         raise UserError(f"{path}: tensors are {stored}; give dtype bfloat16 or float32 to convert them")
     return own
-
-
-def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Copies that other libraries write: rotary tables, and the head of a model whose head is the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def _more(names: list[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.errors import UserError
+from lockstep.ops.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,85 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN's stretching of the slow rotary frequencies to longer contexts (arXiv 2309.00071)."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    """Turns within the original context from which on a frequency is kept."""
+    beta_slow: float = 1.0
+    """Turns up to which a frequency is divided by `factor`; those between are interpolated."""
+    truncate: bool = True
+    """Whether the interpolated frequencies begin and end at whole pairs of dimensions."""
+    attention_factor: float | None = None
+    """Of cosines and sines; by default 0.1·ln(factor) + 1, or what the two below say."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of latent attention, whose cache holds one compressed key per token (arXiv 2405.04434, section 2.1)."""
+
+    kv_rank: int
+    """Features of the latent, from which each head has its keys and values."""
+    nope_dim: int
+    """Features of a head's queries and keys without a position."""
+    rope_dim: int
+    """Features that are rotated: of each head's queries, and of one key for all heads."""
+    value_dim: int
+    q_rank: int = 0
+    """Features that queries are compressed to; 0 where they are not."""
+    interleaved: bool = True
+    """Whether neighbouring features are rotated together, instead of those half of the features apart."""
+
+    @property
+    def key_dim(self) -> int:
+        """Of the key that the cache holds: the latent, and the rotated features."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The feed-forward of a layer as a mixture of experts. Raises UserError where it cannot be built."""
+
+    count: int
+    intermediate_size: int
+    """Of each expert."""
+    routing: Routing
+    shared_size: int = 0
+    """The intermediate size of the feed-forward that every token goes through beside its experts; 0: there is none."""
+    choice_bias: bool = False
+    """Whether a bias for each expert, which no gradient moves, is added to the scores for the choice alone."""
+    clamped: bool = False
+    """Whether they are gpt-oss's: gate and up take turns in the outputs of one product, the activation is clamped, and
+    the router's and all experts' products have biases."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers whose feed-forward is a dense one, of `ModelConfig.intermediate_size`."""
+
+    def __post_init__(self) -> None:
+        sizes = {"the number of experts": self.count, "the experts' intermediate size": self.intermediate_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UserError(f"model: {name} is {size}; it must be at least 1")
+        active, groups, kept = self.routing.active, self.routing.groups, self.routing.groups_kept
+        if not 1 <= active <= self.count:
+            raise UserError(f"model: {active} experts a token of {self.count} in all; give 1 to {self.count}")
+        if groups < 1 or self.count % groups or not 1 <= kept <= groups:
+            raise UserError(
+                f"model: {self.count} experts in {groups} groups, of which {kept} are kept; the groups must be equal, "
+                "and 1 to all of them kept"
+            )
+        if active > (left := self.count // groups * kept):
+            raise UserError(f"model: {active} experts a token, but the {kept} groups that are kept have {left}")
+        if not self.routing.scale > 0:
+            raise UserError(f"model: the experts' scale is {self.routing.scale}; it must be above 0")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a dense decoder of the Llama 3 or Qwen3 family. Raises UserError where it cannot be built."""
+    """The shape of a decoder of one of the families. Raises UserError where it cannot be built."""
 
     family: str
     vocab_size: int
@@ -31,11 +110,22 @@ class ModelConfig:
     intermediate_size: int
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     max_positions: int = 32768
     tie_embeddings: bool = True
     qk_norm: bool = False
     """Normalise each head's queries and keys (Qwen3)."""
+    attention_bias: bool = False
+    """Biases of the projections to queries, keys and values, and back."""
+    sinks: bool = False
+    """Of each head a learned score that takes part in the softmax's denominator alone (gpt-oss)."""
+    windows: tuple[int, ...] = ()
+    """How many keys a query sees in the layers one after the other, its own the last of them; 0 is all. Behind the last
+    of them they begin anew; empty: all layers see all."""
+    latent: Latent | None = None
+    """Of latent attention (DeepSeek-V3): there is one key-value head then, and `head_dim` is that of its key."""
+    experts: ExpertsConfig | None = None
+    """The mixture of experts that takes the feed-forward's place, if any."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     reduction_chunks: int = 1
@@ -52,12 +142,16 @@ class ModelConfig:
                 f"model: {self.num_heads} heads do not divide into {self.num_kv_heads} key-value heads; "
                 "choose a divisor of num_attention_heads"
             )
-        if self.head_dim % 2:
-            raise UserError(f"model: head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.rotary_dim % 2:
+            name = "head_dim" if self.latent is None else "rope_dim"
+            raise UserError(f"model: {name} is {self.rotary_dim}; rotary embedding needs an even one")
+        self._check_latent()
 
+        if min(self.windows, default=0) < 0:
+            raise UserError(f"model: windows are {list(self.windows)}; each must be a number of tokens, or 0 for all")
         chunks = self.reduction_chunks
         # In bfloat16 a product reads two features at once.
-        cut = {"features of the heads": self.num_heads * self.head_dim, "intermediate_size": self.intermediate_size}
+        cut = {"features of the heads": self.attended_features, **self.dense_sizes}
         wrong = [f"{name} ({size})" for name, size in cut.items() if chunks > 1 and size % (2 * chunks)]
         if chunks < 1 or chunks & (chunks - 1) or wrong:
             raise UserError(
@@ -65,11 +159,83 @@ class ModelConfig:
                 + (f", twice of which divides {' and '.join(wrong)}" if wrong else "")
             )
 
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            if getattr(self.latent, name) < 1:
+                raise UserError(f"model: {name} is {getattr(self.latent, name)}; it must be at least 1")
+        if self.latent.q_rank < 0:
+            raise UserError(f"model: q_rank is {self.latent.q_rank}; it must be at least 0")
+        if self.num_kv_heads != 1 or self.head_dim != self.latent.key_dim:
+            raise UserError(
+                f"model: latent attention has one key of kv_rank + rope_dim = {self.latent.key_dim} features for all "
+                f"heads, but num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim}; set them to 1 and "
+                f"{self.latent.key_dim}"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a query or key that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attended_features(self) -> int:
+        """Of all heads' values, which the projection back to the residual stream reads."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    def window(self, layer: int) -> int:
+        """How many keys a query sees in the layer; 0 is all."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the layer's feed-forward is a dense one."""
+        return self.experts is None or layer in self.experts.dense_layers
+
+    @property
+    def num_dense(self) -> int:
+        """Layers with a dense feed-forward."""
+        return sum(self.is_dense(layer) for layer in range(self.num_layers))
+
+    @property
+    def dense_sizes(self) -> dict[str, int]:
+        """The intermediate sizes of the dense feed-forwards, by name."""
+        sizes = {"intermediate_size": self.intermediate_size} if self.num_dense else {}
+        if self.experts is not None and self.experts.shared_size:
+            sizes["the shared expert's intermediate size"] = self.experts.shared_size
+        return sizes
+
     @property
     def num_parameters(self) -> int:
         """Weights in all; a tied head counts once."""
-        attention = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        norms = 2 * self.dim + (2 * self.head_dim if self.qk_norm else 0)
-        layer = attention + 3 * self.dim * self.intermediate_size + norms
+        return self._parameters(lambda experts: experts.count)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Weights that a token meets: of a mixture its own experts'."""
+        return self._parameters(lambda experts: experts.routing.active)
+
+    def _parameters(self, met: Callable[[ExpertsConfig], int]) -> int:
+        layers = self.num_layers * (self._attention_parameters + 2 * self.dim)
+        layers += self.num_dense * 3 * self.dim * self.intermediate_size
+        if self.experts is not None:
+            routed = 3 * self.dim * (met(self.experts) * self.experts.intermediate_size + self.experts.shared_size)
+            router = self.experts.count * (self.dim + self.experts.choice_bias + self.experts.clamped)
+            if self.experts.clamped:
+                routed += met(self.experts) * (2 * self.experts.intermediate_size + self.dim)
+            layers += (self.num_layers - self.num_dense) * (routed + router)
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.dim
+        return embeddings + layers + self.dim
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Of a layer, with the norms inside of it."""
+        if (latent := self.latent) is None:
+            weights = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+            if self.attention_bias:
+                weights += self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.dim
+            return weights + (2 * self.head_dim if self.qk_norm else 0) + (self.num_heads if self.sinks else 0)
+        queries, read = self.num_heads * (latent.nope_dim + latent.rope_dim), latent.q_rank or self.dim
+        compressed = latent.q_rank * (self.dim + 1) + latent.kv_rank + self.dim * latent.key_dim
+        keys = self.num_heads * (latent.nope_dim + latent.value_dim) * latent.kv_rank
+        return queries * read + compressed + keys + self.attended_features * self.dim

@@ -13,34 +13,44 @@ from torch import Tensor, nn
 from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
+from lockstep.model.latent import LatentAttention
+from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
+
+Projected = tuple[Tensor, Tensor, Tensor | None]
+"""Queries, keys and values of each token; None where the keys are the values."""
 
 
 class Block(nn.Module):
     """One layer: everything before attention, and everything after it."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
         self.eps, self.chunks = config.norm_eps, config.reduction_chunks
         self.input_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
-        self.self_attn = layers.Attention(config, dtype, device)
+        if config.latent is None:
+            window = config.window(index)
+            self.self_attn: layers.Attention | LatentAttention = layers.Attention(config, dtype, device, window)
+        else:
+            self.self_attn = LatentAttention(config, dtype, device)
         self.post_attention_layernorm = layers.Weight(config.dim, dtype=dtype, device=device)
-        self.mlp = layers.FeedForward(config, dtype, device)
+        self.mlp = feed_forward_of(config, index, dtype, device)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor], halves: Halves
     ) -> Tensor:
-        """`attend` takes queries, keys and values; `halves` calls the two methods below, or what was made of them."""
-        attended = attend(*halves.before_attention(self, hidden, cos, sin))
+        """`attend` takes queries, keys and values, and what the layer asks of attention beside them; `halves` calls the
+        two methods below, or what was made of them."""
+        attended = attend(*halves.before_attention(self, hidden, cos, sin), self.self_attn.terms())
         return halves.after_attention(self, hidden, attended)
 
-    def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         normed = ops.rms_norm(hidden, self.input_layernorm.weight, self.eps)
         return self.self_attn.project(normed, cos, sin)
 
     def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + ops.linear(attended.flatten(1), self.self_attn.o_proj.weight, self.chunks)
+        hidden = hidden + self.self_attn.o_proj.project(self.self_attn.values(attended), self.chunks)
         return hidden + self.mlp(ops.rms_norm(hidden, self.post_attention_layernorm.weight, self.eps))
 
 
@@ -48,21 +58,19 @@ class Block(nn.Module):
 class Halves(Protocol):
     """How a block's two halves are called: directly, which is `Block` itself, or compiled."""
 
-    def before_attention(
-        self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected: ...
 
     def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor: ...
 
 
 class Decoder(nn.Module):
-    """A Llama 3 or Qwen3 decoder over a packed row of tokens, without a batch dimension."""
+    """A decoder over a packed row of tokens, without a batch dimension."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu"):
         super().__init__()
         self.config = config
         self.embed_tokens = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(Block(config, dtype, device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, i, dtype, device) for i in range(config.num_layers))
         self.norm = layers.Weight(config.dim, dtype=dtype, device=device)
         if not config.tie_embeddings:
             self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)

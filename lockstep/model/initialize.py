@@ -23,7 +23,8 @@ BLOCK = 1 << 16
 def build_model(
     config: ModelConfig, dtype: str | torch.dtype = "bfloat16", device: str | torch.device = "cpu", seed: int = 0
 ) -> Decoder:
-    """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1.
+    """Fresh weights: normal(0, 0.02), the projections into the residual stream by 1/√(2·layers) smaller, norms 1,
+    biases and sinks 0.
 
     The draws are made in float32, so a seed gives the same weights in every dtype, rounded, and on every processor.
     On the `meta` device nothing is allocated. Raises UserError for what is no ModelConfig.
@@ -40,16 +41,21 @@ def build_model(
 def initialize(model: TrainableModel, seed: int) -> None:
     """Fills the weights of a Decoder, or of a part of one, in place; of a sharded parameter this rank's shard."""
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(1.0)
+        if parameter.ndim == 1 or name.endswith("_bias"):
+            parameter.fill_(1.0 if name.endswith(".weight") else 0.0)
             continue
         local, place = local_part(parameter)
-        deviation = _standard_deviation(name, model.config.num_layers)
-        _draw(local, place, parameter.shape[1], deviation, f"{seed}/{name}")
+        deviation, key = _standard_deviation(name, model.config.num_layers), f"{seed}/{name}"
+        if parameter.ndim == 2:
+            _draw(local, place, parameter.shape[1], deviation, key)
+            continue
+        for expert in range(place[0].start, place[0].stop):
+            own = local[expert - place[0].start]
+            _draw(own, place[1:], parameter.shape[2], deviation, f"{key}/{expert}")
 
 
 def _standard_deviation(name: str, num_layers: int) -> float:
-    into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    into_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
     return 0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02
 
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from lockstep.model.config import ModelConfig, RopeScaling
+from lockstep.model.config import ModelConfig, RopeScaling, Yarn
 from lockstep.ops import native
-from lockstep.ops.elementary import cosine_and_sine
+from lockstep.ops.elementary import cosine_and_sine, logarithm
 
 SMALLEST = 256
 """Positions of the first tables on a CPU."""
@@ -36,7 +36,7 @@ class RotaryTables:
     ) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
         """Cosine and sine of every position's angles, float32."""
         if native.is_pretending() or positions.device.type == "meta":
-            shape = positions.shape[0], self.config.head_dim // 2
+            shape = positions.shape[0], self.config.rotary_dim // 2
             return torch.empty(2, *shape, dtype=torch.float32, device=positions.device).unbind()  # type: ignore[return-value]
         known = positions.device.type == "cpu" and len(positions) > 0
         cosines, sines = self.reserve(int(positions.max()) + 1 if known else 0, positions.device)
@@ -49,32 +49,71 @@ class RotaryTables:
         held = self._kept.get(device)
         if held is None or len(held[0]) < length:
             smallest = SMALLEST if device.type == "cpu" else self.config.max_positions
-            tables = rotary_tables(rotary_frequencies(self.config), max(smallest, 1 << max(length - 1, 0).bit_length()))
+            length = max(smallest, 1 << max(length - 1, 0).bit_length())
+            tables = rotary_tables(rotary_frequencies(self.config), length, table_factor(self.config))
             held = self._kept[device] = tables[0].to(device), tables[1].to(device)
         return held
 
 
 def rotary_tables(
-    frequencies: Float32[np.ndarray, "half"], length: int
+    frequencies: Float32[np.ndarray, "half"], length: int, factor: float = 1.0
 ) -> tuple[Float[Tensor, "length half"], Float[Tensor, "length half"]]:
-    """Cosine and sine of the float32 product of each position below `length` with each frequency, float32."""
+    """Cosine and sine of the float32 product of each position below `length` with each frequency, float32.
+
+    factor: what both are multiplied by, rounded once more.
+    """
     cosines, sines = (np.empty((length, len(frequencies)), dtype=np.float32) for _ in range(2))
     step = max(1, CHUNK // len(frequencies))
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
         angles = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] * frequencies
         cosines[rows], sines[rows] = cosine_and_sine(angles.astype(np.float64))
+    if factor != 1.0:
+        cosines *= np.float32(factor)
+        sines *= np.float32(factor)
     return torch.from_numpy(cosines), torch.from_numpy(sines)
 
 
 def rotary_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
     """Radians a position for each pair of a head's dimensions: powers in software, rounded to float32 as others do."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
     with decimal.localcontext(decimal.Context(prec=40)):
         theta = decimal.Decimal(config.rope_theta)
         powers = np.array([float(theta ** decimal.Decimal(float(e))) for e in exponents], dtype=np.float32)
+    if isinstance(config.rope_scaling, Yarn):
+        return stretched_by_yarn(powers, config.rope_theta, config.rope_scaling)
     frequencies: np.ndarray = np.float32(1.0) / powers
     return frequencies if config.rope_scaling is None else _stretched(frequencies, config.rope_scaling)
+
+
+def table_factor(config: ModelConfig) -> float:
+    """What cosines and sines are multiplied by: YaRN's attention factor, else 1."""
+    scaling = config.rope_scaling
+    if not isinstance(scaling, Yarn):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _temperature(scaling.factor, scaling.mscale) / _temperature(scaling.factor, scaling.mscale_all_dim)
+    return _temperature(scaling.factor, 1.0)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What latent attention multiplies its scores by: 1/√width of a query, times what YaRN's `mscale_all_dim` asks."""
+    assert config.latent is not None
+    scale: float = (config.latent.nope_dim + config.latent.rope_dim) ** -0.5
+    scaling = config.rope_scaling
+    if isinstance(scaling, Yarn) and scaling.mscale_all_dim:
+        scale *= _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
+    return scale
+
+
+def _temperature(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * _log(factor) + 1.0
+
+
+def _log(x: float) -> float:
+    return float(logarithm(np.array([x], dtype=np.float64))[0])
 
 
 def _stretched(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -92,3 +131,26 @@ def _stretched(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     turns = positions / (turn / frequencies)
     kept = np.clip((turns - low) / (high - low), np.float32(0), np.float32(1))
     return (np.float32(1) - kept) * frequencies / factor + kept * frequencies
+
+
+def stretched_by_yarn(powers: Float32[np.ndarray, "half"], theta: float, scaling: Yarn) -> Float32[np.ndarray, "half"]:
+    """YaRN: pairs of dimensions below `low` keep their frequency, from `high` on it is divided by `factor`.
+
+    powers: of `theta`, the reciprocals of the frequencies that are stretched.
+    """
+    dim = 2 * len(powers)
+
+    def pair_that_turns(turns: float) -> float:
+        return dim * _log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * _log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    one = np.float32(1)
+    pairs = np.arange(len(powers), dtype=np.float32)
+    kept = one - np.clip((pairs - np.float32(low)) / np.float32(high - low), np.float32(0), one)
+    slow: np.ndarray = one / (np.float32(scaling.factor) * powers) * (one - kept)
+    return slow + one / powers * kept

@@ -46,9 +46,15 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
     """
     lengths = list(lengths)
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * pairs
-    return 6 * (config.num_parameters - looked_up) * sum(lengths) + attention
+    pairs = sum(_pairs(n, config.window(layer)) for layer in range(config.num_layers) for n in lengths)
+    attention = 12 * config.num_heads * config.head_dim * pairs
+    return 6 * (config.num_active_parameters - looked_up) * sum(lengths) + attention
+
+
+def _pairs(length: int, window: int) -> int:
+    """Of queries and keys that they see; a window of 0 is none."""
+    seen = min(length, window or length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -6,11 +6,19 @@ imports torch and numpy alone, and triton where a CUDA tensor comes.
 
 from lockstep.ops.activation import silu_mul
 from lockstep.ops.attention import BLOCK, PAGE, Attention, KVCache, PackedAttention, PagedAttention
+from lockstep.ops.attention_reference import Terms
+from lockstep.ops.bias import add_bias
+from lockstep.ops.clamped_experts import add_grouped_bias, clamped_experts
+from lockstep.ops.clamped_swiglu import clamped_swiglu
 from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.embedding import embedding
+from lockstep.ops.expert_load import ExpertLoad
+from lockstep.ops.experts import combine, dispatch, experts, order_by_expert
 from lockstep.ops.exponential import exp, log
 from lockstep.ops.first_calls import call_once
-from lockstep.ops.forms import FORMS
+from lockstep.ops.forms import FORMS, own_part
+from lockstep.ops.grouped_linear import grouped_linear
+from lockstep.ops.heads import head_linear
 from lockstep.ops.linear import linear
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emulated, set_arithmetic
@@ -19,6 +27,8 @@ from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.packed_weights import PackedWeights
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
+from lockstep.ops.routes import ReplayedRoutes, recorded_routes, replayed_routes
+from lockstep.ops.routing import Routing, route, router_logits
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
 from lockstep.ops.shared_attention import SharedPrefixAttention
 from lockstep.ops.sums import EXACT_BITS, integer_squares, sum_of_squares, total
@@ -32,18 +42,31 @@ __all__ = [
     "PAGE",
     "Attention",
     "DecodeAttention",
+    "ExpertLoad",
     "KVCache",
     "PackedAttention",
     "PackedWeights",
     "PagedAttention",
     "PieceAttention",
+    "ReplayedRoutes",
+    "Routing",
     "SharedPrefixAttention",
+    "Terms",
     "adamw_factors",
     "adamw_step",
+    "add_bias",
+    "add_grouped_bias",
     "arithmetic",
+    "clamped_experts",
+    "clamped_swiglu",
+    "combine",
+    "dispatch",
     "draw",
     "embedding",
     "exp",
+    "experts",
+    "grouped_linear",
+    "head_linear",
     "instruction_set",
     "integer_squares",
     "inverse_temperature",
@@ -52,8 +75,14 @@ __all__ = [
     "log",
     "log_prob_sum",
     "logits_log_probs",
+    "order_by_expert",
+    "own_part",
+    "recorded_routes",
+    "replayed_routes",
     "rms_norm",
     "rotary",
+    "route",
+    "router_logits",
     "sample",
     "set_arithmetic",
     "silu_mul",

@@ -7,7 +7,6 @@ tokens up to it and on nothing else: not on the chunk it came in, its neighbours
 
 from __future__ import annotations
 
-import math
 import warnings
 from functools import cache, cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -17,8 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops import cuda, native
-from lockstep.ops.attention_reference import attend_backward_reference, attend_reference, write_pages_reference
+from lockstep.ops.attention_reference import (
+    PLAIN,
+    Terms,
+    attend_backward_reference,
+    attend_reference,
+    write_pages_reference,
+)
 from lockstep.ops.kept import keep
+from lockstep.ops.sinks import sink_gradient
 
 PAGE = 16
 """Tokens of a cache page."""
@@ -28,19 +34,26 @@ BLOCK = 64
 
 @runtime_checkable
 class Attention(Protocol):
-    """What `Decoder.forward` calls in each layer. Knows which rows belong together and where earlier keys are."""
+    """What `Decoder.forward` calls in each layer. Knows which rows belong together and where earlier keys are.
+
+    v: None where the keys are the values. terms: what the layer asks of attention beside them.
+    """
 
     def __call__(
         self,
         layer: int,
         q: Float[Tensor, "tokens heads head_dim"],
         k: Float[Tensor, "tokens kv_heads head_dim"],
-        v: Float[Tensor, "tokens kv_heads head_dim"],
+        v: Float[Tensor, "tokens kv_heads head_dim"] | None,
+        terms: Terms = PLAIN,
     ) -> Float[Tensor, "tokens heads head_dim"]: ...
 
 
 class KVCache:
-    """The pages of every layer. Keys lie transposed within a page, `[head_dim, PAGE]`, as the products read them."""
+    """The pages of every layer. Keys lie transposed within a page, `[head_dim, PAGE]`, as the products read them.
+
+    values: whether there are any beside the keys; a page of values is `[PAGE, head_dim]`.
+    """
 
     def __init__(
         self,
@@ -50,16 +63,27 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
+        values: bool = True,
     ):
         self.num_pages = num_pages
         # Zeroed, and written with finite values alone (`write_pages_reference` says how): a masked key's weight is
         # exactly 0, but 0 · NaN would not be.
         self.keys = torch.zeros(num_layers, num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device)
-        self.values = torch.zeros(num_layers, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+        self.values: Tensor | None = None
+        if values:
+            self.values = torch.zeros(num_layers, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Of one layer: those of the keys, and of the values where there are any."""
+        return self.keys[layer], None if self.values is None else self.values[layer]
+
+    def tensors(self) -> list[Tensor]:
+        """All layers' pages."""
+        return [self.keys] if self.values is None else [self.keys, self.values]
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(pages.nbytes for pages in self.tensors())
 
 
 class PagedAttention:
@@ -87,16 +111,23 @@ class PagedAttention:
     def slots(self) -> Tensor:
         return _slots(self.table, self.starts, self.contexts)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if cuda.usable(q):
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        terms: Terms = PLAIN,
+    ) -> Tensor:
+        keys, values = self.cache.pages(layer)
+        if in_triton(q, v):
             from lockstep.ops.cuda.attention import Planned
 
             self._planned = self._planned or Planned(self.table, self.starts, self.contexts, q, k)
-            return self._planned(q, k, v, keys, values)[0]
+            return self._planned(q, k, v, keys, values, terms)[0]
         tokens = self.slots.shape[0]
-        _write_pages(k[:tokens], v[:tokens], self.slots, keys, values)
-        return _attend(q, keys, values, self.table, self.starts, self.contexts, tokens)[0]
+        _write_pages(k[:tokens], None if v is None else v[:tokens], self.slots, keys, values)
+        return _attend(q, keys, values, self.table, self.starts, self.contexts, tokens, terms)[0]
 
 
 class PackedAttention:
@@ -113,55 +144,113 @@ class PackedAttention:
         columns = torch.arange(int(pages.max()) if lengths else 0, device=device)
         self.table = ((ends - pages)[:, None] + columns).clamp(max=self.num_pages - 1).to(torch.int32)
         self.slots = _slots(self.table, self.starts, self.contexts)
+        self.tokens: int = self.slots.shape[0]
+        """Of all sequences: rows that are no padding."""
         self._planned: Any = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return TrainedAttention.apply(q, k, v, self)
-        return self.forward(q, k, v)[0]
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        terms: Terms = PLAIN,
+    ) -> Tensor:
+        return attend_or_train(self, q, k, v, terms)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms = PLAIN) -> tuple[Tensor, Tensor]:
         """The attended values and, for the gradient, the log of each row's sum of weights `[tokens, heads]`."""
         keys, values = self.pages(k, v)
-        if cuda.usable(q):
+        if in_triton(q, v):
             from lockstep.ops.cuda import attention
 
+            assert values is not None
             self._planned = self._planned or attention.Planned(self.table, self.starts, self.contexts, q, k)
-            return attention.attend(q, keys, values, self._planned)
-        return _attend(q, keys, values, self.table, self.starts, self.contexts, self.slots.shape[0])
+            return attention.attend(q, keys, values, self._planned, terms)
+        return _attend(q, keys, values, self.table, self.starts, self.contexts, self.tokens, terms)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor,
+        log_sums: Tensor,
+        terms: Terms = PLAIN,
+    ) -> Gradients:
         """Gradients of `q`, `k` and `v`, in their dtype."""
-        return attend_backward(grad_out, q, k, v, out, log_sums, self.starts)
+        return attend_backward(grad_out, q, k, v, out, log_sums, self.starts, terms=terms)
 
-    def pages(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def pages(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Keys and values in pages, laid out as in `KVCache`."""
         tokens, (kv_heads, head_dim) = self.slots.shape[0], k.shape[1:]
         keys = k.new_zeros(self.num_pages, kv_heads, head_dim, PAGE)
-        values = v.new_zeros(self.num_pages, kv_heads, PAGE, head_dim)
-        _write_pages(k[:tokens], v[:tokens], self.slots, keys, values)
+        values = None if v is None else v.new_zeros(self.num_pages, kv_heads, PAGE, head_dim)
+        _write_pages(k[:tokens], None if v is None else v[:tokens], self.slots, keys, values)
         return keys, values
 
 
-class TrainedAttention(torch.autograd.Function):
-    """Attention by an object with `forward` and `backward`."""
+def attend_or_train(attention: Any, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms) -> Tensor:
+    """Attention by an object with `forward`, `backward` and `tokens`; with a gradient where one is asked for."""
+    given = (q, k, v, terms.sinks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        return TrainedAttention.apply(q, k, v, terms.sinks, attention, terms._replace(sinks=None))
+    out: Tensor = attention.forward(q, k, v, terms)[0]
+    return out
 
+
+class TrainedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: Any) -> Tensor:
-        out, log_sums = keep("attention", lambda: attention.forward(q, k, v))
-        ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.attention = attention
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, attention: Any, terms: Terms
+    ) -> Tensor:
+        out, log_sums = keep("attention", lambda: attention.forward(q, k, v, terms._replace(sinks=sinks)))
+        ctx.save_for_backward(q, k, v, out, log_sums, sinks)
+        ctx.attention, ctx.terms = attention, terms
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, log_sums = ctx.saved_tensors
-        return (*ctx.attention.backward(grads[0], q, k, v, out, log_sums), None)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
+        q, k, v, out, log_sums, sinks = ctx.saved_tensors
+        made = ctx.attention.backward(grads[0], q, k, v, out, log_sums, ctx.terms)
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = sink_gradient(grads[0], out, log_sums, sinks, ctx.attention.tokens)
+        return *made, of_sinks, None, None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor | None]
+"""Of queries, keys and values; None where the keys are the values, whose gradient is then that of the keys too."""
 
 
 def attend_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    out: Tensor,
+    log_sums: Tensor,
+    starts: Tensor,
+    pieces: tuple[Tensor, Tensor] | None = None,
+    terms: Terms = PLAIN,
+) -> Gradients:
+    """Gradients of `q`, `k` and `v`, where the query rows of each whole sequence begin at one of `starts`.
+
+    With `pieces`, (contexts, first_keys), the rows from `starts[i]` to `starts[i + 1]` are queries of the last of
+    `contexts[i]` keys, from row `first_keys[i]` of `k` on, in ascending order of both. The gradients of `k` and `v`
+    are float32 then, for other pieces' are to be added. Sinks are in `out` and `log_sums`, and nowhere else.
+    """
+    dtype = k.dtype if pieces is None else torch.float32
+    if v is None:
+        given = (grad_out, q, k, k, out, log_sums, starts, pieces, terms)
+        grad_q, grad_k, grad_v = _gradients(*given, torch.float32, in_triton(q, v))
+        return grad_q, grad_k.add_(grad_v).to(dtype), None
+    given = (grad_out, q, k, v, out, log_sums, starts, pieces, terms)
+    return _gradients(*given, dtype, in_triton(q, v))
+
+
+def _gradients(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -169,23 +258,20 @@ def attend_backward(
     out: Tensor,
     log_sums: Tensor,
     starts: Tensor,
-    pieces: tuple[Tensor, Tensor] | None = None,
+    pieces: tuple[Tensor, Tensor] | None,
+    terms: Terms,
+    dtype: torch.dtype,
+    triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `q`, `k` and `v`, where the query rows of each whole sequence begin at one of `starts`.
-
-    With `pieces`, (contexts, first_keys), the rows from `starts[i]` to `starts[i + 1]` are queries of the last of
-    `contexts[i]` keys, from row `first_keys[i]` of `k` on, in ascending order of both. The gradients of `k` and `v`
-    are float32 then, for other pieces' are to be added.
-    """
-    dtype = k.dtype if pieces is None else torch.float32
-    if cuda.usable(q):
+    """Those of `k` and `v` in `dtype`."""
+    if triton:
         from lockstep.ops.cuda import attention_backward
 
-        return attention_backward.attend_backward(grad_out, q, k, v, out, log_sums, starts, pieces, dtype)
+        return attention_backward.attend_backward(grad_out, q, k, v, out, log_sums, starts, pieces, dtype, terms)
     contexts, first_keys = pieces or (starts.diff(), starts[:-1])
     if not _native(q):
         grad_q, grad_k, grad_v = attend_backward_reference(
-            grad_out, q, k, v, out, log_sums, starts, contexts, first_keys
+            grad_out, q, k, v, out, log_sums, starts, contexts, first_keys, terms
         )
         return grad_q, grad_k.to(dtype), grad_v.to(dtype)
     heads, head_dim = q.shape[1:]
@@ -194,7 +280,7 @@ def attend_backward(
     native.call(
         "attend_backward" if dtype == q.dtype else "attend_backward_wide", q.dtype, grad_out.contiguous(),
         q.contiguous(), k.contiguous(), v.contiguous(), out, log_sums, grad_q, grad_k, grad_v, starts, contexts,
-        first_keys, contexts.shape[0], heads, k.shape[1], head_dim, 1 / math.sqrt(head_dim),
+        first_keys, contexts.shape[0], heads, k.shape[1], head_dim, terms.factor(head_dim), terms.window,
     )  # fmt: skip
     return grad_q.to(q.dtype), grad_k, grad_v
 
@@ -214,6 +300,23 @@ def _slots(table: Tensor, starts: Tensor, contexts: Tensor) -> Tensor:
     return table[sequence, position // PAGE].long() * PAGE + position % PAGE
 
 
+def in_triton(q: Tensor, v: Tensor | None) -> bool:
+    """Whether Triton serves; its tiles hold neither as many heads nor as wide a key as latent attention has."""
+    if v is None and cuda.usable(q):
+        _warn_of_latents()
+        return False
+    return cuda.usable(q)
+
+
+@cache
+def _warn_of_latents() -> None:
+    warnings.warn(
+        "attention whose keys are the values has no Triton form: it runs in PyTorch's, several times slower, and "
+        "engine.cuda_graphs cannot capture it",
+        stacklevel=2,
+    )
+
+
 def _native(x: Tensor) -> bool:
     if native.usable(x) and x.shape[-1] % PAGE:
         _warn_of_width(x.shape[-1])
@@ -230,26 +333,36 @@ def _warn_of_width(head_dim: int) -> None:
     )
 
 
-def _write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    if cuda.usable(k):
+def _write_pages(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+    if in_triton(k, v):
         from lockstep.ops.cuda.attention import write_pages
 
+        assert v is not None and values is not None
         return write_pages(k, v, slots, keys, values)
     if not _native(k):
         return write_pages_reference(k, v, slots, keys, values)
-    native.call("write_pages", k.dtype, k.contiguous(), v.contiguous(), slots, keys, values, *k.shape)
+    given = None if v is None else v.contiguous()
+    native.call("write_pages", k.dtype, k.contiguous(), given, slots, keys, values, *k.shape)
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, contexts: Tensor, tokens: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    table: Tensor,
+    starts: Tensor,
+    contexts: Tensor,
+    tokens: int,
+    terms: Terms,
 ) -> tuple[Tensor, Tensor]:
     if not _native(q):
-        return attend_reference(q, keys, values, table, starts, contexts, BLOCK)
+        return attend_reference(q, keys, values, table, starts, contexts, BLOCK, terms)
     rows, heads, head_dim = q.shape
     out = torch.empty_like(q) if tokens == rows else torch.zeros_like(q)
     log_sums = torch.empty(rows, heads, dtype=torch.float32)
+    sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
     native.call(
         "attend", q.dtype, q.contiguous(), out, log_sums, keys, values, table, starts, contexts,
-        contexts.shape[0], table.shape[1], heads, keys.shape[1], head_dim, 1 / math.sqrt(head_dim),
+        contexts.shape[0], table.shape[1], heads, keys.shape[1], head_dim, terms.factor(head_dim), terms.window, sinks,
     )  # fmt: skip
     return out, log_sums

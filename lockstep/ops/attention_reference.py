@@ -6,6 +6,9 @@ for all tiles that still have keys there.
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,25 +17,50 @@ from lockstep.ops import plain
 TILE = 64
 
 
-def write_pages_reference(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+class Terms(NamedTuple):
+    """What a layer asks of attention beside its queries, keys and values."""
+
+    scale: float | None = None
+    """Factor of the scores; None is 1 / √head_dim."""
+    window: int = 0
+    """Keys that a query sees, its own the last of them; 0 is all."""
+    sinks: Tensor | None = None
+    """Of each head a learned score without a key, which takes part in the sum of weights alone (arXiv 2309.17453)."""
+
+    def factor(self, head_dim: int) -> float:
+        return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+PLAIN = Terms()
+
+
+def write_pages_reference(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
     """Writes rows `[tokens, kv_heads, head_dim]` into the slots (page · page size + offset) of the pages.
 
     A value that is not finite is written as a zero, and its key as NaN. Whoever sees the key gets NaN; for whoever
-    does not, its score is masked, and its weight of zero meets a finite value.
+    does not, its score is masked, and its weight of zero meets a finite value. Without values the keys are the values.
     """
-    page_size = values.shape[2]
+    page_size = keys.shape[3]
     page, offset = slots // page_size, slots % page_size
-    finite = v.isfinite().all(-1, keepdim=True)
+    finite = (k if v is None else v).isfinite().all(-1, keepdim=True)
     keys[page, :, :, offset] = torch.where(finite, k, torch.nan)
-    values[page, :, offset] = torch.where(finite, v, 0.0)
+    if v is not None and values is not None:
+        values[page, :, offset] = torch.where(finite, v, 0.0)
 
 
 def attend_reference(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Tensor, contexts: Tensor, block: int
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    table: Tensor,
+    starts: Tensor,
+    contexts: Tensor,
+    block: int,
+    terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Attended values, shaped as `q`, and the log-sums `[tokens, heads]`. Shapes as in `PagedAttention`."""
     tokens, heads, head_dim = q.shape
-    kv_heads, page_size = values.shape[1], values.shape[2]
+    kv_heads, page_size = keys.shape[1], keys.shape[3]
     group = heads // kv_heads
     out = torch.zeros_like(q)
     log_sums = torch.zeros(tokens, heads, dtype=torch.float32, device=q.device)
@@ -44,30 +72,49 @@ def attend_reference(
     rows = first_row[:, None] + torch.minimum(torch.arange(width, device=q.device), row_count[:, None] - 1)
     positions = rows + (contexts - starts[1:]).long()[sequence][:, None]
     queries = q[rows].reshape(-1, width, kv_heads, group, head_dim).permute(0, 2, 1, 3, 4)
-    queries = queries.reshape(-1, kv_heads, width * group, head_dim).float() * head_dim**-0.5
+    queries = queries.reshape(-1, kv_heads, width * group, head_dim).float() * terms.factor(head_dim)
     row_position = positions.repeat_interleave(group, 1)
 
     shape = queries.shape[:3]
     highest = queries.new_full(shape, float("-inf"))
     total, attended = queries.new_zeros(shape), torch.zeros_like(queries)
-    last_position = positions[:, -1]
+    if terms.sinks is not None:
+        # A key before all others, whose value is zero.
+        highest[:] = terms.sinks.float().view(kv_heads, 1, group).expand(-1, width, -1).flatten(1)
+        total.fill_(1.0)
+    first_position, last_position = positions[:, 0], positions[:, -1]
     pages_per_block = block // page_size
     for start in range(0, int(last_position.max()) + 1, block):
-        active = (last_position >= start).nonzero()[:, 0]
+        active = last_position >= start
+        if terms.window:
+            active &= first_position - terms.window < start + block - 1
+        active = active.nonzero()[:, 0]
+        if not len(active):
+            continue
         pages = table[sequence[active], start // page_size : start // page_size + pages_per_block].long()
         pages = torch.nn.functional.pad(pages, (0, pages_per_block - pages.shape[1]))
         key = keys[pages].permute(0, 2, 3, 1, 4).reshape(len(active) * kv_heads, head_dim, block).float()
-        value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active), kv_heads, block, head_dim).float()
+        if values is None:  # a key is written as NaN where its value is not finite
+            value = torch.where(key.isnan(), 0.0, key).mT.view(len(active), kv_heads, block, head_dim)
+        else:
+            value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active), kv_heads, block, head_dim).float()
         # Behind the sequence's end a page holds what others left there.
         behind = start + torch.arange(block, device=q.device) >= contexts[sequence[active], None]
         value = value.masked_fill(behind[:, None, :, None], 0.0).flatten(0, 1)
         scores = plain.product(queries[active].flatten(0, 1), key, fused=False).view(len(active), kv_heads, -1, block)
-        seen = start + torch.arange(block, device=q.device) <= row_position[active][:, None, :, None]
+        key_position, own = start + torch.arange(block, device=q.device), row_position[active][:, None, :, None]
+        seen = key_position <= own
+        if terms.window:
+            seen &= key_position > own - terms.window
         scores = scores.masked_fill(~seen, float("-inf"))
         before = highest[active]
         now = torch.maximum(before, scores.amax(-1))
         weights = plain.exp(scores - now[..., None])
         shrink = plain.exp(before - now)
+        if terms.window:
+            # Where a row's window begins in a later block than that of its tile's first row, -inf - -inf is no number.
+            blind = ~seen.any(-1)
+            weights, shrink = weights.masked_fill(blind[..., None], 0.0), shrink.masked_fill(blind, 1.0)
         highest[active] = now
         total[active] = total[active] * shrink + plain.row_sum(weights)
         product = plain.product(weights.flatten(0, 1), value, fused=False).view(len(active), kv_heads, -1, head_dim)
@@ -103,13 +150,14 @@ def attend_backward_reference(
     starts: Tensor,
     contexts: Tensor,
     first_keys: Tensor,
+    terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `q`, in its dtype, and of `k` and `v` in float32. Tile by tile: no T×T matrix is ever held.
 
     The query rows from `starts[i]` to `starts[i + 1]` are the last of `contexts[i]` keys, from `first_keys[i]` on.
     """
     head_dim, kv_heads = q.shape[-1], k.shape[1]
-    group, scale = q.shape[1] // kv_heads, head_dim**-0.5
+    group, scale = q.shape[1] // kv_heads, terms.factor(head_dim)
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     deltas = (grad_out.float() * out.float()).sum(-1)
 
@@ -126,7 +174,10 @@ def attend_backward_reference(
         query, grad = by_head(q[row:stop]), by_head(grad_out[row:stop])
         key, value = by_head(k[keys]), by_head(v[keys])
         place = torch.arange(row + shift, stop + shift, device=q.device).repeat_interleave(group)
-        hidden = torch.arange(keys.start, keys.stop, device=q.device) > place[:, None]
+        key_place = torch.arange(keys.start, keys.stop, device=q.device)
+        hidden = key_place > place[:, None]
+        if terms.window:
+            hidden |= key_place <= place[:, None] - terms.window
         scores = (query @ key.mT * scale).masked_fill(hidden, float("-inf"))
         weights = torch.exp(scores - by_head(log_sums[row:stop, :, None]))
         grad_scores = weights * (grad @ value.mT - by_head(deltas[row:stop, :, None])) * scale

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lockstep.ops import cuda
-from lockstep.ops.attention import KVCache, PagedAttention
+from lockstep.ops.attention import KVCache, PagedAttention, in_triton
+from lockstep.ops.attention_reference import PLAIN, Terms
 
 
 class DecodeAttention:
@@ -29,15 +29,22 @@ class DecodeAttention:
         self.contexts = context_lengths
         self._planned: Any = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        terms: Terms = PLAIN,
+    ) -> Tensor:
         if self._planned is None:
-            self._planned = self._plan(q, k)
+            self._planned = self._plan(q, k, v)
         if isinstance(self._planned, PagedAttention):
-            return self._planned(layer, q, k, v)
-        return self._planned(q, k, v, self.cache.keys[layer], self.cache.values[layer])[0]
+            return self._planned(layer, q, k, v, terms)
+        return self._planned(q, k, v, *self.cache.pages(layer), terms)[0]
 
-    def _plan(self, q: Tensor, k: Tensor) -> Any:
-        if cuda.usable(q):
+    def _plan(self, q: Tensor, k: Tensor, v: Tensor | None) -> Any:
+        if in_triton(q, v):
             from lockstep.ops.cuda.attention import Planned
 
             starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)

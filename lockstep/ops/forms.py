@@ -9,5 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 FORMS: dict[type, Any] = {}
 """By a tensor's type: an object, such as a module, that has the operators under the names they have here."""
+
+
+def own_part(weight: Tensor) -> Tensor:
+    """What this process computes with: a plain weight itself, of one that is cut its part, with a gradient."""
+    form = FORMS.get(type(weight))
+    return weight if form is None else form.own_part(weight)

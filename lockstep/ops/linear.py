@@ -114,12 +114,12 @@ def _gradient_chunks(grad: Tensor, chunks: int) -> int:
 
 def input_gradient(grad: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
     """Gradient of a product's input: a sum over the outputs, in `chunks` parts of them."""
-    return grad @ weight if _by_library(grad) else product(grad, weight.T, chunks)
+    return grad @ weight if by_library(grad) else product(grad, weight.T, chunks)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Gradient of a product's weight: a sum over all rows."""
-    return grad.T @ x if _by_library(grad) else product(grad.T, x.T)
+    return grad.T @ x if by_library(grad) else product(grad.T, x.T)
 
 
 def token_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def token_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return whole
 
 
-def _by_library(grad: Tensor) -> bool:
+def by_library(grad: Tensor) -> bool:
     """Whether the gradients' products are a library's, whose bits are its own.
 
     On a CPU only where it multiplies pairs or tiles of bfloat16, at the machine's ceiling: everywhere else our own is

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops import cuda
-from lockstep.ops.attention import PackedAttention, _attend, _starts, attend_backward
+from lockstep.ops.attention import Gradients, PackedAttention, _attend, _starts, attend_backward, in_triton
+from lockstep.ops.attention_reference import PLAIN, Terms
 
 
 class PieceAttention:
@@ -32,27 +32,37 @@ class PieceAttention:
         self.starts = _starts(columns[:, 2] - columns[:, 1])
         self.first_keys = self.whole.starts[sequences]
         self.table = self.whole.table[sequences]
-        self.rows = sum(stop - start for _, start, stop in pieces)
+        self.tokens = sum(stop - start for _, start, stop in pieces)
+        """Of all pieces: rows that are no padding."""
         self._planned: Any = None
 
     def forward(
         self,
         q: Float[Tensor, "rows heads head_dim"],
         k: Float[Tensor, "tokens kv_heads head_dim"],
-        v: Float[Tensor, "tokens kv_heads head_dim"],
+        v: Float[Tensor, "tokens kv_heads head_dim"] | None,
+        terms: Terms = PLAIN,
     ) -> tuple[Float[Tensor, "rows heads head_dim"], Float[Tensor, "rows heads"]]:
         """The attended values and, for the gradient, the log of each row's sum of weights."""
         keys, values = self.whole.pages(k, v)
-        if cuda.usable(q):
+        if in_triton(q, v):
             from lockstep.ops.cuda import attention
 
+            assert values is not None
             self._planned = self._planned or attention.Planned(self.table, self.starts, self.contexts, q, k)
-            return attention.attend(q, keys, values, self._planned)
-        return _attend(q, keys, values, self.table, self.starts, self.contexts, self.rows)
+            return attention.attend(q, keys, values, self._planned, terms)
+        return _attend(q, keys, values, self.table, self.starts, self.contexts, self.tokens, terms)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor,
+        log_sums: Tensor,
+        terms: Terms = PLAIN,
+    ) -> Gradients:
         """Gradients of `q`, and of `k` and `v` in float32: what these pieces add to the whole sequences' own."""
         pieces = self.contexts, self.first_keys
-        return attend_backward(grad_out, q, k, v, out, log_sums, self.starts, pieces)
+        return attend_backward(grad_out, q, k, v, out, log_sums, self.starts, pieces, terms)

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lockstep.ops.attention import TrainedAttention
+from lockstep.ops.attention import Gradients, attend_or_train
+from lockstep.ops.attention_reference import PLAIN, Terms
 from lockstep.ops.piece_attention import PieceAttention
 
 
@@ -27,6 +28,7 @@ class SharedPrefixAttention:
 
     def __init__(self, lengths: Sequence[int], shared: Sequence[int], device: str | torch.device = "cpu"):
         self.pieces = PieceAttention(lengths, [(i, n, lengths[i]) for i, n in enumerate(shared)], device)
+        self.tokens = self.pieces.tokens
         keys: list[Tensor] = []
         own: list[Tensor] = []
         turns: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -54,26 +56,40 @@ class SharedPrefixAttention:
         # Rows that the first, second … sequence after theirs left out, and where its copies of their keys are.
         self._turns = [tuple(torch.cat(indices).to(device) for indices in turn) for turn in turns]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return TrainedAttention.apply(q, k, v, self)
-        return self.forward(q, k, v)[0]
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        terms: Terms = PLAIN,
+    ) -> Tensor:
+        return attend_or_train(self, q, k, v, terms)
 
     def forward(
         self,
         q: Float[Tensor, "rows heads head_dim"],
         k: Float[Tensor, "rows kv_heads head_dim"],
-        v: Float[Tensor, "rows kv_heads head_dim"],
+        v: Float[Tensor, "rows kv_heads head_dim"] | None,
+        terms: Terms = PLAIN,
     ) -> tuple[Float[Tensor, "rows heads head_dim"], Float[Tensor, "rows heads"]]:
         """The attended values and, for the gradient, the log of each row's sum of weights."""
-        return self.pieces.forward(q, k[self._keys], v[self._keys])
+        return self.pieces.forward(q, k[self._keys], None if v is None else v[self._keys], terms)
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor,
+        log_sums: Tensor,
+        terms: Terms = PLAIN,
+    ) -> Gradients:
         """Gradients of `q`, `k` and `v`, in their dtype."""
-        grads = self.pieces.backward(grad_out, q, k[self._keys], v[self._keys], out, log_sums)
-        return grads[0], self._summed(grads[1], k), self._summed(grads[2], v)
+        keys, values = k[self._keys], None if v is None else v[self._keys]
+        grad_q, grad_k, grad_v = self.pieces.backward(grad_out, q, keys, values, out, log_sums, terms)
+        return grad_q, self._summed(grad_k, k), None if grad_v is None else self._summed(grad_v, k)
 
     def _summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
         sums = of_keys.new_zeros(like.shape)

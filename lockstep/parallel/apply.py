@@ -10,6 +10,7 @@ import torch
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig
 from lockstep.model import Decoder, ModelConfig, TrainableModel
 from lockstep.model.shard import local_values
+from lockstep.model.stored import is_float32
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
 from lockstep.parallel.full_dtensor import distribute_everything
@@ -17,7 +18,7 @@ from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.row_product import overlap
-from lockstep.parallel.tensor import shard_tensor_parallel
+from lockstep.parallel.tensor import shard_experts, shard_tensor_parallel
 from lockstep.parallel.world import World
 
 
@@ -52,6 +53,7 @@ def parallel_model(
             Pipeline(config, dtype, world, parallel, compiled) if pipelined else Decoder(config, torch.float32, "meta")
         )
         for part in _parts(model):
+            shard_experts(part, world)
             shard_tensor_parallel(part, world)
             shard_data_parallel(part, world, parallel, dtype)
             part.to_empty(device="cpu" if parallel.cpu_offload else world.device)
@@ -99,9 +101,9 @@ def chunks_for(trained_with: int, parallel: ParallelConfig) -> int:
 @torch.no_grad()
 def _round(model: Decoder | Pipeline, dtype: torch.dtype) -> None:
     """Makes float32 shards begin as the weights of one process do, which have `dtype`: the same run in any layout."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         values = local_values(parameter)
-        if values.dtype != dtype:
+        if values.dtype != dtype and not is_float32(name):
             values.copy_(values.to(dtype))
 
 

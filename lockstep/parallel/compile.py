@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
-from lockstep.model.decoder import Block, Halves
+from lockstep.model.decoder import Block, Halves, Projected
 from lockstep.ops.cache import cache_folder, fingerprint, require_private
 from lockstep.ops.opaque import library
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole, whole_rows
@@ -56,19 +56,27 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     # Of one function for all models of a process: dtypes, devices, and each with and without gradients.
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     halves = CompiledHalves(model.halves, config)
-    block = next(iter(model.layers))  # not number 0, which a later stage of a pipeline does not have
-    assert isinstance(block, Block)
-    # Of a sharded layer the forward sees whole weights in the compute dtype.
-    if isinstance(block, FSDPModule):
-        block.unshard()
-    # PyTorch's cache of traced graphs does not tell process groups apart that DTensor names in them.
-    sharded = any(isinstance(parameter, DTensor) for parameter in block.parameters())
-    with functorch.patch(enable_autograd_cache=False) if sharded else nullcontext():
-        _compare(model, block, halves)
-    if isinstance(block, FSDPModule):
-        block.reshard()
+    for block in _one_of_each_kind(model):
+        # Of a sharded layer the forward sees whole weights in the compute dtype.
+        if isinstance(block, FSDPModule):
+            block.unshard()
+        # PyTorch's cache of traced graphs does not tell process groups apart that DTensor names in them.
+        sharded = any(isinstance(parameter, DTensor) for parameter in block.parameters())
+        with functorch.patch(enable_autograd_cache=False) if sharded else nullcontext():
+            _compare(model, block, halves)
+        if isinstance(block, FSDPModule):
+            block.reshard()
     halves.frozen = True
     model.halves = halves
+
+
+def _one_of_each_kind(model: Decoder) -> list[Block]:
+    """The first layer of each shape: some have a dense feed-forward, others a mixture of experts."""
+    kinds: dict[tuple[Any, ...], Block] = {}
+    for block in model.layers:
+        assert isinstance(block, Block)
+        kinds.setdefault(tuple((name, weight.shape) for name, weight in block.named_parameters()), block)
+    return list(kinds.values())
 
 
 class CompiledHalves:
@@ -82,9 +90,11 @@ class CompiledHalves:
         self._before = torch.compile(halves.before_attention, backend=config.backend, fullgraph=True, options=OPTIONS)
         self._after = torch.compile(halves.after_attention, backend=config.backend, fullgraph=True, options=OPTIONS)
 
-    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         q, k, v = self._call(self._before, block, hidden, cos, sin)
-        return (q, k, v) if hidden.shape[0] > 1 else (_every_other(q), _every_other(k), _every_other(v))
+        if hidden.shape[0] > 1:
+            return q, k, v
+        return _every_other(q), _every_other(k), None if v is None else _every_other(v)
 
     def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
         out: Tensor = self._call(self._after, block, hidden, attended)
@@ -130,8 +140,11 @@ def _refuse_unsafe(model: Decoder) -> None:
     """On the CPU a compiled loop ends in single elements where its length is no multiple of the vector's."""
     lanes = 32
     shape, group = model.config, tensor_group_of(model)
-    features = shape.intermediate_size // (group.size() if group else 1)
-    widths = {"dim": shape.dim, "a rank's part of intermediate_size": features, "head_dim": shape.head_dim}
+    ranks = group.size() if group else 1
+    widths = {"dim": shape.dim, "head_dim": shape.rotary_dim}
+    widths |= {f"a rank's part of {name}": size // ranks for name, size in shape.dense_sizes.items()}
+    if shape.experts is not None:
+        widths["the experts' intermediate size"] = shape.experts.intermediate_size
     for name, width in widths.items():
         if model.device.type == "cpu" and width % lanes:
             raise UserError(
@@ -150,7 +163,9 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
         probe.require_gradients(True)
         expected = [t.detach() for t in probe.outputs(slice(0, PROBE_ROWS))]
         total = torch.stack([t.float().sum() for t in probe.outputs(slice(0, 2 * ranks))]).sum()
-        torch.autograd.grad(total, [probe.hidden, probe.attended, *block.parameters()])  # compiles the gradient too
+        # Compiles the gradient too. Sinks are attention's, which is called between the halves.
+        weights = [weight for weight in block.parameters() if weight.requires_grad]
+        torch.autograd.grad(total, [probe.hidden, probe.attended, *weights], allow_unused=True)
         probe.require_gradients(False)
     problems: list[str] = []
     with torch.no_grad():
@@ -188,7 +203,7 @@ class _Probe:
         self.attended.requires_grad_(required)
 
     def outputs(self, rows: slice) -> list[Tensor]:
-        """Queries, keys, values and the block's output of these tokens."""
+        """Queries, keys, values where they are others, and the block's output of these tokens."""
         # Fresh tensors: what is marked dynamic stays marked.
         cos, sin = (table[rows].clone() for table in self.tables)
         hidden, attended = self.hidden[rows].clone(), self.attended[rows].clone()
@@ -197,10 +212,12 @@ class _Probe:
             hidden = exchanged(hidden, shared, own_rows, gather_rows)
         first = self.halves.before_attention(self.block, hidden, cos, sin)
         out = self.halves.after_attention(self.block, hidden, attended)
-        return [*first, exchanged(out, shared, gather_rows, own_rows) if shared else out]
+        own = exchanged(out, shared, gather_rows, own_rows) if shared else out
+        return [*(part for part in first if part is not None), own]
 
     def differences(self, rows: slice, expected: list[Tensor]) -> Iterator[str]:
-        for name, got, want in zip(("queries", "keys", "values", "the block's output"), self.outputs(rows), expected):
+        names = ("queries", "keys", "values")[: len(expected) - 1]
+        for name, got, want in zip((*names, "the block's output"), self.outputs(rows), expected):
             if not torch.equal(got, want[rows]):
                 count = rows.stop - rows.start
                 yield f"{name} of {count} rows without a gradient differ from those of {PROBE_ROWS} rows with one"

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.ops import one_order
-from lockstep.ops.attention import attend_backward
+from lockstep.ops.attention import Gradients, attend_backward
+from lockstep.ops.attention_reference import PLAIN
 from lockstep.ops.kept import keep
+from lockstep.ops.sinks import sink_gradient
 from lockstep.parallel.exchange import all_gather, gather_rows, reduce_scatter
 from lockstep.parallel.one_order import ContextRows
 
@@ -88,57 +90,92 @@ class ContextAttention:
         own = of_rank[dist.get_rank(self.group)].to(predictors.device)
         return ContextRows(self.group, padded, places, own)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _GatheredAttention.apply(q, k, v, self)
-        return self.pieces.forward(q, *self.gather(k, v))[0]
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        terms: ops.Terms = PLAIN,
+    ) -> Tensor:
+        given = (q, k, v, terms.sinks)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+            return _GatheredAttention.apply(q, k, v, terms.sinks, self, terms._replace(sinks=None))
+        return self.pieces.forward(q, *self.gather(k, v), terms)[0]
 
     def gather(
-        self, k: Float[Tensor, "own kv_heads head_dim"], v: Float[Tensor, "own kv_heads head_dim"]
-    ) -> tuple[Float[Tensor, "tokens kv_heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"]]:
+        self, k: Float[Tensor, "own kv_heads head_dim"], v: Float[Tensor, "own kv_heads head_dim"] | None
+    ) -> tuple[Float[Tensor, "tokens kv_heads head_dim"], Float[Tensor, "tokens kv_heads head_dim"] | None]:
         """All ranks' keys and values, in the order of the packed sequences."""
-        own = torch.stack((k, v), 1)
+        own = torch.stack((k,) if v is None else (k, v), 1)
         everyone = own.new_empty(dist.get_world_size(self.group) * own.shape[0], *own.shape[1:])
         all_gather(everyone, own, group=self.group)
-        return everyone[:, 0].index_select(0, self._places), everyone[:, 1].index_select(0, self._places)
+        keys = everyone[:, 0].index_select(0, self._places)
+        return keys, None if v is None else everyone[:, 1].index_select(0, self._places)
 
     def sum_back(
-        self, grad_k: Float[Tensor, "tokens kv_heads head_dim"], grad_v: Float[Tensor, "tokens kv_heads head_dim"]
-    ) -> tuple[Float[Tensor, "own kv_heads head_dim"], Float[Tensor, "own kv_heads head_dim"]]:
+        self,
+        grad_k: Float[Tensor, "tokens kv_heads head_dim"],
+        grad_v: Float[Tensor, "tokens kv_heads head_dim"] | None,
+    ) -> tuple[Float[Tensor, "own kv_heads head_dim"], Float[Tensor, "own kv_heads head_dim"] | None]:
         """Back from `gather`, for gradients: those of this rank's tokens, summed over all ranks."""
-        shape = 2, *grad_k.shape[1:]
+        parts = (grad_k,) if grad_v is None else (grad_k, grad_v)
+        shape = len(parts), *grad_k.shape[1:]
         everyone = grad_k.new_zeros(dist.get_world_size(self.group) * self.padded_rows, *shape)
-        everyone[:, 0].index_copy_(0, self._places, grad_k)
-        everyone[:, 1].index_copy_(0, self._places, grad_v)
+        for index, part in enumerate(parts):
+            everyone[:, index].index_copy_(0, self._places, part)
         own = grad_k.new_empty(self.padded_rows, *shape)
         reduce_scatter(own, everyone, group=self.group)
-        return own[:, 0], own[:, 1]
+        return own[:, 0], None if grad_v is None else own[:, 1]
 
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: ContextAttention) -> Tensor:
-        out, log_sums = keep("attention", lambda: attention.pieces.forward(q, *attention.gather(k, v)))
-        ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.attention = attention
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        sinks: Tensor | None,
+        attention: ContextAttention,
+        terms: ops.Terms,
+    ) -> Tensor:
+        everything = terms._replace(sinks=sinks)
+        out, log_sums = keep("attention", lambda: attention.pieces.forward(q, *attention.gather(k, v), everything))
+        ctx.save_for_backward(q, k, v, out, log_sums, sinks)
+        ctx.attention, ctx.terms = attention, terms
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None, None]:
+        q, k, v, out, log_sums, sinks = ctx.saved_tensors
         if one_order.is_asked():
-            grad_q, grad_k, grad_v = _in_one_order(ctx.attention, grads[0], q, k, v, out, log_sums)
-            return grad_q, grad_k, grad_v, None
+            return *_in_one_order(ctx.attention, grads[0], q, k, v, out, log_sums, ctx.terms, sinks), None, None
+        pieces = ctx.attention.pieces
         keys, values = ctx.attention.gather(k, v)
-        grad_q, grad_keys, grad_values = ctx.attention.pieces.backward(grads[0], q, keys, values, out, log_sums)
+        grad_q, grad_keys, grad_values = pieces.backward(grads[0], q, keys, values, out, log_sums, ctx.terms)
         grad_k, grad_v = ctx.attention.sum_back(grad_keys, grad_values)
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = sink_gradient(grads[0], out, log_sums, sinks, pieces.tokens)
+        return grad_q, grad_k.to(k.dtype), None if grad_v is None else grad_v.to(k.dtype), of_sinks, None, None
 
 
 def _in_one_order(
-    attention: ContextAttention, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's rows. Each rank makes those of some key-value heads, of all queries in one order."""
+    attention: ContextAttention,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    out: Tensor,
+    log_sums: Tensor,
+    terms: ops.Terms,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of this rank's rows. Each rank makes those of some key-value heads, of all queries in one order.
+
+    That of `sinks` is whole for this rank's heads, and zero for the others'.
+    """
     tokens, ranks = attention.shared_tokens, dist.get_world_size(attention.group)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     own = tokens.part(kv_heads)
@@ -147,18 +184,22 @@ def _in_one_order(
     def of_heads(x: Tensor, heads: slice) -> Tensor:
         return tokens.gather(x)[:, heads].contiguous()
 
-    parts = [of_heads(x, queries) for x in (grad_out, q)] + [of_heads(x, own) for x in (k, v)]
-    parts += [of_heads(x, queries) for x in (out, log_sums)]
-    made: tuple[Tensor, ...] = (parts[1], *parts[2:4])  # where no head is left for this rank
+    their_grad, query = (of_heads(x, queries) for x in (grad_out, q))
+    key, value = of_heads(k, own), None if v is None else of_heads(v, own)
+    attended, sums = (of_heads(x, queries) for x in (out, log_sums))
+    made: Gradients = (query, key, value)  # where no head is left for this rank
+    of_sinks = None if sinks is None else torch.zeros_like(sinks)
     if own.stop > own.start:
-        made = attend_backward(
-            parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], attention.pieces.whole.starts
-        )
+        starts = attention.pieces.whole.starts
+        made = attend_backward(their_grad, query, key, value, attended, sums, starts, terms=terms)
+        if sinks is not None and of_sinks is not None:
+            of_sinks[queries] = sink_gradient(their_grad, attended, sums, sinks[queries], len(attended))
     most = -(-kv_heads // ranks)  # key-value heads of a rank
     return (
         _own_rows(made[0], q, most * group, attention),
         _own_rows(made[1], k, most, attention),
-        _own_rows(made[2], v, most, attention),
+        None if made[2] is None else _own_rows(made[2], k, most, attention),
+        of_sinks,
     )
 
 

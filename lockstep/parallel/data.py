@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from lockstep.config import ParallelConfig
 from lockstep.model import Decoder
+from lockstep.model.shard import local_values
+from lockstep.model.stored import is_float32
 from lockstep.parallel.exchange import ExchangedSum
+from lockstep.parallel.tensor import experts_of
 from lockstep.parallel.world import World
 
 WHOLE_GRADIENT_SHARE = 4
@@ -27,13 +34,18 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for module in [*model.layers, model]:
+    # Whole on every rank: they have no gradient to sum, and must not be rounded to `compute`.
+    whole = {parameter for name, parameter in model.named_parameters() if is_float32(name)}
+    shared_experts = [] if world.expert_mesh is None else experts_of(model)
+    for module in [*shared_experts, *model.layers, model]:
         # The root holds embedding and head, which the loss needs after the forward: they stay until the backward.
         fully_shard(
             module,
-            mesh=world.fsdp_mesh,
+            mesh=world.expert_fsdp_mesh if module in shared_experts else world.fsdp_mesh,
             mp_policy=precision,
             offload_policy=offload,
+            ignored_params=whole,
+            shard_placement_fn=partial(_cut_experts, world),
             reshard_after_forward=always and module is not model,
         )
         assert isinstance(module, FSDPModule)
@@ -42,6 +54,14 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         module.set_force_sum_reduction_for_comms(True)
         if world.device.type == "cpu":
             module.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
+
+
+def _cut_experts(world: World, parameter: nn.Parameter) -> Shard | None:
+    """Stacked experts are cut as all weights, along the first dimension, if that leaves every rank as many of them;
+    else, as where there are more ranks than experts, each expert along its outputs."""
+    ranks = world.degrees["data_shard"] * world.degrees["context"] // world.expert
+    experts, outputs, *others = (*local_values(parameter).shape, 0)
+    return Shard(1) if len(others) == 2 and experts % ranks and outputs % ranks == 0 else None
 
 
 def sums_every_microbatch(parameters: int, world: World) -> bool:

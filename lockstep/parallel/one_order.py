@@ -14,10 +14,12 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.ops import cuda, native, one_order
 from lockstep.ops.asked import asked_for
+from lockstep.ops.bias import bias_gradient, biased
 from lockstep.ops.kept import keep
 from lockstep.ops.linear import input_gradient, product, product_sums, token_weight_gradient, tree_sum
 from lockstep.ops.norm import norm_with_scale, token_gradients, trained_norm
 from lockstep.ops.opaque import library
+from lockstep.ops.routing import logits_gradients, trained_logits
 from lockstep.parallel.exchange import gather_rows, group_named, swap_rows
 
 
@@ -118,6 +120,22 @@ def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup)
     return trained_norm(x, weight, eps, _TensorRows(group, x.ndim))
 
 
+def shared_bias(x: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`ops.add_bias` to this rank's rows, with a gradient as that of `shared_norm`'s weight."""
+    if torch.compiler.is_compiling():
+        return _opaque_bias(x, bias, group.group_name)
+    return biased(x, bias, _TensorRows(group, x.ndim))
+
+
+def shared_logits(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`ops.router_logits` of this rank's rows, with a gradient as that of `shared_norm`'s weight."""
+    if torch.compiler.is_compiling():
+        return _opaque_logits(x, weight, group.group_name)
+    if not torch.is_grad_enabled():
+        return product_sums(x, weight)
+    return trained_logits(x, weight, _TensorRows(group, x.ndim))
+
+
 class _TensorRows:
     """`ops.one_order.GatheredRows` over the tensor axis, and then over the ranks that have other tokens."""
 
@@ -195,4 +213,56 @@ library.differentiable(
     "shared_norm",
     _save_norm,
     lambda ctx, grad, _: (*_opaque_norm_gradients(grad, *ctx.saved_tensors, ctx.group), None, None),
+)
+
+
+@library.operator(
+    "shared_bias(Tensor x, Tensor bias, str group) -> Tensor", fake=lambda x, bias, group: torch.empty_like(x)
+)
+def _opaque_bias(x: Tensor, bias: Tensor, group: str) -> Tensor:
+    return x + bias
+
+
+@library.operator(
+    "shared_bias_gradient(Tensor grad, Tensor bias, str group) -> Tensor",
+    fake=lambda grad, bias, group: torch.empty_like(bias),
+)
+def _opaque_bias_gradient(grad: Tensor, bias: Tensor, group: str) -> Tensor:
+    return bias_gradient(grad, bias, _TensorRows(group_named(group), grad.ndim))
+
+
+def _save_bias(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.group = inputs[2]
+
+
+library.differentiable(
+    "shared_bias",
+    _save_bias,
+    lambda ctx, grad: (grad, _opaque_bias_gradient(grad, *ctx.saved_tensors, ctx.group), None),
+)
+
+
+@library.operator(
+    "shared_logits(Tensor x, Tensor weight, str group) -> Tensor",
+    fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
+)
+def _opaque_logits(x: Tensor, weight: Tensor, group: str) -> Tensor:
+    return product_sums(x, weight)
+
+
+@library.operator(
+    "shared_logits_gradients(Tensor grad, Tensor x, Tensor weight, str group) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight, group: (torch.empty_like(x), torch.empty_like(weight)),
+)
+def _opaque_logits_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, group: str
+) -> tuple[Tensor | None, Tensor | None]:
+    return logits_gradients(grad, x, weight, gathered=_TensorRows(group_named(group), x.ndim))
+
+
+library.differentiable(
+    "shared_logits",
+    _save_product,
+    lambda ctx, grad: (*_opaque_logits_gradients(grad, *ctx.saved_tensors, ctx.group), None),
 )

@@ -16,21 +16,24 @@ from torch.distributed.tensor import DTensor, Placement
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
+from lockstep.ops.clamped_experts import clamped_feed_forward
 from lockstep.ops.embedding import found_rows
+from lockstep.ops.experts import feed_forward
 from lockstep.parallel.exchange import exchanged, gather_rows, rows_are_whole, sum_gathered, sum_rows
-from lockstep.parallel.one_order import column_product, shared_norm
+from lockstep.parallel.experts import experts_over_ranks
+from lockstep.parallel.one_order import column_product, shared_bias, shared_logits, shared_norm
 from lockstep.parallel.placements import COLUMNS, COPY, SUM
 from lockstep.parallel.row_product import row_product
 from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
 def own_part(weight: DTensor) -> Tensor:
-    """What this rank computes with: on the tensor axis its part, on the others the whole.
+    """What this rank computes with: on the tensor axis, or that of experts, its part, on the others the whole.
 
     Where the weight is whole its ranks see different tokens or heads, so their gradients are summed.
     """
     axes = axes_of(weight.device_mesh)
-    places = [place if axis == "tensor" else COPY for axis, place in zip(axes, weight.placements)]
+    places = [place if axis in ("tensor", "experts") else COPY for axis, place in zip(axes, weight.placements)]
     if not torch.is_grad_enabled() and list(weight.placements) == places:
         return weight.to_local()
     gradients = [SUM if place == COPY else place for place in places]
@@ -102,6 +105,59 @@ def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     if place_on(weight, "tensor") != COLUMNS:
         return column_product(x, own, group)
     return row_product(x, own, chunks, group)
+
+
+def add_bias(x: Tensor, bias: DTensor) -> Tensor:
+    """To this rank's outputs where the bias is cut over the tensor axis, else to this rank's share of the rows."""
+    own, group = own_part(bias), tensor_group(bias)
+    if group is None or place_on(bias, "tensor") != COPY:
+        return ops.add_bias(x, own)
+    return shared_bias(x, own, group)
+
+
+def head_linear(x: Tensor, weight: DTensor, first: int, stop: int, across: bool) -> Tensor:
+    """Of this rank's heads."""
+    return ops.head_linear(x, own_part(weight), first, stop, across)
+
+
+def router_logits(x: Tensor, weight: DTensor) -> Tensor:
+    """Of this rank's share of the rows, which all ranks of the tensor axis have."""
+    own, group = own_part(weight), tensor_group(weight)
+    if group is None or rows_are_whole():
+        return ops.router_logits(x, own)
+    ranks = dist.get_world_size(group)
+    return shared_logits(x.unflatten(0, (ranks, -1))[dist.get_rank(group)], own, group)
+
+
+def route(logits: Tensor, routing: ops.Routing, bias: DTensor, load: ops.ExpertLoad | None) -> tuple[Tensor, Tensor]:
+    """The bias is whole on every rank."""
+    return ops.route(logits, routing, own_part(bias), load)
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, *parameters: DTensor) -> Tensor:
+    """Of this rank's share of the tokens, through the experts on all ranks; see `experts_over_ranks`."""
+    own, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
+    if group is None:
+        return ops.experts(x, weights, chosen, *own)
+    count = parameters[0].shape[0]
+    return experts_over_ranks(x, weights, chosen, count, group, lambda rows, starts: feed_forward(rows, starts, *own))
+
+
+def clamped_experts(x: Tensor, weights: Tensor, chosen: Tensor, *parameters: DTensor) -> Tensor:
+    """As `experts`."""
+    own, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
+    if group is None:
+        return ops.clamped_experts(x, weights, chosen, *own)
+    count = parameters[0].shape[0]
+    return experts_over_ranks(
+        x, weights, chosen, count, group, lambda rows, starts: clamped_feed_forward(rows, starts, *own)
+    )
+
+
+def expert_group(weight: DTensor) -> dist.ProcessGroup | None:
+    """The ranks that share the experts: those of the tensor axis, or more; None where each has all."""
+    mesh, axes = weight.device_mesh, axes_of(weight.device_mesh)
+    return next((mesh.get_group(axis) for axis in axes if axis in ("tensor", "experts")), None)
 
 
 def token_log_probs(hidden: Tensor, head: DTensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

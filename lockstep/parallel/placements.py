@@ -13,6 +13,10 @@ so between the blocks' halves each rank holds its share of the tokens, and withi
 feed-forward's features. Two collectives per half: the norm's result is gathered, the row product's sums are exchanged,
 so that each rank has those of its tokens. On the axes of data and context a rank has its own tokens everywhere.
 
+A mixture's experts are never cut. Each rank of the tensor axis has some of them, and sends the rows of its share of
+the tokens to the ranks that have theirs (`experts`). With `parallel.expert` those are ranks with other tokens, too, and
+the experts lie on a mesh of their own (`World.expert_mesh`).
+
 An operator reads a weight as it lies on the `tensor` axis, and whole on all others (`operators.own_part`). A norm's
 weight `[dim]` as an example, with `full_dtensor` on the axes (context, tensor):
 
@@ -43,6 +47,12 @@ LLAMA3: dict[str, Placement] = {
     "self_attn.k_proj.weight": ROWS,
     "self_attn.v_proj.weight": ROWS,
     "self_attn.o_proj.weight": COLUMNS,
+    # Where a model has biases: with the outputs they are added to, that of a row product once, to the sum over ranks.
+    "self_attn.q_proj.bias": ROWS,
+    "self_attn.k_proj.bias": ROWS,
+    "self_attn.v_proj.bias": ROWS,
+    "self_attn.o_proj.bias": COPY,
+    "self_attn.sinks": ROWS,
     "post_attention_layernorm.weight": COPY,
     "mlp.gate_proj.weight": ROWS,
     "mlp.up_proj.weight": ROWS,
@@ -51,7 +61,41 @@ LLAMA3: dict[str, Placement] = {
     "lm_head.weight": ROWS,
 }
 QWEN3: dict[str, Placement] = LLAMA3 | {"self_attn.q_norm.weight": COPY, "self_attn.k_norm.weight": COPY}
-WEIGHTS_ON_TENSOR = {"llama3": LLAMA3, "qwen3": QWEN3}
+# What is compressed, and the one key made of it, every rank has; heads are cut.
+DEEPSEEK_V3: dict[str, Placement] = LLAMA3 | {
+    "self_attn.q_a_proj.weight": COPY,
+    "self_attn.q_a_layernorm.weight": COPY,
+    "self_attn.q_b_proj.weight": ROWS,
+    "self_attn.kv_a_proj_with_mqa.weight": COPY,
+    "self_attn.kv_a_layernorm.weight": COPY,
+    "self_attn.kv_b_proj.weight": ROWS,
+}
+# A mixture's experts, [experts, out, in], lie whole on one rank each.
+MIXTURE: dict[str, Placement] = {
+    "mlp.gate.weight": COPY,
+    "mlp.gate.e_score_correction_bias": COPY,
+    "mlp.experts.gate_proj.weight": ROWS,
+    "mlp.experts.up_proj.weight": ROWS,
+    "mlp.experts.down_proj.weight": ROWS,
+    "mlp.shared_experts.gate_proj.weight": ROWS,
+    "mlp.shared_experts.up_proj.weight": ROWS,
+    "mlp.shared_experts.down_proj.weight": COLUMNS,
+}
+CLAMPED_MIXTURE: dict[str, Placement] = {
+    "mlp.router.weight": COPY,
+    "mlp.router.bias": COPY,
+    "mlp.experts.gate_up_proj": ROWS,
+    "mlp.experts.gate_up_proj_bias": ROWS,
+    "mlp.experts.down_proj": ROWS,
+    "mlp.experts.down_proj_bias": ROWS,
+}
+WEIGHTS_ON_TENSOR = {
+    "llama3": LLAMA3,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3 | MIXTURE,
+    "gpt_oss": LLAMA3 | CLAMPED_MIXTURE,
+    "deepseek_v3": DEEPSEEK_V3 | MIXTURE,
+}
 
 
 # Where weights also lie when no FSDP holds them (`full_dtensor`): cut over the ranks that see different tokens, along
@@ -66,6 +110,6 @@ def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
     """
     parts = name.split(".")
     kind = ".".join(parts[2:] if parts[0] == "layers" else parts)
-    if ranks > shape.num_kv_heads and kind in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+    if ranks > shape.num_kv_heads and kind.startswith(("self_attn.k_proj.", "self_attn.v_proj.")):
         return COPY
     return WEIGHTS_ON_TENSOR[shape.family][kind]

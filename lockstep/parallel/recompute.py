@@ -18,6 +18,7 @@ from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.shard import local_part
 from lockstep.ops.kept import Tape
+from lockstep.ops.routes import recorded_routes
 
 Forward = Callable[..., Tensor]
 
@@ -102,7 +103,8 @@ def saved_bytes(forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) 
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    # Whoever records the routes of this forward pass must not have those of the layer twice.
+    with recorded_routes(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = forward(*arguments)
     del out  # held until here: a freed tensor's address could be another's
     return sum(kept.values())

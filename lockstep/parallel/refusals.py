@@ -10,6 +10,8 @@ from lockstep.config.parallel import MOST_TENSOR
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
 
+FEATURES = {"intermediate_size": "features of the feed-forward"}
+
 
 def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> None:
     """Raises UserError where a degree does not divide what it cuts, with the numbers and the degrees that do."""
@@ -25,8 +27,25 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
             'parallel.reduce_gradients "microbatch" does not go with parallel.pipeline, whose schedules sum gradients '
             'once a step; leave it at "auto"'
         )
+    problems += _expert_problems(shape, degrees["tensor"], parallel)
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _expert_problems(shape: ModelConfig, tensor: int, parallel: ParallelConfig) -> Iterator[str]:
+    degree = parallel.expert
+    if degree == 1:
+        return
+    if shape.experts is None:
+        yield f"parallel.expert is {degree}, but the model has no experts; leave it at 1"
+    elif (count := shape.experts.count) % (degree * tensor):
+        fitting = [str(n) for n in range(1, count // tensor + 1) if count % (n * tensor) == 0] or ["1"]
+        yield (
+            f"parallel.expert {degree}{f' x parallel.tensor {tensor}' if tensor > 1 else ''} does not divide the "
+            f"{count} experts; set parallel.expert to {' or '.join(fitting)}"
+        )
+    if parallel.full_dtensor:
+        yield "parallel.full_dtensor does not go with parallel.expert, whose experts lie on a mesh of their own"
 
 
 def refuse_generators(shape: ModelConfig, tensor: int) -> None:
@@ -45,7 +64,8 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
     cut = {
         "attention heads": shape.num_heads,
         "key-value heads": tensor if copied else shape.num_kv_heads,
-        "features of the feed-forward": shape.intermediate_size,
+        **{FEATURES.get(name, name): size for name, size in shape.dense_sizes.items()},
+        **({"experts": shape.experts.count} if shape.experts is not None else {}),
     }
     if wrong := [f"{count} {what}" for what, count in cut.items() if count % tensor]:
         common = math.gcd(*cut.values(), MOST_TENSOR)

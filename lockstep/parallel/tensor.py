@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lockstep.model import Decoder
-from lockstep.model.decoder import Block
+from lockstep.model.decoder import Block, Projected
 from lockstep.ops import FORMS
 from lockstep.parallel import operators
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole
-from lockstep.parallel.placements import parameter_placement
+from lockstep.parallel.placements import COLUMNS, COPY, ROWS, parameter_placement
 from lockstep.parallel.world import World
 
 FORMS[DTensor] = operators
@@ -40,6 +40,22 @@ def shard_tensor_parallel(model: Decoder, world: World) -> None:
     distribute_parameters(model, world.mesh["tensor"], lambda on_tensor: [on_tensor])
 
 
+def shard_experts(model: Decoder, world: World) -> None:
+    """Makes experts DTensors on the ranks that share them, where those are more than the ranks of the tensor axis."""
+    if world.expert_mesh is None:
+        return
+    for module in experts_of(model):
+        for name, parameter in list(module.named_parameters()):
+            part = distribute_tensor(parameter.detach(), world.expert_mesh["experts"], [ROWS], src_data_rank=None)
+            owner, _, kind = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(kind, nn.Parameter(part))
+
+
+def experts_of(model: Decoder) -> list[nn.Module]:
+    """The modules whose parameters are experts."""
+    return [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
+
+
 def distribute_parameters(
     model: Decoder, mesh: DeviceMesh, placements: Callable[[Placement], Sequence[Placement]]
 ) -> None:
@@ -51,10 +67,15 @@ def distribute_parameters(
     axes = operators.axes_of(mesh)
     ranks = mesh.size(axes.index("tensor")) if "tensor" in axes else 1
     for name, parameter in list(model.named_parameters()):
+        if isinstance(parameter, DTensor):
+            continue  # an expert, which lies on a mesh of its own
         place = placements(parameter_placement(model.config, name, ranks))
+        if parameter.ndim == 1:  # with one dimension, which the tensor axis may have cut already
+            place = [COPY if each == COLUMNS else each for each in place]
         # Nothing is sent: the values come later, each rank's its own.
         part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
-        model.get_submodule(name.rpartition(".")[0]).register_parameter("weight", nn.Parameter(part))
+        owner, _, kind = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(kind, nn.Parameter(part, parameter.requires_grad))
     if "tensor" not in axes:
         return
     group = mesh.get_group("tensor")
@@ -83,9 +104,9 @@ class OneKeyValueHead:
     def __init__(self, index: int):
         self.own = slice(index, index + 1)
 
-    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         q, k, v = block.before_attention(hidden, cos, sin)
-        return q, k[:, self.own].contiguous(), v[:, self.own].contiguous()
+        return q, k[:, self.own].contiguous(), None if v is None else v[:, self.own].contiguous()
 
     def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
         return block.after_attention(hidden, attended)

@@ -30,6 +30,10 @@ AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 """From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
 
 
+EXPERT_AXES = ("pipeline", "data_replicate", "expert_shard", "experts")
+"""Ranks that share the experts, which are neighbours: `expert` times `tensor` of them; the others hold other parts of
+the same experts."""
+
 PATIENCE = timedelta(minutes=10)
 """A message that takes longer is taken for lost."""
 
@@ -44,6 +48,10 @@ class World:
     device: torch.device
     degrees: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     mesh: DeviceMesh | None = None
+    expert: int = 1
+    """As `ParallelConfig.expert`."""
+    expert_mesh: DeviceMesh | None = None
+    """The same ranks as in `mesh`, where experts are shared by others than those of the tensor axis: `EXPERT_AXES`."""
     reduce_gradients: str = "auto"
     """As `ParallelConfig.reduce_gradients`."""
     memory: int = 0
@@ -93,6 +101,13 @@ class World:
         return self.mesh["data_replicate", shard.mesh_dim_names[0]]
 
     @property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """Where `fully_shard` works on experts: replicas times the shards that are left."""
+        assert self.expert_mesh is not None
+        axes = ("data_replicate", "expert_shard") if self.degrees["data_replicate"] > 1 else ("expert_shard",)
+        return self.expert_mesh[axes]
+
+    @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """The ranks that share the matrices; None where each has them whole."""
         return self.mesh.get_group("tensor") if self.mesh is not None and self.degrees["tensor"] > 1 else None
@@ -115,6 +130,10 @@ class World:
         names: dict[str, str] = {self.mesh.get_group(axis).group_name: axis for axis in AXES}
         if self.degrees["context"] > 1:
             names[self._shard_mesh.get_group().group_name] = "data_shard, context"
+        if self.expert_mesh is not None:
+            for axis in EXPERT_AXES[2:]:  # over all ranks both meshes have one group
+                name = self.expert_mesh.get_group(axis).group_name
+                names[name] = f"{names[name]}, {axis}" if name in names else axis
         return names
 
     def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:
@@ -185,7 +204,7 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
         dist.init_process_group(
             backend, store=_store(), rank=int(os.environ["RANK"]), world_size=size, timeout=PATIENCE
         )
-    world = World(chosen, degrees, _mesh(chosen, degrees), config.reduce_gradients)
+    world = _world(chosen, degrees, config)
     if world.tensor_group is not None and chosen.type == "cpu":
         share_memory(world.tensor_group, PATIENCE)
     return replace(world, memory=int(world.from_main(lambda: str(_memory(chosen)))))
@@ -227,7 +246,7 @@ def imagined_world(config: ParallelConfig, size: int) -> World:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    return World(device, degrees, _mesh(device, degrees), config.reduce_gradients, IMAGINED_MEMORY)
+    return replace(_world(device, degrees, config), memory=IMAGINED_MEMORY)
 
 
 @contextmanager
@@ -280,8 +299,25 @@ def resolve_degrees(
             f"parallel: {terms} = {product} ranks, but {size} run; {remedy.format(product)}, or change a degree "
             "(parallel.data_shard = -1 takes what is left)"
         )
+    _refuse_expert_degree(config.expert, degrees)
     return degrees
 
 
-def _mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=AXES)
+def _refuse_expert_degree(expert: int, degrees: dict[str, int]) -> None:
+    share = degrees["data_shard"] * degrees["context"]
+    if expert < 1 or share % expert:
+        fitting = [str(degree) for degree in range(1, share + 1) if share % degree == 0]
+        raise UserError(
+            f"parallel.expert is {expert}; it must divide the {share} ranks of data_shard {degrees['data_shard']} x "
+            f"context {degrees['context']}, which share the experts: give {' or '.join(fitting)}"
+        )
+
+
+def _world(device: torch.device, degrees: dict[str, int], config: ParallelConfig) -> World:
+    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=AXES)
+    experts = None
+    if config.expert > 1:
+        share = degrees["data_shard"] * degrees["context"] // config.expert
+        shape = degrees["pipeline"], degrees["data_replicate"], share, config.expert * degrees["tensor"]
+        experts = init_device_mesh(device.type, shape, mesh_dim_names=EXPERT_AXES)
+    return World(device, degrees, mesh, config.expert, experts, config.reduce_gradients)

@@ -74,6 +74,14 @@ def gsm8k_tiny_pretrain() -> PretrainConfig:
     )
 
 
+def qwen3_moe_tiny_pretrain() -> PretrainConfig:
+    """As gsm8k_tiny, with a mixture of 16 experts, of which a token meets 4."""
+    config = gsm8k_tiny_pretrain()
+    config.model = "qwen3_moe:tiny"
+    config.train.router_auxiliary, config.train.router_z = 0.01, 0.001
+    return config
+
+
 def chat() -> SFTConfig:
     """Full fine-tuning of a chat model on conversations, in steps of 32,768 tokens."""
     return SFTConfig(
@@ -147,10 +155,28 @@ def gsm8k_tiny_rl() -> RLConfig:
     )
 
 
+def qwen3_moe_tiny_rl() -> RLConfig:
+    """As gsm8k_tiny, with the mixture of experts that `pretrain --recipe qwen3_moe_tiny` makes."""
+    config = gsm8k_tiny_rl()
+    config.train.router_auxiliary = 0.001
+    return config
+
+
 RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfig]]] = {
-    "pretrain": {"tiny": tiny, "gsm8k_tiny": gsm8k_tiny_pretrain, **FROM_SCRATCH},
+    "pretrain": {
+        "tiny": tiny,
+        "gsm8k_tiny": gsm8k_tiny_pretrain,
+        "qwen3_moe_tiny": qwen3_moe_tiny_pretrain,
+        **FROM_SCRATCH,
+    },
     "sft": {"chat": chat},
-    "rl": {"digit_sum": digit_sum, **DIGIT_SUMS, "gsm8k": gsm8k, "gsm8k_tiny": gsm8k_tiny_rl},
+    "rl": {
+        "digit_sum": digit_sum,
+        **DIGIT_SUMS,
+        "gsm8k": gsm8k,
+        "gsm8k_tiny": gsm8k_tiny_rl,
+        "qwen3_moe_tiny": qwen3_moe_tiny_rl,
+    },
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,13 +14,14 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config import RLConfig, algorithm_of
 from lockstep.config.algorithm import Average
-from lockstep.model import ScoringModel
+from lockstep.model import Decoder, ScoringModel
 from lockstep.ops.one_order import SharedRows
 from lockstep.rl.algorithms import PolicyLossInputs, objective, token_weights
 from lockstep.rl.critic import ValueHead
 from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.parity import Parity
 from lockstep.rl.rollouts import Rollout, episodes_of
+from lockstep.rl.routes import ReplayFindings, own_routes, routes_to_replay
 from lockstep.train.packing import PackedRow, predicting_states, target_log_probs
 
 
@@ -122,13 +124,17 @@ class PolicyLoss:
         self.compare = compare
         self.critic = critic
         self.parity = Parity()
+        self.router_replay = config.router_replay
+        self.replay = ReplayFindings()
+        self._measured, self._without = False, cast(Tensor | None, None)
         self.found: dict[str, list[float]] = {}
         """Each metric of each micro-batch."""
         self.weights: list[float] = []
         """What each micro-batch's tokens weigh in the loss."""
 
     def __call__(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
-        states = predicting_states(model, batch.row)
+        with ops.recorded_routes() as recorded:
+            states, replayed = self._states(model, batch)
         log_probs, entropies = target_log_probs(model, batch.row, self.temperature, states)
         if (shared := targets_of_others(batch.row)) is not None:
             log_probs, entropies = shared.whole(log_probs), shared.whole(entropies)
@@ -136,6 +142,10 @@ class PolicyLoss:
             return log_probs.sum() * 0.0
         if self.compare:
             self.parity.compare(batch.old_log_probs, log_probs, batch.rollouts, batch.current)
+            if replayed is not None:
+                self.replay.measure(replayed, batch.old_log_probs, log_probs, self._without, batch.current)
+            elif isinstance(model, Decoder) and (routes := own_routes(recorded, batch.row, model.config)) is not None:
+                self.parity.compare_routes(batch.rollouts, routes, model.config, batch.current)
             _note(batch.rollouts, log_probs.detach(), entropies.detach())
         old, sampler = batch.old_log_probs, None
         if self.algorithm.off_policy != "none":
@@ -163,6 +173,21 @@ class PolicyLoss:
         # Ranks that share the row each have the whole loss, and the gradient of their own tokens: it counts once.
         return loss if shared is None or shared.is_first else loss - loss.detach()
 
+    def _states(self, model: ScoringModel, batch: PolicyBatch) -> tuple[Tensor, ops.ReplayedRoutes | None]:
+        """Of the row's predictors, by the generator's routes where they are replayed."""
+        if not self.router_replay:
+            return predicting_states(model, batch.row), None
+        # What it would be without is measured on the first micro-batch alone: it takes another forward pass.
+        self._without, measured = None, self._measured
+        self._measured = True
+        if self.compare and not measured:
+            with torch.no_grad():
+                self._without = target_log_probs(model, batch.row, self.temperature)[0]
+        assert isinstance(model, Decoder)  # in a pipeline it is refused
+        replayed = routes_to_replay(batch.rollouts, batch.row, model.config)
+        with ops.replayed_routes(replayed):
+            return predicting_states(model, batch.row), replayed
+
     @property
     def ratio_max(self) -> float:
         """The largest importance ratio so far."""
@@ -176,7 +201,7 @@ class PolicyLoss:
         for name in [n for n in means if n.endswith("_square")]:
             stem, square = name.removesuffix("_square"), means.pop(name)
             means[f"{stem}_effective"] = means[f"{stem}_mean"] * means[f"{stem}_mean"] / square if square else 0.0
-        return means
+        return means | self.replay.metrics()
 
 
 def targets_of_others(row: PackedRow) -> SharedRows | None:

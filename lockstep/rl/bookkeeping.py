@@ -55,13 +55,9 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def accepted(parity: Parity, config: RLConfig, step: int, model: TrainableModel) -> Parity:
-    """Stops the run, or warns, where a step's log-probabilities differ and should not. Raises ParityError."""
-    if parity.tokens_different and config.on_parity_error != "measure":
-        message = (
-            f"step {step}: {parity.tokens_different} of {parity.tokens_checked} log-probabilities differ between "
-            f"generator and trainer (by up to {parity.max_delta:.3e}); the first is {parity.first}. "
-            + in_words(model, parity.sequence)
-        )
+    """Stops the run, or warns, where a step's log-probabilities or routes differ and should not. Raises ParityError."""
+    if (parity.tokens_different or parity.routes_different) and config.on_parity_error != "measure":
+        message = f"step {step}: {parity.in_words()}. " + in_words(model, parity.sequence)
         if config.on_parity_error == "stop":
             raise ParityError(message + "; set on_parity_error = warn to go on regardless")
         warnings.warn(message, stacklevel=2)
@@ -177,6 +173,12 @@ def _failures(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {f"{prefix}/failed/{cause}": count for cause, count in sorted(causes.items())}
 
 
+def _routes(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of all steps of a run whose model has experts."""
+    names = ("routes_checked", "routes_different") if compared else ()
+    return {f"parity_{name}": sum(m[f"parity/{name}"] for m in compared) for name in names}
+
+
 def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
     """A run in figures, from its metrics: the first and last validation, all steps' comparison, and tokens."""
     validations = [m for m in metrics if "validation/reward" in m]
@@ -202,6 +204,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
         },
         "parity_tokens_checked": sum(m["parity/tokens_checked"] for m in compared),
         "parity_tokens_different": sum(m["parity/tokens_different"] for m in compared),
+        **_routes([m for m in compared if "parity/routes_checked" in m]),
         "staleness_max": max(m.get("policy/staleness_max", 0.0) for m in compared),
         "ratio_max_on_first_inner_step": max(m["policy/ratio_first_max"] for m in compared),
     }

@@ -240,6 +240,7 @@ def _sample(
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             cut_logprobs=completion.cut_logprobs,
+            routes=completion.routes,
             finish_reason=completion.finish_reason,
             completion=completion_text(rendering.tokenizer, completion),
             **of_versions(completion.versions, engine.weights_version),

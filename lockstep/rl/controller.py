@@ -63,6 +63,7 @@ from lockstep.rl.reference import (
 )
 from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rollouts import write_rollouts
+from lockstep.rl.routes import refuse_replay_without_experts
 from lockstep.rl.sampling import Draws, Sampling
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
@@ -116,6 +117,7 @@ def _reinforce(
     config, environment = named_environment(config, environment)
     prompts, held_out = open_examples(config, environment, world)
     model = policy_model(config, world)
+    refuse_replay_without_experts(config, model.config)
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
@@ -252,7 +254,7 @@ def _reinforce(
                     metrics |= judge(step)
                 observer.write(step, metrics | watch.enter(step, metrics))
                 stopped_by = stop.agreed(world)
-                world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts))
+                world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts, config.router_replay))
                 world.on_main(partial(write_prompts, run.prompts, step, ledger.places()))
                 if not only and (stopped_by or checkpoints.due(step)):
                     if config.actors.on_update == "finish":

@@ -38,7 +38,14 @@ from lockstep.rl.actors.shelf_memory import length_of
 from lockstep.rl.critic import ValueHead, train_settings
 from lockstep.rl.reference import AVERAGE, START
 from lockstep.train import Trainer
-from lockstep.train.dry_run import DryRun, imagined_step, imagined_tensors, on_meta, whole_shapes_uncounted
+from lockstep.train.dry_run import (
+    DryRun,
+    imagined_step,
+    imagined_tensors,
+    leave_out_frozen,
+    on_meta,
+    whole_shapes_uncounted,
+)
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
 STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
@@ -339,7 +346,8 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
     with fake, pretending(), torch.no_grad():
         tokens = torch.zeros(rows, dtype=torch.int64)
         tracker = MemTracker()
-        tracker.track_external(engine.cache.keys, engine.cache.values)
+        tracker.track_external(*engine.cache.tensors())
+        leave_out_frozen(tracker, model)
         with tracker:
             hidden = model(tokens, tokens, attention)
             model.logits(hidden[:drawn])

@@ -13,12 +13,19 @@ from torch import Tensor
 
 from lockstep import ops
 from lockstep.errors import UserError
+from lockstep.generate.runner import make_cache
 from lockstep.model import Decoder, TrainableModel
 from lockstep.model.decoder import Block
+from lockstep.ops.attention_reference import PLAIN
 
-TAPPED = ("embedding", "rms_norm", "linear", "rotary", "silu_mul")
+TAPPED = (
+    "embedding", "rms_norm", "linear", "head_linear", "rotary", "silu_mul", "router_logits", "route", "experts",
+    "clamped_experts", "add_bias",
+)  # fmt: skip
 CHUNK = 16
 """Tokens of a prompt that the generator's path computes at once; what follows it comes one by one."""
+
+CHOICE = " of experts"
 
 Tap = tuple[str, Tensor]
 """An operator in words, and what it put out: a row for each token."""
@@ -33,8 +40,12 @@ class Difference:
     different: int
     elements: int
     largest: float
+    experts: str = ""
+    """Of a router's choice: both sides' experts."""
 
     def __str__(self) -> str:
+        if self.experts:
+            return f"{self.operator}: {self.experts} (token {self.position} of the sequence)"
         return (
             f"{self.operator}: {self.different} of {self.elements} elements, largest difference {self.largest:.2g} "
             f"(token {self.position} of the sequence)"
@@ -89,9 +100,8 @@ def _trainer(model: Decoder, tokens: list[int]) -> list[Tap]:
 
 def _generator(model: Decoder, tokens: list[int], prompt_length: int) -> Iterator[tuple[int, list[Tap]]]:
     """The taps of each step, and the place of its first token."""
-    shape = model.config
     pages = -(-len(tokens) // ops.PAGE)
-    cache = ops.KVCache(shape.num_layers, pages, shape.num_kv_heads, shape.head_dim, model.dtype, model.device)
+    cache = make_cache(model, pages)
     table = torch.arange(pages, device=model.device)[None]
     starts = [*range(0, prompt_length, CHUNK), *range(prompt_length, len(tokens)), len(tokens)]
     for first, stop in zip(starts, starts[1:]):
@@ -117,11 +127,13 @@ def _tapped(model: Decoder) -> Iterator[list[Tap]]:
     taps: list[Tap] = []
     exact = {kind: getattr(ops, kind) for kind in TAPPED}
 
-    def tap(kind: str) -> Callable[..., Tensor]:
-        def call(*arguments: Any) -> Tensor:
-            out: Tensor = exact[kind](*arguments)
+    def tap(kind: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            out = exact[kind](*arguments, **named)
             weight = next((names[id(x)] for x in arguments if id(x) in names), "")
-            taps.append((_in_words(kind, weight, taps), out))
+            operator = _in_words(kind, weight, taps)
+            # Of a route: the experts' weights, and which they are.
+            taps.extend([(operator + CHOICE, out[1]), (operator, out[0])] if kind == "route" else [(operator, out)])
             return out
 
         return call
@@ -136,8 +148,8 @@ def _tapped(model: Decoder) -> Iterator[list[Tap]]:
 
 
 def _tapped_attention(attention: ops.Attention, taps: list[Tap]) -> ops.Attention:
-    def call(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention(layer, q, k, v)
+    def call(layer: int, q: Tensor, k: Tensor, v: Tensor | None, terms: ops.Terms = PLAIN) -> Tensor:
+        out = attention(layer, q, k, v, terms)
         taps.append((f"layer {layer}, attention", out))
         return out
 
@@ -148,8 +160,8 @@ def _in_words(kind: str, weight: str, before: list[Tap]) -> str:
     """`layer 7, o_proj`; an operator without a weight belongs to the layer of the one before it."""
     if kind == "linear" and weight in ("embed_tokens", "lm_head"):
         return "lm_head"
-    if found := re.fullmatch(r"layers\.(\d+)\.(?:\w+\.)?(\w+)", weight):
-        return f"layer {found[1]}, {found[2]}"
+    if found := re.fullmatch(r"layers\.(\d+)\.(?:\w+\.)*?(\w+(?:\.bias)?)", weight):
+        return f"layer {found[1]}, {'experts' if kind.endswith('experts') else found[2]}"
     if weight:
         return weight
     last = before[-1][0]
@@ -167,4 +179,5 @@ def _rows_apart(own: Tensor, other: Tensor) -> Tensor:
 def _difference(operator: str, position: int, own: Tensor, other: Tensor) -> Difference:
     apart = (own.float() - other.float()).abs().nan_to_num(nan=torch.inf)
     different = len(_rows_apart(own.flatten()[:, None], other.flatten()[:, None]))
-    return Difference(operator, position, different, own.numel(), float(apart.max()))
+    experts = f"{own.tolist()} in the generator, {other.tolist()} in the trainer" if operator.endswith(CHOICE) else ""
+    return Difference(operator, position, different, own.numel(), float(apart.max()), experts)

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lockstep.generate.routes import mixtures_of, read_route, shortened, written
+from lockstep.model import ModelConfig
 from lockstep.rl.rollouts import Rollout
 
 
@@ -28,6 +30,11 @@ class Parity:
     sum_delta: float = field(default=0.0, compare=False)
     first: str = field(default="", compare=False)
     """The first difference in words: token, position, both values."""
+    routes_checked: int = field(default=0, compare=False)
+    """Tokens of which the experts of all layers were compared."""
+    routes_different: int = field(default=0, compare=False)
+    first_route: str = field(default="", compare=False)
+    """The first of these in words: token, position, layer, both sides' experts."""
     sequence: tuple[list[int], int] | None = field(default=None, compare=False)
     """The tokens of a sequence with a difference, and how many of them are its prompt."""
 
@@ -62,6 +69,31 @@ class Parity:
             place, self.sequence = _locate(rollouts, index)
             self.first = f"{place}: {values}"
 
+    def compare_routes(
+        self,
+        rollouts: Sequence[Rollout],
+        trainer: Sequence[bytes],
+        shape: ModelConfig,
+        comparable: Bool[Tensor, "tokens"] | None = None,
+    ) -> None:
+        """Compares the experts of both sides, their order included, where the rollouts say theirs.
+
+        trainer: the whole route of each of the rollouts' sampled tokens, one after the other. comparable: as `compare`.
+        """
+        generator = [route for r in rollouts for route in r.routes or [""] * r.num_sampled]
+        compared = [True] * len(generator) if comparable is None else comparable.tolist()
+        for index, (theirs, own, counts) in enumerate(zip(generator, trainer, compared, strict=True)):
+            if not theirs or not counts:
+                continue
+            self.routes_checked += 1
+            if theirs == written(own) or shortened(theirs) == written(own, "digest"):
+                continue
+            self.routes_different += 1
+            if not self.first_route:
+                place, sequence = _locate(rollouts, index)
+                self.sequence = self.sequence or sequence
+                self.first_route = f"{place}: {_routes_in_words(theirs, written(own), shape)}"
+
     def plain(self) -> dict[str, Any]:
         """JSON-able, for `take`."""
         return dataclasses.asdict(self)
@@ -72,19 +104,54 @@ class Parity:
         self.tokens_different = sum(part["tokens_different"] for part in parts)
         self.max_delta = max(part["max_delta"] for part in parts)
         self.sum_delta = sum(part["sum_delta"] for part in parts)
-        one = next((part for part in parts if part["first"]), None)
-        if one is not None:
-            self.first, self.sequence = one["first"], one["sequence"] and tuple(one["sequence"])
+        self.routes_checked = sum(part["routes_checked"] for part in parts)
+        self.routes_different = sum(part["routes_different"] for part in parts)
+        self.first_route = next((part["first_route"] for part in parts if part["first_route"]), "")
+        self.first = next((part["first"] for part in parts if part["first"]), "")
+        sequence = next((part["sequence"] for part in parts if part["sequence"]), None)
+        self.sequence = sequence and (sequence[0], sequence[1])
+
+    def in_words(self) -> str:
+        """What differs, and where first."""
+        said = []
+        if self.tokens_different:
+            said.append(
+                f"{self.tokens_different} of {self.tokens_checked} log-probabilities differ between generator and "
+                f"trainer (by up to {self.max_delta:.3e}); the first is {self.first}"
+            )
+        if self.routes_different:
+            said.append(
+                f"{self.routes_different} of {self.routes_checked} tokens had other experts in the generator than in "
+                f"the trainer; the first is {self.first_route}"
+            )
+        return ". ".join(said)
 
     def metrics(self) -> dict[str, float]:
-        """`parity/mean_delta`, over all tokens, only where any of them differ."""
+        """`parity/mean_delta`, over all tokens, only where any of them differ; of routes, where there are any."""
         mean = {"parity/mean_delta": self.sum_delta / self.tokens_checked} if self.tokens_different else {}
         return {
             "parity/tokens_checked": self.tokens_checked,
             "parity/tokens_different": self.tokens_different,
             "parity/max_delta": self.max_delta,
             **mean,
+            **self._of_routes(),
         }
+
+    def _of_routes(self) -> dict[str, float]:
+        if not self.routes_checked:
+            return {}
+        return {"parity/routes_checked": self.routes_checked, "parity/routes_different": self.routes_different}
+
+
+def _routes_in_words(generator: str, trainer: str, shape: ModelConfig) -> str:
+    """The first layer whose experts differ."""
+    theirs, own = read_route(generator, shape), read_route(trainer, shape)
+    if theirs is None or own is None:
+        return "experts differ, of which only digests were compared"
+    place = int((theirs != own).any(-1).nonzero()[0][0])
+    layer = mixtures_of(shape)[place]
+    sides = f"{theirs[place].tolist()} in the generator, {own[place].tolist()} in the trainer"
+    return f"layer {layer} chose experts {sides}"
 
 
 def _locate(rollouts: Sequence[Rollout], index: int) -> tuple[str, tuple[list[int], int] | None]:

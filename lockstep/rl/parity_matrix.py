@@ -21,7 +21,9 @@ from typing import Any, Literal
 
 from lockstep.config import ParallelConfig
 from lockstep.model import ModelConfig
+from lockstep.model.config import ExpertsConfig
 from lockstep.observe import Progress
+from lockstep.ops import Routing
 
 JOBS = "jobs.json"
 CHUNKS = 4
@@ -45,6 +47,18 @@ SHAPES = {
         "qwen3", num_heads=8, num_kv_heads=2, qk_norm=True, **(_SMALL | {"tie_embeddings": True})
     ),
     "grouped heads 3:1": ModelConfig("llama3", num_heads=12, num_kv_heads=4, **_SMALL),
+}
+MIXTURE = "mixture of experts"
+MODELS = SHAPES | {
+    MIXTURE: ModelConfig(
+        "qwen3_moe",
+        num_heads=8,
+        num_kv_heads=4,
+        qk_norm=True,
+        # A layer with a dense feed-forward, and experts that four ranks can share.
+        experts=ExpertsConfig(8, 32, Routing(2), dense_layers=(1,)),
+        **_SMALL,
+    )
 }
 
 
@@ -73,6 +87,16 @@ LAYOUTS = (
     Layout("TP 2 x PP 2", 4, P(tensor=2, pipeline=2)),
     Layout("full DTensor: CP 2 x TP 2", 4, P(context=2, tensor=2, full_dtensor=True)),
 )
+
+EXPERT_LAYOUTS = (
+    Layout("expert 2", 2, P(expert=2)),
+    Layout("FSDP 2 x expert 2", 4, P(expert=2)),
+    Layout("HSDP 2 x expert 2", 4, P(data_replicate=2, expert=2)),
+    Layout("expert 2 x TP 2", 4, P(expert=2, tensor=2)),
+    Layout("CP 2, expert 2", 2, P(context=2, expert=2)),
+    Layout("PP 2 x expert 2", 4, P(pipeline=2, expert=2)),
+)
+"""Of mixtures alone, and never compiled. In context parallelism the ranks of a sequence share the experts."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +158,9 @@ def scoring_jobs(covering: bool) -> list[Scoring]:
 def _full() -> Iterator[Scoring]:
     for shape, dtype, backend, layout, recompute in product(SHAPES, DTYPES, BACKENDS, LAYOUTS, RECOMPUTE):
         yield Scoring(shape, dtype, backend, layout, recompute)
+    for dtype, backend, layout, recompute in product(DTYPES, BACKENDS, LAYOUTS + EXPERT_LAYOUTS, RECOMPUTE):
+        if backend == "none" or layout in LAYOUTS:
+            yield Scoring(MIXTURE, dtype, backend, layout, recompute)
 
 
 def _covering() -> Iterator[Scoring]:
@@ -147,12 +174,15 @@ def _covering() -> Iterator[Scoring]:
         yield Scoring("qwen3, tied head", "float32", "inductor", layout, RECOMPUTE[row % 3])
     yield Scoring("llama3", "bfloat16", "inductor", LAYOUTS[0], "full", (1,))
     yield Scoring("grouped heads 3:1", "float32", "inductor", LAYOUTS[0], "selective", (1,))
+    for row, layout in enumerate(LAYOUTS + EXPERT_LAYOUTS):
+        yield Scoring(MIXTURE, DTYPES[row % 2], "none", layout, RECOMPUTE[row % 3])
+    yield Scoring(MIXTURE, "float32", "inductor", LAYOUTS[3], "none", (1, 2))
 
 
 def jobs_of(folder: Path, ranks: int) -> list[Job]:
     """The jobs of so many ranks that `run_jobs` has left in `folder`, engines first."""
     names = set(json.loads((folder / JOBS).read_text()))
-    jobs: list[Job] = [Generating(*each) for each in product(SHAPES, DTYPES, BACKENDS, GENERATORS)]
+    jobs: list[Job] = [Generating(*each) for each in product(MODELS, DTYPES, BACKENDS, GENERATORS)]
     jobs += _full()
     return [job for job in jobs if job.ranks == ranks and job.name in names]
 
@@ -265,7 +295,9 @@ def table(cells: list[Cell]) -> str:
     columns = [(dtype, generator) for dtype in DTYPES for generator in GENERATORS]
     heads = [f"{dtype}, " + (f"TP {generator}" if generator > 1 else "1") for dtype, generator in columns]
     rows = [["trainer \\ generator", *heads]]
-    for backend, layout in product(BACKENDS, LAYOUTS):
+    for backend, layout in product(BACKENDS, LAYOUTS + EXPERT_LAYOUTS):
+        if backend == "inductor" and layout in EXPERT_LAYOUTS:
+            continue
         own = [cell for cell in cells if cell.trainer.layout is layout and cell.trainer.backend == backend]
         row = [layout.name + (", compiled" if backend == "inductor" else "")]
         for column in columns:
@@ -279,7 +311,10 @@ def table(cells: list[Cell]) -> str:
 def write_results(cells: list[Cell], folder: Path) -> None:
     """`parity.json` with every cell, and `parity.png`, the table in colours."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"reduction_chunks": CHUNKS, "layouts": {each.name: asdict(each.parallel) for each in LAYOUTS}}
+    settings = {
+        "reduction_chunks": CHUNKS,
+        "layouts": {each.name: asdict(each.parallel) for each in LAYOUTS + EXPERT_LAYOUTS},
+    }
     (folder / "parity.json").write_text(json.dumps(settings | {"cells": [c.as_json() for c in cells]}, indent=1))
     _draw(cells, folder / "parity.png")
 

@@ -31,7 +31,7 @@ from lockstep.model import ScoringModel, initialize, resolve_dtype
 from lockstep.parallel import World, apply_compile, close_world, generator_model, open_world, parallel_model
 from lockstep.parallel.world import AXES
 from lockstep.rl.parity_check import mixed_load
-from lockstep.rl.parity_matrix import CHUNKS, JOBS, SHAPES, Generating, Scoring, jobs_of
+from lockstep.rl.parity_matrix import CHUNKS, JOBS, MODELS, Generating, Scoring, jobs_of
 from lockstep.rl.processes import die_with_parent
 from lockstep.train import Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
@@ -57,7 +57,7 @@ _worlds: dict[tuple[int, ...], World] = {}
 
 def world_of(parallel: ParallelConfig) -> World:
     """The world of a layout, made once: each has a dozen process groups, whose threads would take all of the time."""
-    degrees = tuple(getattr(parallel, axis) for axis in AXES)
+    degrees = tuple(getattr(parallel, axis) for axis in (*AXES, "expert"))
     if degrees not in _worlds:
         _worlds[degrees] = open_world(parallel, "cpu")
     return _worlds[degrees]
@@ -67,7 +67,7 @@ def sample(job: Generating) -> Any:
     """Requests with what was sampled for them: `[{prompt, temperature, completions: [{tokens, bits}]}]`."""
     parallel = ParallelConfig(tensor=job.ranks, reduction_chunks=CHUNKS)
     world = world_of(parallel)
-    shape = SHAPES[job.shape]
+    shape = MODELS[job.shape]
     model = generator_model(shape, resolve_dtype(job.dtype), world, parallel, partial(initialize, seed=SEED))
     apply_compile(model, CompileConfig(job.backend))
     # A budget that cuts prompts into chunks, and a cache that does not hold all sequences at once.
@@ -90,7 +90,7 @@ def score(job: Scoring, folder: Path) -> Any:
     parallel = replace(job.layout.parallel, reduction_chunks=CHUNKS)
     world = world_of(parallel)
     fill = partial(initialize, seed=SEED)
-    shape, dtype = SHAPES[job.shape], resolve_dtype(job.dtype)
+    shape, dtype = MODELS[job.shape], resolve_dtype(job.dtype)
     recompute = RecomputeConfig(job.recompute)
     model = parallel_model(shape, dtype, world, parallel, CompileConfig(job.backend), fill, recompute)
     replays = Replays(model)

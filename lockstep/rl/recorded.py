@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.generate.routes import is_written
 from lockstep.observe.readable import is_number
 from lockstep.rl.environment import Example
 from lockstep.rl.rollouts import Rollout
@@ -72,6 +73,7 @@ def rollout_of(line: dict[str, Any]) -> Rollout:
         line["version"],
         cut_logprobs=line.get("cut_log_probs", []),
         versions=line.get("versions", []),
+        routes=line.get("routes", []),
     )
 
 
@@ -104,6 +106,7 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("token_advantages", "values", "cut_log_probs", "entropies"), _are(is_number)),
     **dict.fromkeys(("reference_log_probs", "teacher_log_probs", "trainer_log_probs"), _are(is_number)),
     "versions": _are(_is_count),
+    "routes": _are(lambda value: value == "" or (_is_text(value) and is_written(value))),
     "sampled": _are(lambda value: type(value) is int and value in (0, 1)),
 }
 
@@ -128,6 +131,8 @@ def _problem(line: Any) -> str:
             return f"it has {len(held)} {name} of {sampled} sampled tokens"
     if len(line.get("versions", ()) or line["log_probs"]) != sampled:
         return f"it has {len(line['versions'])} versions of {sampled} sampled tokens"
+    if len(line.get("routes", ()) or line["log_probs"]) != sampled:
+        return f"it has {len(line['routes'])} routes of {sampled} sampled tokens"
     # A conversation that failed before its first reply has neither.
     if not line["prompt_ids"] and (tokens or "messages" not in line):
         return "its prompt_ids are empty"

@@ -28,6 +28,7 @@ OF_ROLLOUTS = {
     "prompts": ("prompt", "answer"),
     "tokens": ("token_ids", "completion"),
     "generator's log-probabilities": ("log_probs", "cut_log_probs"),
+    "routes": ("routes",),
     "conversations": ("sampled", "messages"),
     "rewards": ("rewards", "reward", "failure"),
     "dropped": ("dropped",),
@@ -39,7 +40,7 @@ OF_ROLLOUTS = {
     "entropies": ("entropies",),
 }
 """What is compared of each rollout, in the order in which one follows from the other: by its names in the file."""
-SAMPLED = ("tokens", "generator's log-probabilities", "conversations")
+SAMPLED = ("tokens", "generator's log-probabilities", "routes", "conversations")
 """Taken from the file, unless they are sampled again."""
 NOT_COMPARED = (
     "time",

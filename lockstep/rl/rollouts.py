@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RunStopped
+from lockstep.generate.routes import shortened
 from lockstep.rl.environment import Example
 from lockstep.rl.rewards.calling import Outcome
 
@@ -86,6 +87,8 @@ class Rollout:
     """Of its group: the rows of a conversation whose history was rewritten share it. None: one of its own."""
     versions: list[int] = field(default_factory=list)
     """Of the weights that each sampled token comes from, where they are not all `version`; else empty."""
+    routes: list[str] = field(default_factory=list)
+    """Of each sampled token, the generator's experts as `generate.routes` writes them; empty where there are none."""
     conversation: Conversation | None = None
     """Of which this is a row; None: a prompt and its completion."""
 
@@ -131,8 +134,8 @@ def of_versions(versions: Sequence[int], current: int) -> dict[str, Any]:
     return {"version": version, "versions": [] if set(versions) <= {version} else list(versions)}
 
 
-def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """One JSON object a line, under a temporary name until all are written.
+def write_rollouts(path: Path, rollouts: Sequence[Rollout], whole_routes: bool = False) -> None:
+    """One JSON object a line, under a temporary name until all are written; of routes digests, unless wanted whole.
 
     Raises RunStopped where the disk does not take them, and leaves nothing half-written behind.
     """
@@ -141,7 +144,7 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
         path.parent.mkdir(exist_ok=True)
         with partial.open("w") as file:
             for rollout in rollouts:
-                file.write(json.dumps(_line(rollout)) + "\n")
+                file.write(json.dumps(_line(rollout, whole_routes)) + "\n")
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -153,11 +156,12 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
         ) from error
 
 
-def _line(rollout: Rollout) -> dict[str, Any]:
+def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
     """What is empty is left out, but for what every rollout has."""
     sometimes = {
         "token_advantages": rollout.token_advantages,
         "versions": rollout.versions,
+        "routes": rollout.routes if whole_routes else [shortened(route) for route in rollout.routes],
         "values": rollout.values,
         "cut_log_probs": rollout.cut_logprobs,
         "dropped": rollout.dropped,

@@ -36,6 +36,16 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
             f"train.deterministic_layout with {', '.join(shared)} is for CPUs so far, not for {world.device.type}, "
             "whose libraries sum in an order of their own; switch it off"
         )
+    if world.expert > 1:
+        raise UserError(
+            f"train.deterministic_layout does not go with parallel.expert {world.expert} so far: the gradients of "
+            "experts are summed over the tokens of several ranks at once; switch one of them off"
+        )
+    if model.config.experts is not None and world.degrees["context"] > 1:
+        raise UserError(
+            f"train.deterministic_layout with parallel.context {world.degrees['context']} is for dense models so far: "
+            "the gradients of a mixture's experts are summed by rank; switch it off"
+        )
     if world.degrees["pipeline"] > 1 and world.degrees["context"] > 1:
         raise UserError(
             "train.deterministic_layout goes with parallel.pipeline or with parallel.context, not with both; switch it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -51,7 +52,8 @@ class DryRun:
 
     def text(self) -> str:
         """Tables for a terminal."""
-        degrees = ", ".join(f"{axis} {degree}" for axis, degree in self.world.degrees.items() if degree > 1)
+        of_axes = {**self.world.degrees, "expert": self.world.expert}
+        degrees = ", ".join(f"{axis} {degree}" for axis, degree in of_axes.items() if degree > 1)
         lines = [
             f"{self.world.size} ranks ({degrees or 'alone'})",
             f"{self.parameters / 1e9:.3f} B parameters in {self.dtype}",
@@ -129,12 +131,25 @@ def imagined_step(
             setattr(row, name, fake.from_tensor(getattr(row, name)))
         tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
         tracker.track_external(model)
+        leave_out_frozen(tracker, model)
         with CollectiveLog(world.group_names) as log:
             with tracker, whole_shapes_uncounted():
                 passed = _pass(trainer, row, loss, min(share, 2), log, tracker)
             trainer.optimizer.update(config.train.learning_rate, 0.0)
         memory = _memory(trainer, share, tracker)
     return trainer, DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
+
+
+def leave_out_frozen(tracker: Any, model: TrainableModel) -> None:
+    """torch's tracker puts hooks on the gradient of every parameter, and frozen ones refuse them."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        tracker._param_to_grad_hook_handles[parameter] = (_NoHook(), _NoHook())
+
+
+class _NoHook:
+    def remove(self) -> None:
+        pass
 
 
 def on_meta(world: World) -> World:
@@ -234,12 +249,16 @@ def _memory(trainer: Trainer, microbatches: int, tracker: Any) -> dict[str, int]
 
 
 def _gathered(parameter: Tensor) -> int:
-    """Elements of what FSDP gathers of a parameter: all of it, or its part on the tensor axis."""
+    """Elements of what FSDP gathers of a parameter: all of it, or its part on the axis of tensor or of experts."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     axes = parameter.device_mesh.mesh_dim_names or ()
-    cut = [p for axis, p in zip(axes, parameter.placements) if axis == "tensor" and not p.is_replicate()]
-    return parameter.numel() // (parameter.device_mesh["tensor"].size() if cut else 1)
+    cut = [
+        axis
+        for axis, place in zip(axes, parameter.placements)
+        if axis in ("tensor", "experts") and not place.is_replicate()
+    ]
+    return parameter.numel() // math.prod(parameter.device_mesh[axis].size() for axis in cut)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

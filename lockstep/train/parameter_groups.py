@@ -12,6 +12,7 @@ import torch
 
 from lockstep.config import TrainConfig
 from lockstep.errors import UserError, closest
+from lockstep.model.stored import is_float32
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,12 @@ def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[s
 
 
 def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
-    matrix = len(shape) == 2
-    muon = config.optimizer == "muon" and matrix and name.startswith("layers.")
-    return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if matrix else 0.0)
+    if is_float32(name):
+        return Settings(frozen=True)  # moved by the load, not by a gradient
+    bias = name.endswith("bias")  # of experts there is a row of each
+    muon = config.optimizer == "muon" and len(shape) == 2 and name.startswith("layers.") and not bias
+    decayed = len(shape) > 1 and not bias
+    return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if decayed else 0.0)
 
 
 def parse_rule(rule: str) -> tuple[str, dict[str, Any]]:

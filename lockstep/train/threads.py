@@ -16,7 +16,7 @@ WORTH_SHARING = 2**27
 
 def is_small(config: ModelConfig, tokens: int) -> bool:
     """Whether no product of a micro-batch of so many tokens is worth sharing between threads."""
-    widest = max(config.intermediate_size, config.num_heads * config.head_dim, config.vocab_size)
+    widest = max(config.intermediate_size, config.attended_features, config.vocab_size)
     return tokens * config.dim * widest < WORTH_SHARING
 
 

@@ -21,7 +21,9 @@ from lockstep.ops.one_order import one_order
 from lockstep.parallel import Pipeline, World
 from lockstep.parallel.data import set_gradient_sums, sums_every_microbatch
 from lockstep.parallel.exchange import gather_rows
+from lockstep.parallel.expert_traffic import TRAFFIC
 from lockstep.train.deterministic_layout import refuse_other_order, share_rows
+from lockstep.train.expert_balance import ExpertBalance
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
@@ -65,11 +67,14 @@ class Trainer:
         self.sums_every_microbatch = config.deterministic_layout or sums_every_microbatch(
             model.config.num_parameters, self.world
         )
+        self.balance = ExpertBalance(model, config, self.world)
         self.updates = 0
         self.skipped_steps = 0
         """Steps whose loss or gradient was not finite, which changed nothing."""
         self.skipped_in_a_row = 0
         self.timeline = Timeline()
+        shared = self.world.expert * self.world.degrees["tensor"] > 1
+        self._shares_experts = model.config.experts is not None and shared
 
     def step(
         self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
@@ -85,6 +90,7 @@ class Trainer:
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
         self.optimizer.begin(learning_rate, len(held))
+        TRAFFIC.clear()
         with self._order():
             loss = self._sum(self.accumulate(held, loss_of))
         with self.timeline.span("optimizer"):
@@ -103,6 +109,8 @@ class Trainer:
             **norms,
             "learning_rate": learning_rate,
             "skipped_steps": float(self.skipped_steps),
+            **self.balance.end_step(updated=self.skipped_in_a_row == 0),
+            **(TRAFFIC.take(self.world.gather) if self._shares_experts else {}),
             **({"pipeline/bubble": self.model.bubble} if isinstance(self.model, Pipeline) else {}),
         }
 
@@ -185,11 +193,13 @@ class Trainer:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors; JSON-able."""
-        return {name: getattr(self, name) for name in _COUNTS}
+        return {name: getattr(self, name) for name in _COUNTS} | self.balance.state()
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
         """The inverse of `counts`. Raises for what is no number, and nothing changes."""
-        for name, count in {name: int(counts.get(name, 0)) for name in _COUNTS}.items():
+        found = {name: int(counts.get(name, 0)) for name in _COUNTS}
+        self.balance.load_state(counts)
+        for name, count in found.items():
             setattr(self, name, count)

@@ -25,11 +25,11 @@ MODEL = "qwen3:micro"
 SEQUENCE = list(range(20, 60))
 
 
-def trainer_of(world: World, parallel: ParallelConfig, dtype: str, seed: int) -> Trainer:
+def trainer_of(world: World, parallel: ParallelConfig, dtype: str, seed: int, model: str = MODEL) -> Trainer:
     fill = partial(initialize, seed=seed)
-    shape = replace(preset(MODEL, 258), num_layers=2)
-    model = parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
-    return Trainer(model, TrainConfig(warmup_steps=0), 10, world)
+    shape = replace(preset(model, 258), num_layers=2)
+    decoder = parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
+    return Trainer(decoder, TrainConfig(warmup_steps=0), 10, world)
 
 
 def update(trainer: Trainer) -> float:
@@ -49,10 +49,12 @@ def whole(trainer: Trainer) -> dict[str, Tensor]:
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
 
 
-def trained_and_saved(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
+def trained_and_saved(
+    run: Path, parallel: ParallelConfig, dtype: str, model: str = MODEL
+) -> tuple[dict[str, Tensor], list[float]]:
     """Two steps, a checkpoint, and the losses of two more: the second is what the first has learnt."""
     world = open_world(parallel, "cpu")
-    trainer = trainer_of(world, parallel, dtype, seed=3)
+    trainer = trainer_of(world, parallel, dtype, 3, model)
     with checkpoints_of(run, trainer, dtype) as checkpoints:
         update(trainer), update(trainer)
         held = whole(trainer)
@@ -62,10 +64,12 @@ def trained_and_saved(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[
     return held, losses
 
 
-def resumed(run: Path, parallel: ParallelConfig, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
+def resumed(
+    run: Path, parallel: ParallelConfig, dtype: str, model: str = MODEL
+) -> tuple[dict[str, Tensor], list[float]]:
     """What a trainer of other weights holds after resuming, and the losses of its next two steps."""
     world = open_world(parallel, "cpu")
-    trainer = trainer_of(world, parallel, dtype, seed=4)
+    trainer = trainer_of(world, parallel, dtype, 4, model)
     checkpoints = checkpoints_of(run, trainer, dtype)
     state = checkpoints.resume()
     assert state is not None and state["step"] == 2 and state["loader"] == {"position": 7} and trainer.updates == 2

@@ -61,6 +61,42 @@ def test_a_run_saved_under_one_layout_has_the_same_bits_under_another(tmp_path, 
         assert torch.equal(parameter, held[f"master.{name}"].to(model.dtype)) and model.dtype == getattr(torch, dtype)
 
 
+@pytest.mark.parametrize("saved, loaded", [(FSDP, ALONE), (ALONE, PIPELINE)], ids=["2-1", "1-pipeline"])
+def test_experts_that_files_have_transposed_resume_and_load(tmp_path, saved, loaded):
+    before = launch(saved[0], trained_and_saved, tmp_path, saved[1], "bfloat16", "gpt_oss:micro")
+    after = launch(loaded[0], resumed, tmp_path, loaded[1], "bfloat16", "gpt_oss:micro")
+    assert_resumes(before, after, "bfloat16")
+    held, _ = _together(before)
+    model = load_model(tmp_path / "checkpoints" / "step_00000002")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, held[f"master.{name}"].to(model.dtype)), name
+
+
+EXPERT = (2, ParallelConfig(expert=2))
+FSDP_AND_EXPERT = (4, ParallelConfig(expert=2))
+EXPERT_AND_TENSOR = (4, ParallelConfig(expert=2, tensor=2))
+MIXTURE = "qwen3_moe:micro"
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, dtype",
+    [
+        (EXPERT, ALONE, "bfloat16"),
+        (FSDP_AND_EXPERT, TENSOR, "float32"),
+        (FSDP, EXPERT_AND_TENSOR, "float32"),
+    ],
+    ids=["expert-1", "expert-tensor", "2-expert-and-tensor"],
+)
+def test_experts_saved_under_one_degree_have_the_same_bits_under_another(tmp_path, saved, loaded, dtype):
+    before = launch(saved[0], trained_and_saved, tmp_path, saved[1], dtype, MIXTURE)
+    after = launch(loaded[0], resumed, tmp_path, loaded[1], dtype, MIXTURE)
+    assert_resumes(before, after, dtype)
+    held, _ = _together(before)
+    model = load_model(tmp_path / "checkpoints" / "step_00000002")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, held[f"master.{name}"].to(model.dtype))
+
+
 def assert_resumes(saved, resumed, dtype):
     """What all ranks held when they saved, and after resuming, bit for bit; and the losses of the next two steps."""
     (before, losses), (after, next_losses) = _together(saved), _together(resumed)

@@ -20,19 +20,26 @@ from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, generator_model, open_world
 from lockstep.parallel import world as world_module
 from tests.parallel.launch import launch
+from tests.parallel.test_biases_and_sinks import drawn
 
 
 def model_of(ranks, chunks, name, dtype, vocab):
     parallel = ParallelConfig(tensor=ranks, reduction_chunks=chunks)
     world = open_world(parallel, "cpu")
+    name, _, more = name.partition("+")
     shape = replace(preset(name, vocab), num_heads=8, num_kv_heads=2, head_dim=16)
-    return world, generator_model(shape, getattr(torch, dtype), world, parallel, partial(initialize, seed=3))
+    fill = partial(initialize, seed=3)
+    if more:
+        shape, fill = replace(shape, attention_bias=True, sinks=True, windows=(20, 0, 5)), drawn
+    return world, generator_model(shape, getattr(torch, dtype), world, parallel, fill)
 
 
 def sample(ranks, chunks, name, dtype, vocab):
     """What an engine samples of a mixed load: prompts in chunks, shared prefixes, preemption, cuts, several samples."""
     world, model = model_of(ranks, chunks, name, dtype, vocab)
-    engine = Engine(model, EngineConfig(max_tokens_per_step=37, max_sequences=7, cache_tokens=128))
+    # Without guesses, whose lengths follow the clock: how often pages are taken away and found again must not.
+    config = EngineConfig(max_tokens_per_step=37, max_sequences=7, cache_tokens=128, draft="none")
+    engine = Engine(model, config)
     draw, found = random.Random(0), []
     shared = [draw.randrange(vocab) for _ in range(33)]
     for _ in range(2):
@@ -69,6 +76,7 @@ def sample(ranks, chunks, name, dtype, vocab):
         (2, 2, "qwen3:micro", "float32", 258),
         (2, 4, "llama3:micro", "bfloat16", 1031),
         (4, 4, "qwen3:micro", "bfloat16", 259),
+        (2, 2, "llama3:micro+sinks", "bfloat16", 258),
     ],
 )
 def test_ranks_sample_what_one_process_does(ranks, chunks, model, dtype, vocab):

@@ -30,7 +30,10 @@ def _tokens(vocab_size):
     return torch.randint(vocab_size, (90,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-scaled", "qwen3"])
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-scaled", "llama-yarn", "qwen3"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("tied", [True, False])
@@ -51,7 +54,8 @@ def test_a_folder_of_transformers_gives_its_logits(tmp_path, family, heads, kv_h
     if family == "qwen3":
         theirs = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:
-        rope = LLAMA_SCALING if family == "llama-scaled" else {"rope_type": "default", "rope_theta": 10000.0}
+        rope = {"llama-scaled": LLAMA_SCALING, "llama-yarn": YARN}.get(family)
+        rope = dict(rope or {"rope_type": "default", "rope_theta": 10000.0})
         theirs = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope))
     for name, parameter in theirs.named_parameters():
         if "norm" in name:

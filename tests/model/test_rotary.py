@@ -6,10 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lockstep import build_model
-from lockstep.model import preset
-from lockstep.model.rotary import RotaryTables, rotary_frequencies, rotary_tables
+from lockstep.model import Yarn, preset
+from lockstep.model.families import from_hugging_face, to_hugging_face
+from lockstep.model.rotary import RotaryTables, rotary_frequencies, rotary_tables, stretched_by_yarn, table_factor
 
 QWEN, LLAMA = preset("qwen3:micro"), preset("llama3:1b")
 
@@ -39,6 +42,44 @@ def test_frequencies_are_the_powers_that_others_take(config):
         ratio = plain / stretched
         assert ratio[0] == 1.0 and ratio[-1] == config.rope_scaling.factor
         assert (np.diff(ratio) >= -1e-6).all()
+
+
+def _theirs(scaling, head_dim, theta):
+    config = replace(QWEN, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, max_positions=8 * 4096)
+    values = to_hugging_face(config, "float32")
+    assert from_hugging_face(values, "config.json") == config
+    return config, *ROPE_INIT_FUNCTIONS["yarn"](Qwen3Config(**values))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        Yarn(8.0, 4096),
+        Yarn(32.0, 4096, truncate=False),
+        Yarn(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=0.7),
+        Yarn(40, 64, 16.5, 2.5, attention_factor=1.25, mscale=1.0, mscale_all_dim=1.0),
+        Yarn(1.0, 32768, truncate=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+@pytest.mark.parametrize("theta", [10000.0, 150000.0])
+def test_yarn_stretches_as_transformers_does(scaling, head_dim, theta):
+    config, frequencies, factor = _theirs(scaling, head_dim, theta)
+    # Of equal powers the very same frequencies. Their powers are a vectorised function's, which rounds some otherwise.
+    powers = theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    assert np.array_equal(stretched_by_yarn(powers.numpy(), theta, scaling), frequencies.numpy())
+    assert np.abs(rotary_frequencies(config) / frequencies.numpy() - 1).max() < 2.0**-21
+    assert table_factor(config) == pytest.approx(factor, rel=1e-15)
+
+
+def test_cosines_and_sines_are_multiplied_by_the_attention_factor():
+    config = replace(QWEN, rope_scaling=Yarn(40.0, 64))
+    plain = rotary_tables(rotary_frequencies(config), 256)
+    positions = torch.tensor([0, 3, 255])
+    for table, own in zip(RotaryTables(config)(positions), plain):
+        assert torch.equal(table, own[positions] * np.float32(table_factor(config)))
+    assert table_factor(config) > 1.3 and table_factor(QWEN) == 1.0
 
 
 def test_the_tables_bits_are_those_of_every_processor():

@@ -1,5 +1,7 @@
 """What is counted as work, and against which peak."""
 
+from dataclasses import replace
+
 import torch
 
 from lockstep.model import build_model, preset
@@ -18,6 +20,15 @@ def test_every_product_is_counted_attention_included():
     forward = 2 * matrices * 7 + attention
     # Norms are no products, but by custom all parameters count.
     assert training_flops(config, lengths) == 3 * forward + 6 * norms * 7
+
+
+def test_a_window_has_fewer_pairs():
+    whole = preset("gpt_oss:micro", 300)
+    assert whole.windows == (20, 0) and whole.num_layers == 4
+    seen = [min(n + 1, 20) for n in range(50)]
+    fewer = 2 * (50 * 51 // 2 - sum(seen))
+    factor = 12 * whole.num_heads * whole.head_dim
+    assert training_flops(replace(whole, windows=()), [50]) - training_flops(whole, [50]) == factor * fewer
 
 
 def test_the_best_measured_peak_is_kept_for_the_machine(tmp_path, monkeypatch):

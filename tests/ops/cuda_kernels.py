@@ -25,6 +25,7 @@ from tests.ops.pieces import assert_pieces_add_up
 # One rounding to the dtype on values up to 8, and float32 sums of some hundred terms in another order.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 DTYPES = [torch.float32, torch.float16]
+SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,26 +145,42 @@ def test_rows_agree_with_the_plain_forms_and_so_do_their_gradients(dtype, dim):
             assert torch.equal(ours(*alone), mine[part])
 
 
-@settings(max_examples=3, deadline=None)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_clamped_activation_agrees_with_the_plain_form_and_so_does_its_gradient(dtype):
+    gate, up = (_randn(i, 33, 50, dtype=dtype) * 8 for i in range(2))
+    grad = _randn(2, 33, 50, dtype=dtype)
+    from lockstep.ops.cuda import clamped_swiglu as kernel
+
+    ours = kernel.forward(gate, up), *kernel.backward(grad, gate, up)
+    leaves = [gate.requires_grad_(), up.requires_grad_()]
+    plain = ops.clamped_swiglu(*leaves)
+    _close(ours, [plain.detach(), *torch.autograd.grad(plain, leaves, grad)], dtype)
+
+
+@settings(max_examples=4, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=2),
+    terms=st.sampled_from([ops.Terms(), ops.Terms(window=1), ops.Terms(window=70), ops.Terms(0.3, 20, SINKS)]),
     heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
     head_dim=st.sampled_from([32, 40]),
     dtype=st.sampled_from(DTYPES),
     random=st.randoms(use_true_random=False),
 )
-def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(lengths, heads, head_dim, dtype, random):
+def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(
+    lengths, terms, heads, head_dim, dtype, random
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "usable", lambda x: True)
         num_heads, kv_heads = heads
         total = sum(lengths)
         q = _randn(0, total, num_heads, head_dim, dtype=dtype)
         k, v = _randn(1, total, kv_heads, head_dim, dtype=dtype), _randn(2, total, kv_heads, head_dim, dtype=dtype)
-        expected = ops.PackedAttention(lengths)(0, q, k, v)
+        terms = terms if terms.sinks is None else terms._replace(sinks=terms.sinks[:num_heads].to(dtype))
+        expected = ops.PackedAttention(lengths)(0, q, k, v, terms)
         patch.setattr(cuda, "usable", lambda x: False)
-        _close([expected], [ops.PackedAttention(lengths)(0, q, k, v)], dtype)
+        _close([expected], [ops.PackedAttention(lengths)(0, q, k, v, terms)], dtype)
         patch.setattr(cuda, "usable", lambda x: True)
-        assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 90])
+        assert_pieces_agree(expected, q, k, v, lengths, random, pieces=[1, 16, 64, 90], terms=terms)
 
 
 @pytest.mark.parametrize("part", ["key", "value"])
@@ -174,17 +191,19 @@ def test_a_broken_token_breaks_those_that_see_it_and_changes_no_bit_of_others(ke
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 32), (3, 1, 40)])
-def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim):
+@pytest.mark.parametrize("terms", [ops.Terms(), ops.Terms(0.3, 20, SINKS)], ids=["plain", "terms"])
+def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim, terms):
     lengths, padding = [5, 130, 64, 1], 3
     tokens = sum(lengths) + padding
     q, grad = _randn(0, tokens, heads, head_dim, dtype=dtype), _randn(3, tokens, heads, head_dim, dtype=dtype)
     k, v = (_randn(i, tokens, kv_heads, head_dim, dtype=dtype) for i in (1, 2))
     attention = ops.PackedAttention(lengths)
-    out, log_sums = attention.forward(q, k, v)
+    terms = terms if terms.sinks is None else terms._replace(sinks=terms.sinks[:heads])
+    out, log_sums = attention.forward(q, k, v, terms)
     grad[-padding:] = 0
-    ours = attend_backward(grad, q, k, v, out, log_sums, attention.starts, None, k.dtype)
+    ours = attend_backward(grad, q, k, v, out, log_sums, attention.starts, None, k.dtype, terms)
     pieces = attention.starts, attention.contexts, attention.starts[:-1]
-    _close(ours, attention_reference.attend_backward_reference(grad, q, k, v, out, log_sums, *pieces), dtype)
+    _close(ours, attention_reference.attend_backward_reference(grad, q, k, v, out, log_sums, *pieces, terms), dtype)
     assert not any(g[-padding:].any() for g in ours)
 
 
@@ -194,7 +213,8 @@ def test_the_gradient_of_attention(kernels, dtype, heads, kv_heads, head_dim):
 def test_pieces_of_sequences_attend_as_the_whole_and_their_gradients_add_up_to_its(
     kernels, dtype, heads, kv_heads, head_dim
 ):
-    assert_pieces_add_up(dtype, heads, kv_heads, head_dim, TOLERANCE[dtype])
+    terms = ops.Terms() if dtype == torch.float32 else ops.Terms(0.3, 50, SINKS[:heads].to(dtype))
+    assert_pieces_add_up(dtype, heads, kv_heads, head_dim, TOLERANCE[dtype], terms=terms)
 
 
 def _log_probs(masses, join, logits, targets, inverse):

@@ -6,13 +6,13 @@ float counts as zero, as a factor and as a result.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lockstep.ops import BLOCK, plain
+from lockstep.ops import BLOCK, Terms, plain
+from lockstep.ops.attention_reference import PLAIN
 
 Add = Callable[[Tensor, Tensor, Tensor], Tensor]
 TILE_ROWS = 48
@@ -46,19 +46,23 @@ def add_tiles(sums: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return sums
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, add: Add) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, add: Add, terms: Terms = PLAIN) -> tuple[Tensor, Tensor]:
     """Of one sequence `[tokens, heads or kv_heads, head_dim]`, and the logarithms of the sums of weights."""
     rows, keys, values, sees = _rows(q, k, v)
-    scale = _float(1 / math.sqrt(q.shape[2]))
+    scale, before = _float(terms.factor(q.shape[2])), _before(sees, terms)
     outs, log_sums = [], []
-    for own, key, value in zip(rows, keys, values):
+    for head, (own, key, value) in enumerate(zip(rows, keys, values)):
         highest, total = torch.full((len(own),), -torch.inf), torch.zeros(len(own))
+        if terms.sinks is not None:
+            group = q.shape[1] // k.shape[1]
+            highest, total = terms.sinks.float()[head * group :][:group].repeat(len(q)), torch.ones(len(own))
         sums = torch.zeros(len(own), q.shape[2])
         for start in range(0, len(key), BLOCK):
             # A block's missing keys have the weight zero: they add nothing.
             scores = add(torch.zeros(len(own), BLOCK), own, _filled(key[start : start + BLOCK], BLOCK)) * scale
-            scores = scores.masked_fill(torch.arange(start, start + BLOCK) >= sees[:, None], -torch.inf)
-            reached = sees > start
+            place = torch.arange(start, start + BLOCK)
+            hidden = (place >= sees[:, None]) | (place < before[:, None])
+            scores, reached = scores.masked_fill(hidden, -torch.inf), ~hidden.all(1)
             following = torch.maximum(highest, scores.amax(1))
             shrink = torch.where(highest == -torch.inf, 0.0, _exp(highest - following))
             weights = _exp(scores - following[:, None])
@@ -74,14 +78,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, add: Add) -> tuple[Tensor, Tensor
 
 
 def attention_gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, add: Add, at_once: int
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    add: Add,
+    at_once: int,
+    terms: Terms = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of q, k and v, of one sequence. The products over query rows take `at_once` of them as a step."""
     group, dim = q.shape[1] // k.shape[1], q.shape[2]
     rows, keys, values, sees = _rows(q, k, v)
     grads, outs = (_rows(x, k, v)[0] for x in (grad_out, out))
     sums_of = log_sums.unflatten(1, (k.shape[1], group)).transpose(0, 1).flatten(1)
-    scale, tile = _float(1 / math.sqrt(dim)), max(1, TILE_ROWS // group) * group
+    before = _before(sees, terms)
+    scale, tile = _float(terms.factor(dim)), max(1, TILE_ROWS // group) * group
     grad_q, grad_k, grad_v = [], [], []
     for own, grad, attended, log_sum, key, value in zip(rows, grads, outs, sums_of, keys, values):
         lanes = torch.zeros(len(own), 16)
@@ -97,7 +110,10 @@ def attention_gradients(
                 part = slice(max(first, start * group), min(first + tile, len(own)))
                 if part.start >= part.stop:
                     continue
-                hidden = torch.arange(start, start + count) >= sees[part, None]
+                place = torch.arange(start, start + count)
+                hidden = (place >= sees[part, None]) | (place < before[part, None])
+                if hidden.all():
+                    continue
                 nothing = torch.zeros(part.stop - part.start, count)
                 scores = plain.multiply_add(add(nothing, own[part], near), scale, -log_sum[part, None])
                 weights = _exp(scores.masked_fill(hidden, -torch.inf))
@@ -120,6 +136,11 @@ def _rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     group = q.shape[1] // k.shape[1]
     rows = q.unflatten(1, (k.shape[1], group)).transpose(0, 1).flatten(1, 2)
     return rows, k.transpose(0, 1), v.transpose(0, 1), torch.arange(1, len(q) + 1).repeat_interleave(group)
+
+
+def _before(sees: Tensor, terms: Terms) -> Tensor:
+    """How many keys lie before each row's window."""
+    return (sees - terms.window).clamp(min=0) if terms.window else torch.zeros_like(sees)
 
 
 def _tokens(rows: list[Tensor], q: Tensor) -> Tensor:

@@ -18,19 +18,23 @@ void product_sums_bf16(const bf16*, int64_t, int64_t, const bf16*, int64_t, int6
                        int64_t, int64_t, int64_t);
 void rms_norm_f32(const float*, const float*, float*, float*, int64_t, int64_t, float);
 void silu_mul_f32(const float*, const float*, float*, int64_t, int64_t);
+void clamped_swiglu_f32(const float*, const float*, float*, int64_t);
+void clamped_swiglu_backward_f32(const float*, const float*, const float*, float*, float*, int64_t);
+void column_sums_f32(const float*, float*, int64_t, int64_t);
 void rotary_f32(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, float);
 void write_pages_f32(const float*, const float*, const int64_t*, float*, float*, int64_t, int64_t, int64_t);
 void attend_f32(const float*, float*, float*, const float*, const float*, const int32_t*, const int32_t*,
-                const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float);
+                const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, const float*);
 void attend_backward_f32(const float*, const float*, const float*, const float*, const float*, const float*, float*,
                          float*, float*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t,
-                         int64_t, float);
+                         int64_t, float, int64_t);
+void sink_gradient_f32(const float*, const float*, const float*, const float*, float*, int64_t, int64_t, int64_t);
 void write_pages_bf16(const bf16*, const bf16*, const int64_t*, bf16*, bf16*, int64_t, int64_t, int64_t);
 void attend_bf16(const bf16*, bf16*, float*, const bf16*, const bf16*, const int32_t*, const int32_t*, const int32_t*,
-                 int64_t, int64_t, int64_t, int64_t, int64_t, float);
+                 int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, const float*);
 void attend_backward_bf16(const bf16*, const bf16*, const bf16*, const bf16*, const bf16*, const float*, float*, bf16*,
                           bf16*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
-                          float);
+                          float, int64_t);
 void log_probs_f32(const float*, const int64_t*, const float*, const int64_t*, float*, float*, float*, int64_t, int64_t,
                    int64_t);
 void masses_f32(const float*, const float*, const int64_t*, float*, int64_t, int64_t, int64_t);
@@ -69,7 +73,7 @@ static void digest(const char* what, const std::vector<T>& data) {
     std::printf("%s %016llx\n", what, (unsigned long long)hash);
 }
 
-static void attention_in_bfloat16(int64_t dim) {
+static void attention_in_bfloat16(int64_t dim, int64_t window, const float* sinks) {
     const int64_t tokens = 150, heads = 4, kv_heads = 2, pages = 10;
     const auto q = narrowed(values(tokens, heads * dim)), k = narrowed(values(tokens, kv_heads * dim));
     const auto v = narrowed(values(tokens, kv_heads * dim));
@@ -84,11 +88,11 @@ static void attention_in_bfloat16(int64_t dim) {
     const auto to = [](std::vector<uint16_t>& x) { return (bf16*)x.data(); };
     write_pages_bf16(in(k), in(v), slots.data(), to(key_pages), to(value_pages), tokens, kv_heads, dim);
     attend_bf16(in(q), to(out), log_sums.data(), in(key_pages), in(value_pages), table.data(), starts.data(),
-                contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f);
+                contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, window, sinks);
     digest("attention in bfloat16", out);
     digest("its log-sums", log_sums);
     attend_backward_bf16(in(q), in(q), in(k), in(v), in(out), log_sums.data(), grad_q.data(), to(grad_k), to(grad_v),
-                         starts.data(), contexts.data(), first.data(), 1, heads, kv_heads, dim, 0.01f);
+                         starts.data(), contexts.data(), first.data(), 1, heads, kv_heads, dim, 0.01f, window);
     digest("its gradient", grad_q);
     digest("its gradient of keys", grad_k);
     digest("its gradient of values", grad_v);
@@ -123,12 +127,12 @@ int main() {
     for (int64_t i = 0; i < pages; i++) table[i] = i;
     write_pages_f32(k.data(), v.data(), slots.data(), key_pages.data(), value_pages.data(), tokens, kv_heads, dim);
     attend_f32(q.data(), attended.data(), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
-               starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f);
+               starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, 0, nullptr);
     digest("attention", attended);
     digest("its log-sums", log_sums);
     attend_backward_f32(q.data(), q.data(), k.data(), v.data(), attended.data(), log_sums.data(), grad_q.data(),
                         grad_k.data(), grad_v.data(), starts.data(), contexts.data(), first.data(), 1, heads, kv_heads,
-                        dim, 0.01f);
+                        dim, 0.01f, 0);
     digest("its gradient", grad_q);
     digest("its gradient of keys", grad_k);
     constexpr int64_t rows = 9, width = 531;
@@ -178,5 +182,29 @@ int main() {
     product_sums_bf16((const bf16*)narrow_left.data(), depth, 1, (const bf16*)narrow_right.data(), depth, 1, nullptr,
                       sums.data(), rows, depth, outputs, 8);
     digest("its sums in bfloat16", sums);
-    for (const int64_t dim : {32, 48}) attention_in_bfloat16(dim);
+    for (const int64_t dim : {32, 48}) attention_in_bfloat16(dim, 0, nullptr);
+    const float sinks[] = {0.5f, -2.f, 3.f, 0.f};
+    attend_f32(q.data(), attended.data(), log_sums.data(), key_pages.data(), value_pages.data(), table.data(),
+               starts.data(), contexts.data(), 1, pages, heads, kv_heads, dim, 0.01f, 70, sinks);
+    digest("attention in a window with sinks", attended);
+    digest("its log-sums", log_sums);
+    attend_backward_f32(q.data(), q.data(), k.data(), v.data(), attended.data(), log_sums.data(), grad_q.data(),
+                        grad_k.data(), grad_v.data(), starts.data(), contexts.data(), first.data(), 1, heads, kv_heads,
+                        dim, 0.01f, 70);
+    digest("its gradient", grad_q);
+    digest("its gradient of keys", grad_k);
+    std::vector<float> grad_sinks(heads);
+    sink_gradient_f32(q.data(), attended.data(), log_sums.data(), sinks, grad_sinks.data(), tokens, heads, dim);
+    digest("its gradient of sinks", grad_sinks);
+    for (const int64_t dim : {32, 48}) attention_in_bfloat16(dim, 70, sinks);
+    auto wide = x;  // beyond the activation's bounds
+    for (float& value : wide) value *= 9.f;
+    clamped_swiglu_f32(wide.data(), up.data(), out.data(), rows * width);
+    digest("clamped activation", out);
+    std::vector<float> grad_gate(x.size()), grad_up(x.size()), columns(width);
+    clamped_swiglu_backward_f32(x.data(), wide.data(), up.data(), grad_gate.data(), grad_up.data(), rows * width);
+    digest("its gradient", grad_gate);
+    digest("its gradient of up", grad_up);
+    column_sums_f32(q.data(), columns.data(), tokens, heads * dim);
+    digest("sums of columns", columns);
 }

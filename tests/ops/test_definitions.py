@@ -9,6 +9,12 @@ from lockstep.ops.linear import product_sums
 from tests.ops import definitions
 from tests.ops.definitions import add_pairs, add_tiles
 
+TERMS = {
+    "plain": ops.Terms(),
+    "window": ops.Terms(scale=0.3, window=37),
+    "sinks": ops.Terms(window=70, sinks=torch.tensor([2.0, -3.0, 0.5, 9.0])),
+}
+
 
 @pytest.fixture(scope="module")
 def add(form):
@@ -36,18 +42,20 @@ def cancelling(seed, *shape):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 1, 32), (3, 1, 64), (4, 4, 32), (2, 1, 48)])
 @pytest.mark.parametrize("tokens", [1, 31, 100, 150])
-def test_attention_and_its_gradients_are_what_defines_them(add, heads, kv_heads, head_dim, tokens):
+@pytest.mark.parametrize("terms", TERMS)
+def test_attention_and_its_gradients_are_what_defines_them(add, heads, kv_heads, head_dim, tokens, terms):
     by_tiles = add is add_tiles and head_dim % 32 == 0
     add = add_tiles if by_tiles else add_pairs
     q, grad = cancelling(0, tokens, heads, head_dim), cancelling(1, tokens, heads, head_dim)
     k, v = cancelling(2, tokens, kv_heads, head_dim), cancelling(3, tokens, kv_heads, head_dim)
-    attention = ops.PackedAttention([tokens])
-    out, log_sums = attention.forward(q, k, v)
-    expected_out, expected_sums = definitions.attention(q, k, v, add)
+    attention, terms = ops.PackedAttention([tokens]), TERMS[terms]
+    terms = terms._replace(sinks=None if terms.sinks is None else terms.sinks[:heads].bfloat16())
+    out, log_sums = attention.forward(q, k, v, terms)
+    expected_out, expected_sums = definitions.attention(q, k, v, add, terms)
     assert torch.equal(log_sums, expected_sums) and torch.equal(out, expected_out)
-    ours = attention.backward(grad, q, k, v, out, log_sums)
+    ours = attention.backward(grad, q, k, v, out, log_sums, terms)
     at_once = 32 if by_tiles else 2
-    theirs = definitions.attention_gradients(grad, q, k, v, out, log_sums, add, at_once)
+    theirs = definitions.attention_gradients(grad, q, k, v, out, log_sums, add, at_once, terms)
     for name, own, expected in zip("qkv", ours, theirs):
         assert torch.equal(own, expected), f"the gradient of {name}"
 

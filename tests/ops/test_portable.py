@@ -46,6 +46,25 @@ its log-sums 016f489cf3c9c37b a8d22b2b8f9800b7 349e55071b51f63e
 its gradient fb805b52e2185313 c82c6e7af4c44e4f 9c46205d71406f16
 its gradient of keys fc2f9df008309017 507cc16b6048ad57 a5992e44e4f1ad9e
 its gradient of values 65fdd5f99f1c2933 79f0c06fe0fa3acf e991e0ec15544a26
+attention in a window with sinks 0109cd97f6749297 4eb40b29c253b153 20d8cb50c6436e46
+its log-sums e37d29af027b2f43 b78f5de07ef385d7 af3a3a773a6c344e
+its gradient 61808636763e6e1a 5c18cde4fe2a5e7e 3b87f4a64af62e33
+its gradient of keys baa827cc44e23cff aaae16a0ea4bf4fb 9be0dc5a06c43c82
+its gradient of sinks 034dce31bc98fbda b9b67ba91a89374e b01b1b6d22615177
+attention in bfloat16 73a70f91ec8e7e24 26728a401393574b 40755341a2f84d6a
+its log-sums 27c3579daa7624c4 4a0d7a69945989b2 f183f8655bc7084b
+its gradient 28ef0c0d202d923e 6aca1f522a7ad3d4 343870cf79b947f4
+its gradient of keys 7c649dbfdb2ed615 1b86fbb8cf59edbe 56e3bbe3a7f704d5
+its gradient of values 4f88f72f90f1b34f 69473ccfde98e6e8 68d28564e19c3aef
+attention in bfloat16 4eb8785efb93679f 404383e6edfa1514 9f8e5f5347ea44ab
+its log-sums 8fd79b917e30877d 61ad9a96d40688e8 0ba7e28b8a3e947b
+its gradient 89963ac49407c2cb f2808dcd6d94265e cdf912c057909109
+its gradient of keys 3f40184d231da4c6 630409709c51cc6d a586d8d8c912f7fa
+its gradient of values 0cfb5d2595773c75 a3350b0c364c56f6 8046fb5a4ccd0b9d
+clamped activation 597a7fceec91aa87 afbd6d0653bd3b50 79eb7ec0e120b37f
+its gradient c67a40b91bee866f 6cbaa2e4c2c4ea88 88133e46c633b767
+its gradient of up 97e580a01bb62d1f efddb7a45488768c 93ed7561f39c4e37
+sums of columns 71135d50823d438b 37906112a1b4efb0 b63ed5d4ba903563
 """
 """The digest so far after each operator, in each arithmetic: where two differ, the first line that does names it."""
 

@@ -53,7 +53,9 @@ def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: f
     of the processes. Raises AssertionError with the traceback of the first rank that failed,
     and TimeoutError after `seconds`.
     """
-    processes, results = start(ranks, function, *arguments)
+    # A rank that ends closes its connections, on which another may still wait for the last bytes.
+    taken = CONTEXT.Event()
+    processes, results = start(ranks, function, *arguments, taken=taken)
     try:
         returned: dict[int, Any] = {}
         while len(returned) < ranks:
@@ -67,18 +69,24 @@ def launch(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: f
             returned[rank] = pickle.loads(value)
         return [returned[rank] for rank in range(ranks)]
     finally:
+        taken.set()
         for process in processes:
             process.join(timeout=0 if len(returned) < ranks else 10)
             process.kill()
 
 
-def start(ranks: int, function: Callable[..., Any], *arguments: Any) -> tuple[list[Any], Any]:
-    """The processes that `launch` waits for, begun, and the queue that takes their results."""
+def start(ranks: int, function: Callable[..., Any], *arguments: Any, taken: Any = None) -> tuple[list[Any], Any]:
+    """The processes that `launch` waits for, begun, and the queue that takes their results.
+
+    With `taken`, an event, a rank that has put its result waits for it.
+    """
     port = _free_port()
     results: Any = CONTEXT.Queue()
     fault = os.environ.get(VARIABLE, "")  # not the processes' own, which is that of the server they are forked from
     processes = [
-        CONTEXT.Process(target=_child, args=(rank, ranks, port, results, fault, function, arguments), daemon=True)
+        CONTEXT.Process(
+            target=_child, args=(rank, ranks, port, results, taken, fault, function, arguments), daemon=True
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -91,6 +99,7 @@ def _child(
     ranks: int,
     port: int,
     results: Any,
+    taken: Any,
     fault: str,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -107,6 +116,8 @@ def _child(
         value, error = None, traceback.format_exc()
     # As bytes: a queue would share a tensor's memory, which ends with this process.
     results.put((rank, pickle.dumps(value), error))
+    if taken is not None and not error:
+        taken.wait(60)
 
 
 def ranks_environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Layout:
         )
         degrees = {
             data: f"{p.data_replicate} x {shard}" if data == "HSDP" else str(p.data_replicate * shard),
+            "expert": str(p.expert),
             "context": str(p.context),
             "tensor": str(p.tensor),
             f"pipeline ({p.pipeline_schedule})": str(p.pipeline),
@@ -77,6 +78,17 @@ LAYOUTS = [
     Layout(4, P(pipeline=2, context=2, pipeline_schedule="dualpipev"), steps=5),
     Layout(4, P(context=2, tensor=2, full_dtensor=True), "llama3:micro"),
     Layout(4, P(data_replicate=2, data_shard=2, full_dtensor=True, reduction_chunks=4), "llama3:micro", steps=5),
+    Layout(2, P(), "qwen3_moe:micro", steps=5),
+    Layout(2, P(tensor=2), "qwen3_moe:micro", dtype="bfloat16", steps=5),
+    Layout(2, P(context=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(tensor=2, pipeline=2), "qwen3_moe:micro", steps=5),
+    Layout(2, P(expert=2), "qwen3_moe:micro", dtype="bfloat16", steps=5),
+    Layout(2, P(context=2, expert=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(expert=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(data_replicate=2, expert=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(tensor=2, expert=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(pipeline=2, expert=2), "qwen3_moe:micro", steps=5),
+    Layout(4, P(context=2, tensor=2, full_dtensor=True), "qwen3_moe:micro", steps=5),
 ]
 
 

@@ -130,11 +130,11 @@ def test_a_folder_for_compiled_code_that_others_may_write_to_is_refused(tmp_path
         keep_artifacts()
 
 
-def compiled_on(ranks, dtype):
+def compiled_on(ranks, dtype, name="qwen3:micro"):
     """Hidden states and gradients of a compiled model, of lone tokens too, and what its engine samples."""
     parallel = ParallelConfig(tensor=ranks, reduction_chunks=2)
     world = open_world(parallel, "cpu")
-    shape = preset("qwen3:micro", 259)
+    shape = preset(name, 259)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     model = parallel_model(shape, kind, world, parallel, INDUCTOR, partial(initialize, seed=3))
     found = []
@@ -156,15 +156,23 @@ def compiled_on(ranks, dtype):
     return found, gradients, [(c.token_ids, c.logprobs) for group in sampled for c in group]
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype):
-    (alone,) = launch(1, compiled_on, 1, dtype, seconds=400)
-    for rank in launch(2, compiled_on, 2, dtype, seconds=400):
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("float32", "qwen3:micro"),
+        pytest.param("bfloat16", "qwen3:micro", marks=pytest.mark.slow),
+        pytest.param("float32", "qwen3_moe:micro", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "qwen3_moe:micro", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_ranks_have_the_bits_of_one_compiled_process(dtype, name):
+    (alone,) = launch(1, compiled_on, 1, dtype, name, seconds=400)
+    for rank in launch(2, compiled_on, 2, dtype, name, seconds=400):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(rank[0], alone[0]))
         assert rank[2] == alone[2]
-        for name, expected in alone[1].items():
+        for weight, expected in alone[1].items():
             tolerance = 1e-5 if dtype == "float32" else 2e-2
-            assert (rank[1][name] - expected).norm() / expected.norm() < tolerance, name
+            assert (rank[1][weight] - expected).norm() / expected.norm() < tolerance, weight
 
 
 def test_the_compiler_is_imported_only_where_something_is_compiled():

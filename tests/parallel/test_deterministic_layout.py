@@ -47,13 +47,23 @@ SHARED = {
 }
 
 
-def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimizer="adamw", compiled="none", rules=()):
+def train(
+    parallel,
+    dtype,
+    microbatches,
+    steps=STEPS,
+    deterministic=True,
+    optimizer="adamw",
+    compiled="none",
+    rules=(),
+    model="qwen3:micro",
+):
     """Losses and gradient norms of each step, and the weights after the last; odd lengths, so that sums are uneven."""
     world = open_world(parallel, "cpu")
-    shape = preset("qwen3:micro", 131)
+    shape = preset(model, 131)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
-    model = parallel_model(shape, kind, world, parallel, CompileConfig(compiled), fill)
+    decoder = parallel_model(shape, kind, world, parallel, CompileConfig(compiled), fill)
     config = TrainConfig(
         learning_rate=3e-3,
         warmup_steps=0,
@@ -62,7 +72,7 @@ def train(parallel, dtype, microbatches, steps=STEPS, deterministic=True, optimi
         max_grad_norm=0.3,
         rules=rules,
     )
-    trainer = Trainer(model, config, STEPS, world)
+    trainer = Trainer(decoder, config, STEPS, world)
     draw = torch.Generator().manual_seed(0)
     # Two sequences a micro-batch, of which context ranks have uneven parts, and targets in several slices of the head.
     head_gradients.SLICE_BYTES = 7 * 131 * 4

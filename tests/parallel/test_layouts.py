@@ -53,7 +53,9 @@ def assert_training_follows(layout, traces, expected):
         # A stage of a pipeline has its own layers' weights only.
         moved |= trace.moved.keys()
         for name, own in trace.moved.items():
-            assert (own - expected.moved[name]).norm() < way * expected.moved[name].norm(), name
+            # In bfloat16 a gradient near zero may turn its sign, and its weight goes all the way back.
+            allowed = way if layout.dtype == "float32" else max(way, 2 / own.numel() ** 0.5)
+            assert (own - expected.moved[name]).norm() <= allowed * expected.moved[name].norm(), name
     assert moved == expected.moved.keys()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import CompileConfig, ParallelConfig, RecomputeConfig, TrainConfig
-from lockstep.model import Decoder, initialize, preset
+from lockstep.model import Decoder, ModelConfig, initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import PackedRow, Trainer, pack, target_log_probs
 from lockstep.train.context import shard_row
@@ -42,7 +42,7 @@ def train(
     parallel: ParallelConfig,
     dtype: str = "float32",
     steps: int = 20,
-    model: str = "qwen3:micro",
+    model: str | ModelConfig = "qwen3:micro",
     vocab: int = 258,
     tied: bool = True,
     settings: dict[str, Any] | None = None,
@@ -52,7 +52,8 @@ def train(
 ) -> Trace:
     """Trains a fresh model on one batch, again and again; the same in every layout. `settings` go to TrainConfig."""
     world = open_world(parallel, "cpu")
-    shape = dataclasses.replace(preset(model, vocab), tie_embeddings=tied, num_layers=layers)
+    shape = preset(model, vocab) if isinstance(model, str) else model
+    shape = dataclasses.replace(shape, tie_embeddings=tied, num_layers=layers)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
     compiling = CompileConfig(backend="inductor" if compiled else "none")

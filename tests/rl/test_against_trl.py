@@ -7,8 +7,7 @@ import torch
 
 from lockstep import build_model
 from lockstep.config import RLConfig, TrainConfig
-from lockstep.model import ModelConfig
-from lockstep.model.checkpoint import hugging_face_name
+from lockstep.model import ModelConfig, hugging_face_name
 from lockstep.rl import Example
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.rollouts import Rollout

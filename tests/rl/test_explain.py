@@ -74,12 +74,26 @@ def test_the_operator_that_differs_is_named(monkeypatch, model, kind, number, na
     assert in_words(model, (TOKENS, PROMPT)).startswith(f"The first operator that differs is {name}: 1 of ")
 
 
+@pytest.mark.parametrize(
+    ("kind", "number", "name"),
+    [
+        ("add_bias", 1, "layer 0, q_proj.bias"),
+        ("add_bias", 4, "layer 0, o_proj.bias"),
+        ("linear", 4, "layer 0, o_proj"),
+    ],
+)
+def test_of_a_projection_with_a_bias_product_and_sum_are_named(monkeypatch, kind, number, name):
+    model = build_model(preset("gpt_oss:micro", 259), "float32", seed=1)
+    plant(monkeypatch, model, kind, number)
+    assert first_difference(model, TOKENS, PROMPT).operator == name
+
+
 def test_attention_the_last_norm_and_the_head_are_named_too(monkeypatch, model):
     layers = model.config.num_layers
     exact = ops.PagedAttention.__call__
 
-    def attend(self, layer, q, k, v):
-        out = exact(self, layer, q, k, v)
+    def attend(self, layer, q, k, v, terms):
+        out = exact(self, layer, q, k, v, terms)
         return in_the_last_place(out, 3) if layer == 1 and len(q) == 1 else out
 
     with monkeypatch.context() as patch:

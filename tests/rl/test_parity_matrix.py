@@ -13,9 +13,11 @@ from lockstep.observe import Progress
 from lockstep.rl.parity_matrix import (
     BACKENDS,
     DTYPES,
+    EXPERT_LAYOUTS,
     GENERATORS,
     JOBS,
     LAYOUTS,
+    MIXTURE,
     RECOMPUTE,
     SHAPES,
     _work,
@@ -36,14 +38,16 @@ QUICK = [job for job in COVERING if job.backend == "none"] + [
 
 def test_every_two_settings_meet_in_the_covering_jobs():
     axes = {"shape": SHAPES, "dtype": DTYPES, "backend": BACKENDS, "layout": LAYOUTS, "recompute": RECOMPUTE}
-    jobs = scoring_jobs(covering=True)
+    jobs = [job for job in COVERING if job.shape != MIXTURE]
     (split,) = (layout for layout in LAYOUTS if layout.parallel.pipeline_schedule == "zbv")  # is never compiled
     for first, second in combinations(axes, 2):
         met = {(getattr(job, first), getattr(job, second)) for job in jobs}
         assert met == set(product(axes[first], axes[second])) - {("inductor", split)}, (first, second)
     full = scoring_jobs(covering=False)
-    assert len({job.name for job in full}) == len(full) == (13 + 12) * 3 * 2 * 3
-    assert {job.name for job in jobs} <= {job.name for job in full}
+    assert len({job.name for job in full}) == len(full) == (13 + 12) * 4 * 2 * 3 + 6 * 2 * 3
+    of_mixtures = {job.layout for job in COVERING if job.shape == MIXTURE}
+    assert of_mixtures == {*LAYOUTS, *EXPERT_LAYOUTS}
+    assert {job.name for job in COVERING} <= {job.name for job in full}
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +59,20 @@ def computed(tmp_path_factory):
 
 def test_every_pair_of_layouts_agrees_in_every_bit(computed, tmp_path):
     cells = compare(computed, QUICK)
-    assert len(cells) == 13 * 3 * len(GENERATORS) + 5 + 2
+    assert len(cells) == 13 * 3 * len(GENERATORS) + 5 + 2 + (13 + 6) * len(GENERATORS)
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
     written = json.loads((tmp_path / "parity.json").read_text())
     assert len(written["cells"]) == len(cells) and written["reduction_chunks"] == 4
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
-    assert table(cells).count(" / 0") == 13 * 6 + 5 + 1
+    assert table(cells).count(" / 0") == 13 * 6 + 5 + 1 + 6 * 3
 
 
 @pytest.mark.slow
 def test_all_compiled_layouts_agree_in_every_bit(tmp_path):
     run_jobs(tmp_path, COMPILED)
     cells = compare(tmp_path, COMPILED)
-    assert len(cells) == 12 * len(GENERATORS) + 2
+    assert len(cells) == 12 * len(GENERATORS) + 2 + 2
     assert all(cell.checked > 200 and cell.different == 0 for cell in cells)
 
 

@@ -113,7 +113,7 @@ def test_every_field_of_a_rollout_that_is_written_is_compared_by_itself(tmp_path
     whole = Rollout(
         Example("p", "a"), 0, [1], [2, 3], [-1.0, -2.0], "stop", "x", 3, {"reward": 1.0}, 1.0, 0.5,
         *([0.25, 0.5] for _ in range(7)), entropies=[1.0, 2.0], dropped="d", failure="raised", sampled=[True, True],
-        episode=0, conversation=Conversation([{"role": "user"}]),
+        routes=["AA==", "AQ=="], episode=0, conversation=Conversation([{"role": "user"}]),
     )  # fmt: skip
     write_rollouts(tmp_path / "line.jsonl", [whole])
     line = json.loads((tmp_path / "line.jsonl").read_text())

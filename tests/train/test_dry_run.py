@@ -158,3 +158,11 @@ def test_the_command_prints_a_cluster_on_one_process():
         _imagined(2, ParallelConfig(tensor=3))
     with pytest.raises(UserError, match="a step has 4 micro-batches a rank.* needs 6 or more"):
         _imagined(6, ParallelConfig(pipeline=6))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", ["deepseek_v3:micro", "gpt_oss:micro"])
+def test_a_mixture_whose_router_has_a_bias_is_foreseen(ranks, model):
+    shape = preset(model)
+    _, memory, _ = _imagined(ranks, ParallelConfig(), dtype="float32", shape=shape)
+    assert memory["weights"] * ranks == pytest.approx(4 * shape.num_parameters, rel=1e-3)

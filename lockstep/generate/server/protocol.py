@@ -74,6 +74,9 @@ class SamplingRequest(BaseModel):
     stream: bool | None = None
     stream_options: Options | None = None
     return_token_ids: bool | None = None
+    return_routes: Literal["digest", "whole"] | None = Field(
+        None, description="digest or whole: the experts of each token, beside its id (return_token_ids)"
+    )
 
     def check_fields(self) -> None:
         """Raises ApiError for a field that would change the answer and is not supported."""
@@ -108,6 +111,7 @@ class SamplingRequest(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             top_logprobs=top_logprobs,
+            routes=self.return_routes or "",
         )
 
 

@@ -93,6 +93,8 @@ class Reply:
             cut = [event.cut_logprob for event in piece.events if event.cut_logprob is not None]
             if cut and self.top_logprobs is not None:
                 choice["cut_logprobs"] = cut
+            if any(event.route for event in piece.events):
+                choice["routes"] = [event.route for event in piece.events]
             if not self.chat and piece.first:
                 choice["prompt_token_ids"] = self.prompts[piece.prompt]
         logprobs = "null"

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import math
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-from lockstep.errors import UserError, closest
-from lockstep.model.config import ModelConfig, RopeScaling
-from lockstep.model.families import llama3, qwen3
+import numpy as np
 
-FAMILIES: dict[str, ModuleType] = {"llama3": llama3, "qwen3": qwen3}
+from lockstep.errors import UserError, closest
+from lockstep.model.config import ModelConfig, RopeScaling, Yarn
+from lockstep.model.families import deepseek_v3, gpt_oss, llama3, qwen3, qwen3_moe
+from lockstep.model.rotary import rotary_frequencies, softmax_scale, table_factor
+
+FAMILIES: dict[str, ModuleType] = {
+    "llama3": llama3,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek_v3,
+}
 PRESETS = [f"{family}:{size}" for family, module in FAMILIES.items() for size in module.PRESETS]
 
 # Keys of config.json and the fields they fill.
@@ -31,6 +41,11 @@ _NAMES = {
 }
 # Settings of these families that would change the arithmetic, and the only value that is built here.
 _ONLY = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
+
+
+MOST_LAYERS, WIDEST_HEAD = 1024, 2**16
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Of a number in a configuration: float32 holds it, and what is made of it."""
 
 
 def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
@@ -58,7 +73,9 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
             f"Supported: {', '.join(known)}"
         )
     family = known[architectures[0]]
-    for key, value in _ONLY.items():
+    module = FAMILIES[family]
+    _refuse_quantized(values, getattr(module, "QUANTIZED", ()), where)
+    for key, value in {**_ONLY, **getattr(module, "ONLY", {})}.items():
         if values.get(key, value) != value:
             raise UserError(f"{where}: {key} is {values[key]!r}; only {value!r} is supported")
     fields = {field: values[key] for key, field in _NAMES.items() if values.get(key) is not None}
@@ -70,6 +87,12 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
         kinds = {"norm_eps": (int, float), "tie_embeddings": (bool,)}.get(name, (int,))
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise UserError(f"{where}: {name} is {value!r:.100}, which is no {kinds[-1].__name__}")
+    # Checked before anything counts to it.
+    if not 0 < fields["num_layers"] <= MOST_LAYERS or fields["num_heads"] < 1:
+        raise UserError(
+            f"{where}: num_hidden_layers is {_short(fields['num_layers'])} and num_attention_heads "
+            f"{_short(fields['num_heads'])}; a model has 1 to {MOST_LAYERS} layers, and at least one head"
+        )
     if "norm_eps" in fields:
         fields["norm_eps"] = _number(fields["norm_eps"], f"{where}: rms_norm_eps")
     fields.setdefault("num_kv_heads", fields["num_heads"])
@@ -79,17 +102,52 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):
         raise UserError(f"{where}: eos_token_id is {eos!r:.100}; it must be a token id or a list of them")
     theta, scaling = _rope(values, where)
-    return ModelConfig(
+    if hasattr(module, "read_attention"):
+        fields |= module.read_attention(values, where)
+    config = ModelConfig(
         family=family,
-        qk_norm=FAMILIES[family].QK_NORM,
+        experts=module.read_experts(values, where) if hasattr(module, "read_experts") else None,
+        qk_norm=module.QK_NORM,
         rope_theta=theta,
         rope_scaling=scaling,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         **fields,
     )
+    _refuse_endless_rotation(config, where)
+    return config
 
 
-def _rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:
+    """Raises UserError where the numbers of the rotary embedding make no angles."""
+    if config.head_dim > WIDEST_HEAD:
+        raise UserError(f"{where}: head_dim is {_short(config.head_dim)}; it can be up to {WIDEST_HEAD}")
+    try:
+        with np.errstate(all="ignore"):
+            made = [*rotary_frequencies(config).tolist(), table_factor(config)]
+            made += [softmax_scale(config)] if config.latent is not None else []
+    except (ArithmeticError, ValueError):
+        made = [math.inf]
+    if not all(map(math.isfinite, made)):
+        raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are no numbers; check them")
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 10**20 else "a number of more than 20 digits"
+
+
+def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str) -> None:
+    quantization = values.get("quantization_config") or {}
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+    if quantization and method not in read:
+        raise UserError(
+            f"{where}: the weights are quantised ({method!r:.100}), which is not read"
+            + (f" (read are {', '.join(read)}, and unquantised floats)" if read else "; only unquantised floats are")
+            + ". Convert the folder first: load it in transformers with dequantize=True in its quantization config and "
+            'dtype="bfloat16", and call save_pretrained'
+        )
+
+
+def _rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | Yarn | None]:
     """transformers 5 writes `rope_parameters`; earlier ones `rope_theta` and `rope_scaling`."""
     parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
@@ -98,18 +156,57 @@ def _rope(values: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None
+    if kind == "yarn":
+        return theta, _yarn(parameters, values, where)
     if kind != "llama3":
-        raise UserError(f'{where}: rope type "{kind}" is not supported; only "default" and "llama3" are')
+        raise UserError(f'{where}: rope type "{kind}" is not supported; only "default", "llama3" and "yarn" are')
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in parameters]:
         raise UserError(f"{where}: rope type llama3 needs {', '.join(missing)}")
     return theta, RopeScaling(*(_number(parameters[key], f"{where}: {key}") for key in keys))
 
 
+_YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+
+
+def _yarn(parameters: dict[str, Any], values: dict[str, Any], where: str) -> Yarn:
+    """Keys that are missing, null or 0 are what they are by default."""
+    given = {key: _number(parameters[key], f"{where}: {key}") for key in _YARN_NUMBERS if parameters.get(key)}
+    truncate = parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UserError(f"{where}: truncate is {truncate!r:.100}; it must be true or false")
+    if "factor" not in parameters:
+        raise UserError(f"{where}: rope type yarn needs factor")
+    original = parameters.get("original_max_position_embeddings", values.get("max_position_embeddings"))
+    return Yarn(
+        factor=_number(parameters["factor"], f"{where}: factor"),
+        original_max_positions=_number(original, f"{where}: original_max_position_embeddings"),
+        truncate=truncate,
+        **given,
+    )
+
+
+def _rope_parameters(scaling: RopeScaling | Yarn | None) -> dict[str, Any]:
+    """Back from `_rope`: the type and its numbers."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    numbers = {key: value for key, value in dataclasses.asdict(scaling).items() if value is not None}
+    numbers["original_max_position_embeddings"] = numbers.pop("original_max_positions")
+    return {"rope_type": "yarn" if isinstance(scaling, Yarn) else "llama3", **numbers}
+
+
+def is_ignored(name: str, config: ModelConfig) -> bool:
+    """Tensors of a folder that the model has no use for: copies, and what a family leaves out."""
+    if name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight"):
+        return True
+    module = FAMILIES[config.family]
+    return hasattr(module, "is_ignored") and module.is_ignored(name, config)
+
+
 def _number(value: Any, where: str) -> Any:
     """As it stands there. Raises UserError for what is no finite number above 0."""
-    # An integer may be beyond any float, too.
-    if isinstance(value, (int, float)) and 0 < value <= sys.float_info.max:
+    # An integer may be beyond any float, too; what the model computes with is float32.
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST:
         return value
     raise UserError(f"{where} is {value!r:.100}; it must be a number above 0")
 
@@ -121,18 +218,16 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.reduction_chunks == 1:  # as in every folder of other libraries
         del values["reduction_chunks"]
     eos = list(config.eos_token_ids)
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        numbers = dataclasses.asdict(config.rope_scaling)
-        numbers["original_max_position_embeddings"] = numbers.pop("original_max_positions")
-        scaling = {"rope_type": "llama3", **numbers}
+    scaling = _rope_parameters(config.rope_scaling)
     return {
         "architectures": [module.ARCHITECTURE],
         "model_type": module.MODEL_TYPE,
         **values,
+        **(module.write_experts(config) if config.experts is not None else {}),
+        **(module.write_attention(config) if hasattr(module, "write_attention") else {}),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": config.attention_bias,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling if config.rope_scaling is not None else None,
         "rope_parameters": {"rope_theta": config.rope_theta, **scaling},

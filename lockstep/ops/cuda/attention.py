@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.ops.attention_reference import PLAIN, Terms
 from lockstep.ops.cuda.kernel import kernel
 
 PAGE = 16
@@ -55,10 +56,12 @@ class Planned:
         slot = self.table[sequence.clamp(max=sequences - 1), page].long() * PAGE + position % PAGE
         return torch.where(position >= 0, slot, -1)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, terms: Terms
+    ) -> tuple[Tensor, Tensor]:
         """Writes one layer's keys and values into the pages; the attended values and log-sums of its queries."""
         write_pages(k, v, self.slots, keys, values)
-        return attend(q, keys, values, self)
+        return attend(q, keys, values, self, terms)
 
 
 def tile_map(starts: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -92,9 +95,9 @@ def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: 
 
 @kernel(varying=("sequences", "width"))
 def _attend_kernel(
-    q, out, log_sums, keys, values, table, starts, contexts, tile_sequences, tile_rows, sequences, width, scale,
+    q, out, log_sums, keys, values, table, starts, contexts, tile_sequences, tile_rows, sequences, width, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
@@ -110,13 +113,20 @@ def _attend_kernel(
     place = line[:, None] * DIM + d[None, :]
     mask = row_mask[:, None] & (d < DIM)[None, :]
     query = tl.load(q + place, mask=mask, other=0.0)
-    # Every row sees key 0, rows that are not used too: no maximum stays at -inf.
+    # Without a window every row sees key 0, rows that are not used too: no maximum stays at -inf.
     position = tl.maximum(context - end + token, 0)
     length = context - end + tl.minimum(first + TOKENS, end)
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
+    if sinks is not None:
+        # A key before all others, whose value is zero; scores are in powers of two.
+        top = tl.load(sinks + kv_head * GROUP + row % GROUP) * 1.4426950408889634
+        total += 1.0
+    first_block = 0
+    if WINDOW > 0:
+        first_block = tl.maximum(context - end + first + 1 - WINDOW, 0) // BLOCK * BLOCK
     attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
-    for start in range(0, length, BLOCK):
+    for start in range(first_block, length, BLOCK):
         key_index = start + tl.arange(0, BLOCK)
         # Whole pages of keys are read: what lies behind the sequence's end is masked below.
         page = tl.load(
@@ -129,10 +139,17 @@ def _attend_kernel(
         offset = key_index % PAGE
         key = tl.load(keys + base[None, :] + offset[None, :] + d[:, None] * PAGE, mask=(d < DIM)[:, None], other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * scale
-        scores = tl.where(key_index[None, :] <= position[:, None], scores, float("-inf"))
+        seen = key_index[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen &= key_index[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(top - higher)
+        reference = higher
+        if WINDOW > 0:
+            # Of a row whose window begins in a later block, no score is above -inf so far.
+            reference = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(weights, 1)
         held = (key_index < length)[:, None] & (d < DIM)[None, :]
         value = tl.load(values + base[:, None] + offset[:, None] * DIM + d[None, :], mask=held, other=0.0)
@@ -157,17 +174,20 @@ def write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tenso
         )
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Planned, terms: Terms = PLAIN) -> tuple[Tensor, Tensor]:
     """Attended values, shaped as `q`, zero for padding rows, and the log-sums `[tokens, heads]`."""
     q = q.contiguous()
     rows, heads, dim = q.shape
     kv_heads = keys.shape[1]
     out, log_sums = torch.empty_like(q), torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
     if rows:
         _attend_kernel[(plan.tile_sequences.shape[0], kv_heads)](
             q, out, log_sums, keys, values, plan.table, plan.starts, plan.contexts,
-            plan.tile_sequences, plan.tile_rows, plan.table.shape[0], plan.table.shape[1], dim**-0.5 * LOG2_E,
+            plan.tile_sequences, plan.tile_rows, plan.table.shape[0], plan.table.shape[1],
+            terms.factor(dim) * LOG2_E, sinks,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            TOKENS=plan.tokens_per_tile, ROWS=ROWS[q.dtype], BLOCK=BLOCK, PAGE=PAGE, **LAUNCH,
+            TOKENS=plan.tokens_per_tile, ROWS=ROWS[q.dtype], BLOCK=BLOCK, PAGE=PAGE, WINDOW=terms.window,
+            **LAUNCH,
         )  # fmt: skip
     return out, log_sums

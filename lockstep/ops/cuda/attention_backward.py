@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.ops.attention_reference import Terms
 from lockstep.ops.cuda.attention import tile_map
 from lockstep.ops.cuda.kernel import kernel
 
@@ -24,6 +25,7 @@ TILE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
 def _queries_kernel(
     grad_out, q, k, v, log_sums, deltas, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, pieces, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     piece, head = tl.load(tile_pieces + tl.program_id(0)), tl.program_id(1)
     if piece >= pieces:
@@ -40,13 +42,18 @@ def _queries_kernel(
     log_sum = tl.load(log_sums + line, mask=token < end, other=float("inf"))
     delta = tl.load(deltas + line, mask=token < end, other=0.0)
     sums = tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
-    for start in range(begin, tl.minimum(first + TILE, end) + shift, TILE):
+    first_key = begin
+    if WINDOW > 0:
+        first_key += tl.maximum(first + shift + 1 - WINDOW - begin, 0) // TILE * TILE
+    for start in range(first_key, tl.minimum(first + TILE, end) + shift, TILE):
         other = start + tl.arange(0, TILE)
         source = (other.to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + d[None, :]
         present = (other < keys_end)[:, None] & (d < DIM)[None, :]
         key, value = tl.load(k + source, mask=present, other=0.0), tl.load(v + source, mask=present, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         seen = (other[None, :] <= token[:, None] + shift) & (other < keys_end)[None, :]
+        if WINDOW > 0:
+            seen &= other[None, :] > token[:, None] + shift - WINDOW
         weights = tl.where(seen, tl.exp(scores - log_sum[:, None]), 0.0)
         grad_weights = tl.dot(grad, tl.trans(value), input_precision="ieee")
         grad_scores = weights * (grad_weights - delta[:, None]) * scale
@@ -58,7 +65,7 @@ def _queries_kernel(
 def _keys_kernel(
     grad_out, q, k, v, log_sums, deltas, grad_k, grad_v, starts, tile_sequences, tile_rows, sequences, scale, own_keys,
     first_queries, last_queries, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    TILE: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, WHOLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     sequence, kv_head = tl.load(tile_sequences + tl.program_id(0)), tl.program_id(1)
@@ -73,6 +80,8 @@ def _keys_kernel(
     # The queries that see some of the tile: all from its own first on, where whole sequences are there.
     if WHOLE:
         queries_begin, queries_end = first, end
+        if WINDOW > 0:
+            queries_end = tl.minimum(end, first + TILE - 1 + WINDOW)
     else:
         queries_begin, queries_end = tl.load(first_queries + tl.program_id(0)), tl.load(last_queries + tl.program_id(0))
     steps = tl.cdiv(queries_end - queries_begin, TILE)
@@ -89,6 +98,8 @@ def _keys_kernel(
         # Keys down, queries across: both sums are products with this from the left.
         scores = tl.dot(key, tl.trans(query), input_precision="ieee") * scale
         seen = (token[:, None] <= own[None, :]) & inside[None, :]
+        if WINDOW > 0:
+            seen &= token[:, None] > own[None, :] - WINDOW
         weights = tl.where(seen, tl.exp(scores - log_sum[None, :]), 0.0)
         value_sums = tl.dot(weights.to(grad.dtype), grad, value_sums, input_precision="ieee")
         grad_weights = tl.dot(value, tl.trans(grad), input_precision="ieee")
@@ -100,7 +111,7 @@ def _keys_kernel(
 
 def attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor,
-    starts: Tensor, pieces: tuple[Tensor, Tensor] | None, dtype: torch.dtype,
+    starts: Tensor, pieces: tuple[Tensor, Tensor] | None, dtype: torch.dtype, terms: Terms,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `lockstep.ops.attention.attend_backward`; gradients of padding rows, behind `starts[-1]`, are zero."""
     grad_out, q, k, v = grad_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
@@ -110,14 +121,16 @@ def attend_backward(
     kv_heads, tile, count = k.shape[1], TILE[q.dtype], starts.shape[0] - 1
     sizes = dict(
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), TILE=tile, num_stages=2,
+        WINDOW=terms.window,
     )  # fmt: skip
     if not (rows and count):
         return grad_q, grad_k, grad_v
     contexts, first_keys = pieces or (starts.diff(), starts[:-1])
     tile_pieces, tile_rows = tile_map(starts, rows, tile)
     given = grad_out, q, k, v, log_sums, deltas
+    scale = terms.factor(dim)
     _queries_kernel[(tile_pieces.shape[0], heads)](
-        *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, dim**-0.5, num_warps=4, **sizes
+        *given, grad_q, starts, contexts, first_keys, tile_pieces, tile_rows, count, scale, num_warps=4, **sizes
     )
     own_keys = first_queries = last_queries = None
     if pieces is not None:
@@ -126,10 +139,13 @@ def attend_backward(
         count = starts.shape[0] - 1
         tile_pieces, tile_rows = tile_map(starts, k.shape[0], tile)
         first_queries = torch.searchsorted(own_keys, tile_rows, out_int32=True)
-        last_queries = torch.searchsorted(own_keys, starts[tile_pieces.clamp(max=count - 1) + 1], out_int32=True)
+        ends = starts[tile_pieces.clamp(max=count - 1) + 1]
+        if terms.window:
+            ends = torch.minimum(ends, tile_rows + tile - 1 + terms.window)
+        last_queries = torch.searchsorted(own_keys, ends, out_int32=True)
     # Two sums of 64 x 128 do not fit the registers of four warps.
     _keys_kernel[(tile_pieces.shape[0], kv_heads)](
-        *given, grad_k, grad_v, starts, tile_pieces, tile_rows, count, dim**-0.5, own_keys, first_queries,
+        *given, grad_k, grad_v, starts, tile_pieces, tile_rows, count, scale, own_keys, first_queries,
         last_queries, WHOLE=pieces is None, num_warps=8, **sizes,
     )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -4,6 +4,7 @@
 // maximum and sum in float32. An element of a product is always summed over its inner index in ascending order
 // with one accumulator, so no grouping of rows, sequences or pages changes a bit.
 #include "block_products.h"
+#include "panels.h"
 
 template <class T>
 static inline bool all_finite(const T* x, int64_t count) {
@@ -13,7 +14,7 @@ static inline bool all_finite(const T* x, int64_t count) {
 }
 
 // A value that is not finite is written as a zero, and its key as NaN: whoever sees the key gets NaN, and the weight of
-// zero of whoever does not meets a finite value.
+// zero of whoever does not meets a finite value. Without pages of values the keys are the values.
 template <class T>
 static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pages, T* value_pages, int64_t tokens,
                         int64_t kv_heads, int64_t head_dim) {
@@ -23,25 +24,54 @@ static void write_pages(const T* k, const T* v, const int64_t* slots, T* key_pag
         for (int64_t head = 0; head < kv_heads; head++) {
             const T* key = k + (token * kv_heads + head) * head_dim;
             T* page_start = key_pages + (page * kv_heads + head) * head_dim * PAGE;
-            const T* value = v + (token * kv_heads + head) * head_dim;
-            T* value_row = value_pages + ((page * kv_heads + head) * PAGE + offset) * head_dim;
-            if (all_finite(value, head_dim)) {
+            const T* value = (value_pages ? v : k) + (token * kv_heads + head) * head_dim;
+            const bool finite = all_finite(value, head_dim);
+            if (finite)
                 for (int64_t d = 0; d < head_dim; d++) page_start[d * PAGE + offset] = key[d];
-                std::memcpy(value_row, value, head_dim * sizeof(T));
-            } else {
+            else
                 for (int64_t d = 0; d < head_dim; d++) store_first(page_start + d * PAGE + offset, splat(NAN), 1);
+            if (!value_pages) continue;
+            T* value_row = value_pages + ((page * kv_heads + head) * PAGE + offset) * head_dim;
+            if (finite)
+                std::memcpy(value_row, value, head_dim * sizeof(T));
+            else
                 std::memset((void*)value_row, 0, head_dim * sizeof(T));
-            }
         }
     }
 }
 
-// One block of the running softmax for one row: scores become weights, the sums are rescaled.
-static inline void softmax_block(float* scores, int64_t keys, float scale, float& highest, float& total, float* row,
-                                 int64_t head_dim) {
+// values [PAGE][dim], of a page of keys that are the values too: NaN is written for what is not finite, and read as zero.
+template <class T>
+static void turn_page(const T* keys, int64_t dim, T* values) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        f32x16 columns[LANES];
+        for (int64_t i = 0; i < LANES; i++) {
+            columns[i] = load(keys + (d + i) * PAGE);
+            columns[i] = where_less(columns[i], splat(INFINITY), columns[i], splat(0.f));
+        }
+        for (int part = 0; part < PARTS; part++) {
+            f32x16 rows[WIDTH];
+            for (int other = 0; other < PARTS; other++) {
+                words block[WIDTH];
+                for (int i = 0; i < WIDTH; i++) block[i] = (words)columns[other * WIDTH + i].parts[part];
+                transpose(block);
+                for (int i = 0; i < WIDTH; i++) rows[i].parts[other] = (floats)block[i];
+            }
+            for (int i = 0; i < WIDTH; i++) store(values + (part * WIDTH + i) * dim + d, rows[i]);
+        }
+    }
+}
+
+// One block of the running softmax for one row, which sees the block's `keys` first keys but for the `hidden` first of
+// them: scores become weights, the sums are rescaled.
+static inline void softmax_block(float* scores, int64_t hidden, int64_t keys, float scale, float& highest, float& total,
+                                 float* row, int64_t head_dim) {
+    // A row whose window begins in a later block than that of the tile's first row: as if it had not been here.
+    if (hidden >= keys) return std::fill(scores, scores + BLOCK, 0.f);
     f32x16 s[BLOCK / LANES], top = splat(LOWEST);
     for (int i = 0; i < BLOCK / LANES; i++) {
         s[i] = keep_first(load(scores + i * LANES) * scale, keys - i * LANES, LOWEST);
+        s[i] = drop_first(s[i], hidden - i * LANES, LOWEST);
         top = maximum(top, s[i]);
     }
     const float next = std::max(highest, maximum(top));
@@ -65,7 +95,7 @@ struct Pages {
 
 template <class T, class Products>
 static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pages, const Tile& tile, int64_t kv_head,
-                        int64_t first_position, const Shape& shape, float scale) {
+                        int64_t first_position, const Shape& shape, const Terms& terms) {
     const int64_t dim = shape.head_dim, rows = tile.tokens * shape.group();
     static thread_local std::vector<float> scratch;
     const int64_t padded = Products::padded_rows(rows);
@@ -75,26 +105,35 @@ static void attend_tile(const T* q, T* out, float* log_sums, const Pages<T>& pag
     float* highest = scores + padded * BLOCK;
     float* totals = highest + rows;
     Products products(q, tile, kv_head, shape, totals + rows);
+    static thread_local std::vector<T> turned;  // the values of a block whose pages hold keys alone
+    if (!pages.values) turned.resize(BLOCK * dim);
     std::fill(sums, sums + rows * dim, 0.f);
     std::fill(highest, highest + rows, LOWEST);
     std::fill(totals, totals + rows, 0.f);
+    // A sink is a key before all others, whose value is zero.
+    for (int64_t r = 0; terms.sinks && r < rows; r++)
+        highest[r] = terms.sinks[kv_head * shape.group() + r % shape.group()], totals[r] = 1.f;
 
     const int64_t length = first_position + tile.tokens;  // keys that the last row sees
-    for (int64_t start = 0; start < length; start += BLOCK) {
+    const int64_t first = std::max<int64_t>(0, terms.hidden(first_position, 0)) / BLOCK * BLOCK;
+    for (int64_t start = first; start < length; start += BLOCK) {
         BlockPages<T> block{{}, {}, std::min(BLOCK, length - start)};
         for (int64_t p = 0; p < BLOCK / PAGE; p++) {
             const int64_t index = p * PAGE < block.count ? start / PAGE + p : start / PAGE;
             const int64_t page = pages.table[tile.sequence * pages.width + index] * shape.kv_heads + kv_head;
             block.keys[p] = pages.keys + page * dim * PAGE;
-            block.values[p] = pages.values + page * dim * PAGE;
+            block.values[p] = pages.values ? pages.values + page * dim * PAGE : turned.data() + p * PAGE * dim;
+            if (!pages.values && p * PAGE < block.count) turn_page(block.keys[p], dim, turned.data() + p * PAGE * dim);
         }
         // Rows that see nothing of this block are skipped: earlier tokens of the tile, at its start.
         const int64_t from = std::max<int64_t>(0, start - first_position) * shape.group(), left = rows - from;
         float* score = scores + from * BLOCK;
         products.scores(block, from, left, score);
-        for (int64_t r = from; r < rows; r++)
-            softmax_block(scores + r * BLOCK, std::min(block.count, first_position + r / shape.group() + 1 - start),
-                          scale, highest[r], totals[r], sums + r * dim, dim);
+        for (int64_t r = from; r < rows; r++) {
+            const int64_t position = first_position + r / shape.group(), hidden = terms.hidden(position, start);
+            softmax_block(scores + r * BLOCK, hidden, std::min(block.count, position + 1 - start), terms.scale,
+                          highest[r], totals[r], sums + r * dim, dim);
+        }
         products.add_values(block, left, score, sums + from * dim);
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -120,7 +159,7 @@ auto attend_tile_of<bf16>(int64_t head_dim) {
 template <class T>
 static void attend(const T* q, T* out, float* log_sums, const T* key_pages, const T* value_pages, const int32_t* table,
                    const int32_t* query_starts, const int32_t* context_lengths, int64_t sequences, int64_t width,
-                   int64_t heads, int64_t kv_heads, int64_t head_dim, float scale) {
+                   int64_t heads, int64_t kv_heads, int64_t head_dim, const Terms& terms) {
     const Shape shape{heads, kv_heads, head_dim};
     const Pages<T> pages{key_pages, value_pages, table, width};
     const std::vector<Tile> tiles = tiles_of(query_starts, sequences, shape.group());
@@ -130,7 +169,7 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
         for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
             const Tile& tile = tiles[i];
             const int64_t before = context_lengths[tile.sequence] - query_starts[tile.sequence + 1];
-            one_tile(q, out, log_sums, pages, tile, kv_head, tile.token + before, shape, scale);
+            one_tile(q, out, log_sums, pages, tile, kv_head, tile.token + before, shape, terms);
         }
 }
 
@@ -142,9 +181,9 @@ static void attend(const T* q, T* out, float* log_sums, const T* key_pages, cons
     extern "C" void attend##suffix(const T* q, T* out, float* log_sums, const T* key_pages, const T* value_pages,     \
                                    const int32_t* table, const int32_t* query_starts, const int32_t* context_lengths, \
                                    int64_t sequences, int64_t width, int64_t heads, int64_t kv_heads,                 \
-                                   int64_t head_dim, float scale) {                                                   \
+                                   int64_t head_dim, float scale, int64_t window, const float* sinks) {               \
         attend<T>(q, out, log_sums, key_pages, value_pages, table, query_starts, context_lengths, sequences, width,   \
-                  heads, kv_heads, head_dim, scale);                                                                  \
+                  heads, kv_heads, head_dim, Terms{scale, window, sinks});                                            \
     }
 
 EXPORT(float, _f32)

@@ -75,6 +75,18 @@ static void widen(const T* in, float* out, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) store(out + i, load(in + i));
 }
 
+// What a layer asks of attention: the factor of the scores; how many keys a query sees, its own the last of them; and
+// of each head a score without a key, which takes part in the sum of weights alone (null where there are none).
+struct Terms {
+    float scale;
+    int64_t window;
+    const float* sinks;
+    Terms(float scale, int64_t window, const float* sinks)
+        : scale(scale), window(window > 0 ? window : std::numeric_limits<int64_t>::max() / 2), sinks(sinks) {}
+    // Of the keys from `start` on, those before the window of the query at `position`; below 0 where it begins earlier.
+    int64_t hidden(int64_t position, int64_t start) const { return position + 1 - window - start; }
+};
+
 struct Shape {
     int64_t heads, kv_heads, head_dim;
     int64_t group() const { return heads / kv_heads; }

@@ -61,7 +61,7 @@ class BlockGradient {
     const Products products{};
     const int64_t dim, group, kv_head;
     const Shape& shape;
-    const float scale;
+    const Terms& terms;
     __m512i *keys_across, *values_across, *key_pairs;      // pairs along [dim / 2][BLOCK]; [BLOCK / 2][dim]
     __m512i *query_pairs, *grad_pairs;                     // [rows / 2][dim]
     __m512i *weight_pairs, *grad_score_pairs;              // [rows / 2][BLOCK]
@@ -70,8 +70,8 @@ class BlockGradient {
     float *scores, *grad_weights;                          // [rows][BLOCK]
 
    public:
-    BlockGradient(const Shape& shape, int64_t kv_head, float scale)
-        : dim(shape.head_dim), group(shape.group()), kv_head(kv_head), shape(shape), scale(scale) {
+    BlockGradient(const Shape& shape, int64_t kv_head, const Terms& terms)
+        : dim(shape.head_dim), group(shape.group()), kv_head(kv_head), shape(shape), terms(terms) {
         const int64_t rows = filled(std::max<int64_t>(1, TILE / group) * group);
         static thread_local std::vector<float> scratch;
         scratch.resize(9 * BLOCK * dim / 2 + 3 * rows * dim + 7 * rows * BLOCK / 2 + LANES);
@@ -99,9 +99,10 @@ class BlockGradient {
         pair_up(keys, BLOCK, key_pairs);
     }
 
-    // What the rows of `tile` add; `seen` of the block's keys are seen by its first token, up to `most` by its last.
+    // What the rows of `tile` add. Its first token sees the `seen` first keys of the block, its last one up to `most`;
+    // the `hidden` first of them are before its first token's window.
     void add(const bf16* grad_out, const bf16* q, const float* log_sums, const float* deltas, float* grad_q,
-             const Tile& tile, int64_t seen, int64_t most) {
+             const Tile& tile, int64_t hidden, int64_t seen, int64_t most) {
         constexpr int64_t AT_ONCE = Products::COLUMNS_AT_ONCE;
         const int64_t rows = tile.tokens * group, columns = (most + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
         const int64_t row_pairs = filled(rows) / 2, wide = BLOCK / LANES;
@@ -115,9 +116,10 @@ class BlockGradient {
                 for (int64_t i = 0; i < 2 && r + i < rows; i++) {
                     const int64_t token = (r + i) / group, place = (r + i) * BLOCK + j;
                     const int64_t row = (tile.token + token) * shape.heads + kv_head * group + (r + i) % group;
-                    const f32x16 score = multiply_add(load(scores + place), scale, -log_sums[row]);
-                    weight[i] = exp(keep_first(score, std::min(seen + token, most) - j, LOWEST));
-                    grad[i] = weight[i] * (load(grad_weights + place) - deltas[row]) * scale;
+                    const f32x16 score = multiply_add(load(scores + place), terms.scale, -log_sums[row]);
+                    const f32x16 kept = keep_first(score, std::min(seen + token, most) - j, LOWEST);
+                    weight[i] = exp(drop_first(kept, hidden + token - j, LOWEST));
+                    grad[i] = weight[i] * (load(grad_weights + place) - deltas[row]) * terms.scale;
                 }
                 store_pairs(weight, weight_pairs + r / 2 * wide + j / LANES);
                 const __m512i both = store_pairs(grad, grad_score_pairs + r / 2 * wide + j / LANES);
@@ -183,19 +185,22 @@ class BlockGradient {
 template <class Products, class G>
 static void backward_blocks(const bf16* grad_out, const bf16* q, const bf16* k, const bf16* v, const float* log_sums,
                           const float* deltas, float* grad_q, G* grad_k, G* grad_v, const Sequence& sequence,
-                          const Pieces& pieces, int64_t kv_head, const Shape& shape, float scale) {
-    BlockGradient<Products> block(shape, kv_head, scale);
+                          const Pieces& pieces, int64_t kv_head, const Shape& shape, const Terms& terms) {
+    BlockGradient<Products> block(shape, kv_head, terms);
     for (int64_t start = 0; start < sequence.length; start += BLOCK) {
         const int64_t count = std::min(BLOCK, sequence.length - start);
         block.begin(k, v, sequence.first + start, count);
         for (Tile tile : sequence.tiles) {
             const int64_t position = pieces.position(tile);
             const int64_t unseeing = std::max<int64_t>(0, start - position);  // tokens before the block
+            // The windows of further tokens begin behind the block.
+            tile.tokens = std::min(tile.tokens, count - terms.hidden(position, start));
             if (unseeing >= tile.tokens) continue;
             tile.token += unseeing;
             tile.tokens -= unseeing;
-            const int64_t seen = position + unseeing - start + 1;
-            block.add(grad_out, q, log_sums, deltas, grad_q, tile, seen, std::min(count, seen + tile.tokens - 1));
+            const int64_t seen = position + unseeing - start + 1, most = std::min(count, seen + tile.tokens - 1);
+            const int64_t hidden = terms.hidden(position + unseeing, start);
+            block.add(grad_out, q, log_sums, deltas, grad_q, tile, hidden, seen, most);
         }
         block.end(grad_k, grad_v, sequence.first + start, count);
     }
@@ -205,13 +210,13 @@ static void backward_blocks(const bf16* grad_out, const bf16* q, const bf16* k, 
 template <class G>
 static void backward_head(const bf16* grad_out, const bf16* q, const bf16* k, const bf16* v, const float* log_sums,
                           const float* deltas, float* grad_q, G* grad_k, G* grad_v, const Sequence& sequence,
-                          const Pieces& pieces, int64_t kv_head, const Shape& shape, float scale) {
+                          const Pieces& pieces, int64_t kv_head, const Shape& shape, const Terms& terms) {
 #ifdef LOCKSTEP_TILES
     if (WholeUnits::divide(shape.head_dim))
         return backward_blocks<BlockUnits>(grad_out, q, k, v, log_sums, deltas, grad_q, grad_k, grad_v, sequence,
-                                           pieces, kv_head, shape, scale);
+                                           pieces, kv_head, shape, terms);
 #endif
     backward_blocks<BlockPairs>(grad_out, q, k, v, log_sums, deltas, grad_q, grad_k, grad_v, sequence, pieces, kv_head,
-                                shape, scale);
+                                shape, terms);
 }
 #endif

@@ -100,6 +100,54 @@ static void silu_mul_backward(const T* grad_out, const T* gate, const T* up, T* 
     }
 }
 
+// gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), with gate up to 7 and up from -7 to 7.
+constexpr float SLOPE = 1.702f, LIMIT = 7.f;
+
+static inline f32x16 at_most(f32x16 x, float most) { return where_less(splat(most), x, splat(most), x); }
+static inline f32x16 at_least(f32x16 x, float least) { return where_less(x, splat(least), splat(least), x); }
+
+template <class T>
+static void clamped_swiglu(const T* gate, const T* up, T* out, int64_t count) {
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32x16 g = at_most(load_first(gate + i, count - i), LIMIT);
+        f32x16 factor = at_least(at_most(load_first(up + i, count - i), LIMIT), -LIMIT);
+        store_first(out + i, (factor + 1.f) * (g * sigmoid(SLOPE * g)), count - i);
+    }
+}
+
+template <class T>
+static void clamped_swiglu_backward(const T* grad_out, const T* gate, const T* up, T* grad_gate, T* grad_up,
+                                    int64_t count) {
+    const f32x16 zero = {};
+#pragma omp parallel for if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t n = count - i;
+        f32x16 grad = load_first(grad_out + i, n), given = load_first(gate + i, n), other = load_first(up + i, n);
+        f32x16 g = at_most(given, LIMIT), factor = at_least(at_most(other, LIMIT), -LIMIT), s = sigmoid(SLOPE * g);
+        f32x16 slope = (factor + 1.f) * s * multiply_add(SLOPE * g, 1.f - s, 1.f), of_up = grad * g * s;
+        store_first(grad_gate + i, where_less(splat(LIMIT), given, zero, grad * slope), n);
+        of_up = where_less(splat(LIMIT), other, zero, of_up);
+        store_first(grad_up + i, where_less(other, splat(-LIMIT), zero, of_up), n);
+    }
+}
+
+// Over rows, in slabs as the norm's.
+template <class T>
+static void column_sums(const T* x, float* sums, int64_t rows, int64_t dim) {
+    const int64_t slabs = (rows + SLAB_ROWS - 1) / SLAB_ROWS, padded = (dim + LANES - 1) / LANES * LANES;
+    std::vector<float> partial(slabs * padded, 0.f);
+#pragma omp parallel for if (rows * dim > PARALLEL_ELEMENTS)
+    for (int64_t slab = 0; slab < slabs; slab++)
+        for (int64_t row = slab * SLAB_ROWS; row < std::min(rows, (slab + 1) * SLAB_ROWS); row++)
+            for (int64_t i = 0; i < dim; i += LANES) {
+                float* target = partial.data() + slab * padded + i;
+                store(target, load(target) + load_first(x + row * dim + i, dim - i));
+            }
+    for (int64_t slab = 0; slab < slabs; slab++)
+        for (int64_t i = 0; i < dim; i++) sums[i] += partial[slab * padded + i];
+}
+
 #define EXPORT(T, suffix)                                                                                             \
     extern "C" void rms_norm##suffix(const T* x, const T* weight, T* out, float* scales, int64_t rows, int64_t dim,   \
                                      float eps) {                                                                     \
@@ -119,6 +167,16 @@ static void silu_mul_backward(const T* grad_out, const T* gate, const T* up, T* 
     extern "C" void silu_mul_backward##suffix(const T* grad_out, const T* gate, const T* up, T* grad_gate,            \
                                               T* grad_up, int64_t rows, int64_t dim) {                                \
         silu_mul_backward<T>(grad_out, gate, up, grad_gate, grad_up, rows, dim);                                      \
+    }                                                                                                                 \
+    extern "C" void clamped_swiglu##suffix(const T* gate, const T* up, T* out, int64_t count) {                       \
+        clamped_swiglu<T>(gate, up, out, count);                                                                      \
+    }                                                                                                                 \
+    extern "C" void clamped_swiglu_backward##suffix(const T* grad_out, const T* gate, const T* up, T* grad_gate,      \
+                                                    T* grad_up, int64_t count) {                                      \
+        clamped_swiglu_backward<T>(grad_out, gate, up, grad_gate, grad_up, count);                                    \
+    }                                                                                                                 \
+    extern "C" void column_sums##suffix(const T* x, float* sums, int64_t rows, int64_t dim) {                         \
+        column_sums<T>(x, sums, rows, dim);                                                                           \
     }
 
 EXPORT(float, _f32)

@@ -241,6 +241,13 @@ static inline f32x16 keep_first(f32x16 v, int64_t count, float filler) {
     return where_less(load(index), splat((float)(count < 0 ? 0 : count)), v, splat(filler));
 }
 
+// Lanes whose index is below `count` become `filler`.
+static inline f32x16 drop_first(f32x16 v, int64_t count, float filler) {
+    static const float index[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if (count <= 0) return v;
+    return where_less(load(index), splat((float)(count > LANES ? LANES : count)), splat(filler), v);
+}
+
 // e^x within about one unit in the last place: x = k ln 2 + r, a polynomial in r (Cephes), 2^k by the exponent bits.
 // Below -87 the result is exactly 0, so a masked score of -inf weighs nothing; e^0 is exactly 1.
 __attribute__((always_inline)) static inline f32x16 exp(f32x16 x) {

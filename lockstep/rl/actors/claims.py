@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.errors import one_line
 from lockstep.generate.engine import Statistics
+from lockstep.generate.routes import is_written
 from lockstep.rl.actors.remote import RemoteSample, Request
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:@-]{0,63}")
@@ -23,8 +24,10 @@ FIELDS = {
     "logprobs": ("log-probabilities", float),
     "cut_logprobs": ("log-probabilities after cuts", float),
     "versions": ("versions", int),
+    "routes": ("routes", str),
 }
-"""Of a sample, one for each token; `cut_logprobs` only where the request cuts."""
+"""Of a sample, one for each token; those of `SOME` only where the request asks for them."""
+SOME = ("cut_logprobs", "routes")
 ROUNDING = 1e-3
 """Of log-probabilities above 0: our engine gives none, but other kernels take a sum of exponentials in other orders."""
 LOWEST = -3.4e38
@@ -83,7 +86,7 @@ def sample_of(plain: Any) -> RemoteSample:
     for name, (said, kind) in FIELDS.items():
         values = plain[name]
         fits = isinstance(values, list) and isinstance(tokens, list)
-        if not fits or (len(values) != len(tokens) and not (name == "cut_logprobs" and not values)):
+        if not fits or (len(values) != len(tokens) and not (name in SOME and not values)):
             raise FalseClaim(f"{_counted(values)} {said} of {_counted(tokens)} tokens")
         for value in values:
             if type(value) is not kind:
@@ -101,6 +104,9 @@ def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int)
     for logprob in (*new.logprobs, *new.cut_logprobs):
         if not LOWEST <= logprob <= ROUNDING:
             raise FalseClaim(f"log-probability {logprob}")
+    for route in new.routes:
+        if route and not is_written(route):
+            raise FalseClaim(f"route {route!r:.80}")
     for version in new.versions:
         if version not in versions:
             raise FalseClaim(f"a token of weights version {version}, which the run has not given")

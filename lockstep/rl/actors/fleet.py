@@ -285,7 +285,7 @@ class Fleet:
             self._work.heard(remote.name, remote.did)
             for asked, index, new in told:
                 asked.first_at = asked.first_at or time.monotonic()
-                _extend(asked.samples[index], new)
+                _extend(asked.samples[index], new, bool(asked.params.routes))
             for request_id in {part[0] for part in parts}:
                 request = self._requests.get(request_id)
                 if request and not request.unfinished and self._asked.get(request_id) == remote.name:
@@ -412,9 +412,11 @@ def _pairs(
     return list(zip(prompts, each))
 
 
-def _extend(sample: RemoteSample, new: RemoteSample) -> None:
+def _extend(sample: RemoteSample, new: RemoteSample, with_routes: bool) -> None:
     sample.token_ids += new.token_ids
     sample.logprobs += new.logprobs
     sample.cut_logprobs += new.cut_logprobs
     sample.versions += new.versions
+    if with_routes:  # one a token, whoever has sampled it
+        sample.routes += new.routes or [""] * len(new.token_ids)
     sample.finish_reason = new.finish_reason

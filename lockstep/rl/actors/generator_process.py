@@ -274,6 +274,7 @@ class _Generator:
                     "logprobs": sequence.logprobs[told:],
                     "cut_logprobs": sequence.cut_logprobs[told:],
                     "versions": [version] * (now - told),
+                    "routes": routes if any(routes := sequence.routes[told:]) else [],
                     "finish_reason": sequence.finish_reason,
                 }
                 samples.append([request_id, index, new])

@@ -126,6 +126,7 @@ class OwnServer:
             "ignore_eos": params.ignore_eos,
             "logprobs": 0,
             "return_token_ids": True,
+            "return_routes": params.routes or None,
             "stream": True,
         }
         if any(sample.token_ids for sample in request.samples):
@@ -140,6 +141,7 @@ class OwnServer:
                             choice["logprobs"]["token_logprobs"],
                             choice.get("cut_logprobs", []),
                             choice["weights_versions"],
+                            choice.get("routes", []),
                             choice["finish_reason"],
                         ),
                     )
@@ -149,7 +151,7 @@ class OwnServer:
         await client.call("POST", "/admin/weights", body, LOAD_SECONDS)
 
 
-def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, reason: Any) -> RemoteSample:
+def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, routes: Any, reason: Any) -> RemoteSample:
     if reason == "abort":  # a server that ends says so
         raise Unreachable("it has ended a request with 'abort'")
     return sample_of(
@@ -158,6 +160,7 @@ def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, reason
             "logprobs": logprobs,
             "cut_logprobs": cut_logprobs,
             "versions": versions,
+            "routes": routes,
             "finish_reason": reason,
         }
     )
@@ -259,7 +262,7 @@ class VllmServer:
                     tokens = choice["token_ids"] or []
                     reason = choice["finish_reason"]
                     scores = choice["logprobs"]["token_logprobs"] if tokens else []
-                    yield first + choice["index"], _sample(tokens, scores, [], [version] * len(tokens), reason)
+                    yield first + choice["index"], _sample(tokens, scores, [], [version] * len(tokens), [], reason)
 
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
         if self.began_empty:
@@ -288,6 +291,9 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
     if params.cuts:
         problem = "vLLM does not say a token's log-probability both before and after a cut"
         _refuse(client, problem, "leave top_k, top_p and min_p out, or sample with `lockstep serve`")
+    if params.routes == "whole":
+        problem = "rl.router_replay has no routes to replay: vLLM leaves them out of what it streams"
+        _refuse(client, problem, "leave it out, or sample with `lockstep serve`")
     if mode != "processed_logprobs" and (mode != "raw_logprobs" or params.temperature != 1):
         problem = f"its log-probabilities are {mode}, and not those at temperature {params.temperature}"
         _refuse(client, problem, "start it with --logprobs-mode processed_logprobs")

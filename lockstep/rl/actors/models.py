@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
@@ -21,6 +23,13 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
     folder = local_folder(config.model)
     shape = read_config(folder)
     refuse_few_bytes(folder, shape)
+    biased = shape.experts is not None and shape.experts.choice_bias
+    travels = world.size > 1 or config.actors.separate
+    if biased and travels and resolve_dtype(config.dtype) != torch.float32:
+        raise UserError(
+            f"{folder}: the choice of its experts has a float32 bias, but weights travel to the generators as "
+            f"{config.dtype}, which would round it; give --dtype float32, or run in one process"
+        )
     if config.actors.processes:
         # They would find out themselves, but only once the run has begun.
         chunks = chunks_for(shape.reduction_chunks, config.parallel)

@@ -23,6 +23,8 @@ class RemoteSample:
     versions: list[int] = field(default_factory=list)
     """Of the weights that each token was sampled from."""
     finish_reason: FinishReason | None = None
+    routes: list[str] = field(default_factory=list)
+    """Of each token; empty where the request does not ask for them."""
 
     @classmethod
     def begun(cls, completion: Completion) -> RemoteSample:
@@ -34,6 +36,7 @@ class RemoteSample:
             list(completion.cut_logprobs),
             list(completion.versions),
             reason,
+            list(completion.routes),
         )
 
     @property
@@ -41,9 +44,9 @@ class RemoteSample:
         return len(self.token_ids)
 
     def completion(self) -> Completion:
-        return Completion(
-            self.token_ids, self.logprobs, self.finish_reason or "abort", self.cut_logprobs, self.versions
-        )
+        reason = self.finish_reason or "abort"
+        routes = self.routes if any(self.routes) else []
+        return Completion(self.token_ids, self.logprobs, reason, self.cut_logprobs, self.versions, routes)
 
 
 @dataclass(eq=False)

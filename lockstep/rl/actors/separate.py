@@ -28,6 +28,7 @@ from lockstep.rl.actors.shelf import Edition, Shelf, versions_laid_out
 from lockstep.rl.actors.supervisor import Supervisor
 from lockstep.rl.actors.weight_folders import WeightFolders
 from lockstep.rl.actors.wire import Listener, make_key
+from lockstep.rl.routes import routes_form
 
 KEY = "generators.key"
 """In the run's `logs/`, where others may join, who need it. It is gone when the run ends, unless that is killed."""
@@ -165,6 +166,7 @@ class SeparateGenerators:
                 top_k=config.top_k,
                 top_p=config.top_p,
                 min_p=config.min_p,
+                routes=routes_form(config),
             ),
         )
 

@@ -74,6 +74,7 @@ def share_findings(
     loss.found = {name: [v for each in everyone for v in each["found"][name]] for name in everyone[0]["found"]}
     loss.weights = [weight for each in everyone for weight in each["weights"]]
     loss.parity.take([each["parity"] for each in everyone])
+    loss.replay.take([each["replay"] for each in everyone])
     for each in everyone:
         for (batch, number), (entropies, log_probs) in zip(each["places"], each["notes"]):
             rollout = batches[batch].rollouts[number]
@@ -94,6 +95,7 @@ def _plain(loss: PolicyLoss, batches: Sequence[PolicyBatch], own: Sequence[Polic
         "found": loss.found,
         "weights": loss.weights,
         "parity": loss.parity.plain(),
+        "replay": loss.replay.plain(),
         "places": places,
         "notes": notes,
     }

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.checkpoint.manifest import Piece
-from lockstep.checkpoint.part import SavePlanner
+from lockstep.checkpoint.part import Part, SavePlanner
 from lockstep.checkpoint.staging import in_place
 from lockstep.checkpoint.storage import SafetensorsWriter
 from lockstep.errors import RunStopped
-from lockstep.model import TrainableModel, hugging_face_name, write_description
+from lockstep.model import TrainableModel, write_description
 from lockstep.parallel import World
 
 EMBEDDING = "model/model.embed_tokens.weight"
@@ -54,8 +54,11 @@ class WeightFolders:
             shutil.rmtree(folder, ignore_errors=True)
             incomplete.rename(folder)
 
-        named = self._model.named_parameters()
-        tensors = {f"model/{hugging_face_name(name)}": (parameter.detach(), self._dtype) for name, parameter in named}
+        tensors = {
+            f"model/{stored}": (part, self._dtype)
+            for name, parameter in self._model.named_parameters()
+            for stored, part in Part.stored(name, parameter).items()
+        }
         if self._own_head and EMBEDDING in tensors:
             tensors["model/lm_head.weight"] = tensors[EMBEDDING]
         problem = ""

@@ -23,6 +23,7 @@ from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.calling import INVALID, Grader, about, failure
 from lockstep.rl.rewards.workers import Workers
 from lockstep.rl.rollouts import Conversation, Rollout, of_versions
+from lockstep.rl.routes import routes_form
 
 ASKS_PER_TURN = 4
 """Asks of a conversation for each of its `turns`, at most: those count whose reply it does not wait for."""
@@ -243,6 +244,7 @@ def sampling_params(
         seed=seed,
         stop=environment.stop,
         stop_token_ids=rendering.stop_token_ids,
+        routes=routes_form(config),
     )
 
 
@@ -253,7 +255,9 @@ def _reply(one: _Playing, sample: Sample, engine: Sampler, rendering: Rendering)
             f"example {one.example.name}: logits are not finite (NaN or infinite) with weights version "
             f"{engine.weights_version}; check the weights, or load those of an earlier checkpoint"
         )
-    text = one.transcript.add(said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs, said.versions)
+    text = one.transcript.add(
+        said.token_ids, said.logprobs, said.finish_reason, said.cut_logprobs, said.versions, said.routes
+    )
     calls = rendering.calls(text)
     one.tool_calls += len(calls)
     one.tokens += len(said.token_ids)
@@ -278,6 +282,7 @@ def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int)
             token_ids=row.token_ids,
             logprobs=row.logprobs,
             cut_logprobs=row.cut_logprobs,
+            routes=row.routes,
             finish_reason=row.finish_reason,
             completion=row.completion,
             **of_versions(row.versions, version),

@@ -206,6 +206,8 @@ class Row:
     """Of each sampled token, among those that a cut left; empty where nothing was cut."""
     versions: list[int] = field(default_factory=list)
     """Of the weights that each sampled token comes from; empty where they did not change."""
+    routes: list[str] = field(default_factory=list)
+    """Of each sampled token; empty where there are no experts."""
     turns: int = 0
     """Replies."""
     finish_reason: str = ""
@@ -260,6 +262,7 @@ class Transcript:
         finish_reason: str,
         cut_logprobs: Sequence[float] = (),
         versions: Sequence[int] = (),
+        routes: Sequence[str] = (),
     ) -> str:
         """The model's reply to the last prompt; returns its text."""
         row, new = self._continued
@@ -270,6 +273,7 @@ class Transcript:
         row.logprobs += logprobs
         row.cut_logprobs += cut_logprobs
         row.versions += versions
+        row.routes += routes
         row.turns += 1
         row.finish_reason = finish_reason
         row.completion = self.rendering.reply(token_ids)

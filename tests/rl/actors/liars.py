@@ -42,6 +42,7 @@ def truth(message, version):
                 "logprobs": [-1.0] * (count - len(begun["token_ids"])),
                 "cut_logprobs": [],
                 "versions": [version] * (count - len(begun["token_ids"])),
+                "routes": [],
                 "finish_reason": "length",
             },
         ]

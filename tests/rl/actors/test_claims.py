@@ -62,6 +62,8 @@ def sent(*messages):
 
 LIES = {
     "a log-probability is missing": (put(logprobs=[-1.0] * 3), "3 log-probabilities of 4 tokens"),
+    "a route is missing": (put(routes=["AA=="] * 3), "3 routes of 4 tokens"),
+    "a route that is none": (put(routes=["a b"] * 4), "route 'a b'"),
     "a version is missing": (put(versions=[3] * 3), "3 versions of 4 tokens"),
     "no versions": (put(versions=None), "no list of versions of 4 tokens"),
     "cuts that were not asked for": (put(cut_logprobs=[-1.0] * 4), "4 log-probabilities after cuts of 4 tokens"),

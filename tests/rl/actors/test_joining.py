@@ -143,7 +143,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
     fleet = Fleet(512, 1024, 60.0)
     reception, address = reception_of(fleet, welcome_of(model_folder, silence_seconds=30.0))
     host, port = address.split(":")
-    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "cut_logprobs": [], "versions": [0, 0]}
+    new = {"token_ids": [7, 8], "logprobs": [-0.5, -1 / 3], "cut_logprobs": [], "versions": [0, 0], "routes": []}
     begun = {**new, "finish_reason": None}
     with reception:
         request = fleet.add([1], SamplingParams(n=2, seed=3))

@@ -160,6 +160,9 @@ def test_a_vllm_that_would_give_other_numbers_or_old_weights_is_refused_by_name(
 
     params = _wanted().params
     assert "leave top_k, top_p and min_p out" in refusal(params=dataclasses.replace(params, top_p=0.9))
+    assert "leaves them out of what it streams; leave it out" in refusal(
+        params=dataclasses.replace(params, routes="whole")
+    )
     assert "--max-model-len" in refusal(context=600)
     vllm.info["model_config"]["logprobs_mode"] = "raw_logprobs"
     assert "--logprobs-mode processed_logprobs" in refusal()

@@ -1,0 +1,112 @@
+"""Writes the table of docs/models.md: what each family does, tried on its smallest model.
+
+Run: python docs/make_models.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, save_model, score
+from lockstep.config import ParallelConfig, RecomputeConfig, TrainConfig
+from lockstep.errors import UserError
+from lockstep.model import ModelConfig, preset
+from lockstep.model.families import FAMILIES
+from lockstep.parallel.recompute import apply_recompute
+from lockstep.parallel.refusals import refuse_impossible
+from lockstep.parallel.world import AXES
+from lockstep.train import Trainer, pack
+from lockstep.train.pretrain import NextTokenLoss
+
+PAGE = Path(__file__).with_name("models.md")
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
+TITLES = {
+    "llama3": "Llama 3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3",
+}  # fmt: skip
+PROMPTS = [[5, 9, 2], list(range(40, 75))]
+
+
+def shape_of(family: str) -> ModelConfig:
+    return preset(f"{family}:{next(iter(FAMILIES[family].PRESETS))}", 128)
+
+
+def samples_as_it_trains(dtype: str) -> Callable[[str], bool]:
+    def check(family: str) -> bool:
+        model = build_model(shape_of(family), dtype, seed=1)
+        params = SamplingParams(max_tokens=12, n=2, seed=1, ignore_eos=True)
+        groups = Engine(model, EngineConfig(cache_tokens=512, max_tokens_per_step=16)).generate(PROMPTS, params)
+        pairs = [(prompt, c) for prompt, group in zip(PROMPTS, groups) for c in group]
+        scores = score(model, [prompt + list(c.token_ids) for prompt, c in pairs])
+        return all(torch.equal(s[len(p) - 1 :], torch.tensor(c.logprobs)) for s, (p, c) in zip(scores, pairs))
+
+    return check
+
+
+def steps(family: str, recompute: str = "none") -> list[float]:
+    model = build_model(shape_of(family), "float32", seed=1)
+    apply_recompute(model, RecomputeConfig(mode=recompute))  # type: ignore[arg-type]
+    trainer = Trainer(model, TrainConfig(learning_rate=1e-3, warmup_steps=0), 10)
+    return [trainer.step([pack(PROMPTS)], NextTokenLoss(36))["loss"] for _ in range(5)]
+
+
+def learns(family: str) -> bool:
+    losses = steps(family)
+    return losses[-1] < losses[0]
+
+
+def recomputes(family: str) -> bool:
+    return steps(family, "full") == steps(family)
+
+
+def goes_to_disk_and_back(family: str) -> bool:
+    model = build_model(shape_of(family), "float32", seed=1)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model, folder)
+        again = load_model(folder)
+    return again.config == model.config and all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+def fits(**degrees: int) -> Callable[[str], bool | str]:
+    def check(family: str) -> bool | str:
+        try:
+            refuse_impossible(shape_of(family), dict.fromkeys(AXES, 1) | degrees, ParallelConfig(**degrees))  # type: ignore[arg-type]
+        except UserError as error:
+            return "refused: " + str(error).splitlines()[-1].removeprefix("  - ")
+        return True
+
+    return check
+
+
+CHECKS: dict[str, Callable[[str], bool | str]] = {
+    "sampling has the trainer's bits, float32": samples_as_it_trains("float32"),
+    "sampling has the trainer's bits, bfloat16": samples_as_it_trains("bfloat16"),
+    "trains": learns,
+    "recomputation changes no bit": recomputes,
+    "Hugging Face folder, written and read": goes_to_disk_and_back,
+    "`parallel.context 2`": fits(context=2),
+    "`parallel.pipeline 2`": fits(pipeline=2),
+    "`parallel.expert 2`": fits(expert=2, data_shard=2),
+}
+
+
+def table() -> str:
+    """A row for each feature, a column for each family."""
+    lines = [f"| | {' | '.join(TITLES[family] for family in FAMILIES)} |", "| --- " * (len(FAMILIES) + 1) + "|"]
+    for feature, check in CHECKS.items():
+        found = [check(family) for family in FAMILIES]
+        cells = [each if isinstance(each, str) else "yes" if each else "NO" for each in found]
+        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

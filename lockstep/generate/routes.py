@@ -1,0 +1,78 @@
+"""Which experts computed a token's log-probability, as a text: of all layers, or a digest of them.
+
+A whole route has a byte for each expert of each mixture, of more than 256 experts two. Where it is longer than a digest
+it is several times what the token itself takes as plain data (48 layers of 8 experts: 512 characters beside 30), and
+comparing needs no more than the digest: that is what travels and what is written, unless routes are to be replayed.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lockstep.generate.sampling_params import RoutesForm
+from lockstep.model import ModelConfig
+
+DIGEST = 8
+"""Bytes. A shorter route is its own digest."""
+
+
+LONGEST = 16384
+"""Characters of a route that others send."""
+
+
+def mixtures_of(shape: ModelConfig) -> list[int]:
+    """The layers whose feed-forward is a mixture of experts."""
+    return [layer for layer in range(shape.num_layers) if not shape.is_dense(layer)]
+
+
+def routes_of_rows(
+    recorded: Sequence[Int[Tensor, "tokens active"]], rows: Int[Tensor, "rows"], tokens: int
+) -> list[bytes]:
+    """Whole routes of some rows, from what `ops.recorded_routes` has of a forward pass over `tokens` rows."""
+    # A compiled half of a layer gets each row twice where there is but one.
+    own = [chosen if len(chosen) == tokens else chosen[:: len(chosen) // tokens] for chosen in recorded]
+    table = torch.stack([chosen[rows] for chosen in own], 1).flatten(1).cpu().numpy()
+    content, width = table.tobytes(), table.shape[1] * table.itemsize
+    return [content[start : start + width] for start in range(0, len(content), width)]
+
+
+def written(route: bytes, form: RoutesForm = "whole") -> str:
+    """A whole route as a text; empty where it was not asked for."""
+    if not form:
+        return ""
+    return b64encode(route if form == "whole" or len(route) <= DIGEST else _digest(route)).decode()
+
+
+def is_written(route: str) -> bool:
+    """Whether a text is one that `written` may have made, of some model."""
+    try:
+        return len(route) <= LONGEST and len(b64decode(route, validate=True)) > 0
+    except ValueError:
+        return False
+
+
+def shortened(route: str) -> str:
+    """The digest of a route, which may be one already."""
+    content = b64decode(route)
+    return route if len(content) <= DIGEST else b64encode(_digest(content)).decode()
+
+
+def read_route(route: str, shape: ModelConfig) -> Int[np.ndarray, "mixtures active"] | None:
+    """The experts of each mixture; None: it is but a digest, or of another shape."""
+    assert shape.experts is not None
+    kind = np.dtype(np.uint8 if shape.experts.count <= 256 else "<i2")
+    content, mixtures, active = b64decode(route), len(mixtures_of(shape)), shape.experts.routing.active
+    if len(content) != mixtures * active * kind.itemsize:
+        return None
+    return np.frombuffer(content, kind).reshape(mixtures, active).astype(np.int64)
+
+
+def _digest(route: bytes) -> bytes:
+    return blake2b(route, digest_size=DIGEST).digest()

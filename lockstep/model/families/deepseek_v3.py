@@ -1,0 +1,145 @@
+"""DeepSeek-V3: latent attention, a sigmoid router with groups, a shared expert (arXiv 2412.19437)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.model.config import ExpertsConfig, Latent, ModelConfig, Yarn
+from lockstep.model.families.reading import truth, whole_number
+from lockstep.ops.routing import Routing
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+MODEL_TYPE = "deepseek_v3"
+QK_NORM = False
+ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Settings that would change the arithmetic, and the only value that is built here."""
+
+
+def config(
+    vocab_size: int,
+    latent: Latent,
+    experts: ExpertsConfig | None = None,
+    rope_factor: float = 0.0,
+    max_positions: int = 0,
+    **sizes: int,
+) -> ModelConfig:
+    """A DeepSeek-V3 of any size, with the family's constants."""
+    scaling = Yarn(rope_factor, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0) if rope_factor else None
+    return ModelConfig(
+        family="deepseek_v3",
+        vocab_size=vocab_size,
+        num_kv_heads=1,
+        head_dim=latent.key_dim,
+        latent=latent,
+        experts=experts,
+        tie_embeddings=False,
+        rope_theta=10_000.0,
+        rope_scaling=scaling,
+        max_positions=max_positions or int(4096 * rope_factor) or 32768,
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
+def _experts(count: int, active: int, size: int, dense_layers: int, groups: int, groups_kept: int) -> ExpertsConfig:
+    """With one shared expert."""
+    routing = Routing(active, "sigmoid", scale=2.5, groups=groups, groups_kept=groups_kept)
+    return ExpertsConfig(count, size, routing, size, choice_bias=True, dense_layers=tuple(range(dense_layers)))
+
+
+def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
+    compressed = values.get("q_lora_rank", True) is not None  # null: queries are not
+    latent = Latent(
+        kv_rank=whole_number(values, "kv_lora_rank", where),
+        nope_dim=whole_number(values, "qk_nope_head_dim", where),
+        rope_dim=whole_number(values, "qk_rope_head_dim", where),
+        value_dim=whole_number(values, "v_head_dim", where),
+        q_rank=whole_number(values, "q_lora_rank", where) if compressed else 0,
+        interleaved=truth(values, "rope_interleave", where, True),
+    )
+    return {"latent": latent, "num_kv_heads": 1, "head_dim": latent.key_dim}
+
+
+def write_attention(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`; there as many key-value heads are written as heads."""
+    assert config.latent is not None
+    return {
+        "kv_lora_rank": config.latent.kv_rank,
+        "qk_nope_head_dim": config.latent.nope_dim,
+        "qk_rope_head_dim": config.latent.rope_dim,
+        "v_head_dim": config.latent.value_dim,
+        "q_lora_rank": config.latent.q_rank or None,
+        "rope_interleave": config.latent.interleaved,
+        "num_key_value_heads": config.num_heads,
+        "head_dim": config.latent.rope_dim,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
+    """From the keys of `config.json`. Raises UserError."""
+    size = whole_number(values, "moe_intermediate_size", where)
+    # Of keys that are absent, what transformers takes.
+    scale = values.get("routed_scaling_factor", 2.5)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < 1e30:
+        raise UserError(f"{where}: routed_scaling_factor is {scale!r:.100}; it must be a number above 0")
+    routing = Routing(
+        whole_number(values, "num_experts_per_tok", where),
+        "sigmoid",
+        normalize=truth(values, "norm_topk_prob", where, True),
+        scale=float(scale),
+        groups=whole_number(values, "n_group", where, default=8),
+        groups_kept=whole_number(values, "topk_group", where, default=4),
+    )
+    dense = whole_number(values, "first_k_dense_replace", where, default=3)
+    return ExpertsConfig(
+        whole_number(values, "n_routed_experts", where, "num_local_experts"),
+        size,
+        routing,
+        shared_size=size * whole_number(values, "n_shared_experts", where, default=1),
+        choice_bias=True,
+        dense_layers=tuple(range(min(dense, whole_number(values, "num_hidden_layers", where)))),
+    )
+
+
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`."""
+    assert config.experts is not None
+    experts, routing = config.experts, config.experts.routing
+    return {
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": routing.active,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_shared_experts": experts.shared_size // experts.intermediate_size,
+        "first_k_dense_replace": len(experts.dense_layers),
+        "n_group": routing.groups,
+        "topk_group": routing.groups_kept,
+        "norm_topk_prob": routing.normalize,
+        "routed_scaling_factor": routing.scale,
+        **ONLY,
+    }
+
+
+def is_ignored(name: str, config: ModelConfig) -> bool:
+    """The layers behind the last one, which predict further tokens and take no part in the model's own."""
+    layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+    return layer is not None and int(layer[1]) >= config.num_layers
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "micro": dict(
+        dim=128, num_layers=4, num_heads=4, intermediate_size=384, latent=Latent(64, 32, 32, 32, q_rank=96),
+        experts=_experts(8, 2, 128, dense_layers=1, groups=2, groups_kept=1),
+    ),
+    "tiny": dict(
+        dim=256, num_layers=6, num_heads=4, intermediate_size=1024, latent=Latent(128, 64, 32, 64, q_rank=192),
+        experts=_experts(16, 4, 256, dense_layers=1, groups=4, groups_kept=2),
+    ),
+    "671b": dict(
+        dim=7168, num_layers=61, num_heads=128, intermediate_size=18432, latent=Latent(512, 128, 64, 128, q_rank=1536),
+        experts=_experts(256, 8, 2048, dense_layers=3, groups=8, groups_kept=4), rope_factor=40.0,
+    ),
+}  # fmt: skip
+VOCAB_SIZES = {"micro": 258, "tiny": 2048, "671b": 129280}

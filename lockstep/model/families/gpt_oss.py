@@ -1,0 +1,117 @@
+"""gpt-oss: sinks, windows in every second layer, biases, experts with a clamped activation (arXiv 2508.10925)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.errors import UserError
+from lockstep.model.config import ExpertsConfig, ModelConfig, Yarn
+from lockstep.model.families.reading import whole_number
+from lockstep.ops.clamped_swiglu import LIMIT, SLOPE
+from lockstep.ops.routing import Routing
+
+ARCHITECTURE = "GptOssForCausalLM"
+MODEL_TYPE = "gpt_oss"
+QK_NORM = False
+ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
+"""Settings that would change the arithmetic, and the only value that is built here."""
+QUANTIZED = ("mxfp4",)
+"""Formats that a folder's experts may be stored in; they are read into bfloat16."""
+KINDS = {"sliding_attention": True, "full_attention": False}
+
+
+def config(
+    vocab_size: int, experts: int, active: int, window: int, tie_embeddings: bool = False, **sizes: int
+) -> ModelConfig:
+    """A gpt-oss of any size, with the family's constants."""
+    return ModelConfig(
+        family="gpt_oss",
+        vocab_size=vocab_size,
+        tie_embeddings=bool(tie_embeddings),
+        norm_eps=1e-5,
+        rope_theta=150_000.0,
+        rope_scaling=Yarn(32.0, 4096, truncate=False),
+        max_positions=131072,
+        attention_bias=True,
+        sinks=True,
+        windows=(window, 0),
+        experts=_experts(experts, sizes["intermediate_size"], active),
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
+def _experts(count: int, size: int, active: int) -> ExpertsConfig:
+    return ExpertsConfig(count, size, Routing(active, "softmax_of_chosen"), clamped=True)
+
+
+def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
+    """From the keys of `config.json`. Raises UserError."""
+    return _experts(
+        whole_number(values, "num_local_experts", where, "num_experts"),
+        whole_number(values, "intermediate_size", where),
+        whole_number(values, "num_experts_per_tok", where, "experts_per_token"),
+    )
+
+
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`, for old and new transformers."""
+    assert config.experts is not None
+    return {
+        "num_local_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.routing.active,
+        "experts_per_token": config.experts.routing.active,
+    }
+
+
+def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
+    count = whole_number(values, "num_hidden_layers", where)
+    kinds = values.get("layer_types") or ["full_attention" if n % 2 else "sliding_attention" for n in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in KINDS for kind in map(str, kinds)):
+        raise UserError(
+            f"{where}: layer_types is {kinds!r:.100}; it must name one of {', '.join(KINDS)} for each layer"
+        )
+    window = whole_number(values, "sliding_window", where, default=128)
+    return {
+        "attention_bias": True,
+        "sinks": True,
+        "windows": shortest_turn([window if KINDS[kind] else 0 for kind in kinds]),
+    }
+
+
+def shortest_turn(windows: Sequence[int]) -> tuple[int, ...]:
+    """The fewest that make up all, one after the other again and again."""
+    turns = (tuple(windows[:length]) for length in range(1, len(windows) + 1))
+    return next(turn for turn in turns if all(turn[n % len(turn)] == own for n, own in enumerate(windows)))
+
+
+def write_attention(config: ModelConfig) -> dict[str, Any]:
+    """Back from `read_attention`. Raises UserError for windows of several widths, which the keys have no room for."""
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    widths = {window for window in windows if window} or {128}
+    if len(widths) > 1:
+        raise UserError(f"model: windows of {sorted(widths)} tokens; a gpt-oss has windows of one width")
+    return {
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "sliding_window": widths.pop(),
+        "swiglu_alpha": SLOPE,
+        "swiglu_limit": LIMIT,
+    }
+
+
+PRESETS = {
+    "micro": dict(
+        dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=128, experts=8, active=2,
+        window=20,
+    ),
+    "20b": dict(
+        dim=2880, num_layers=24, num_heads=64, num_kv_heads=8, head_dim=64, intermediate_size=2880, experts=32,
+        active=4, window=128,
+    ),
+    "120b": dict(
+        dim=2880, num_layers=36, num_heads=64, num_kv_heads=8, head_dim=64, intermediate_size=2880, experts=128,
+        active=4, window=128,
+    ),
+}  # fmt: skip
+VOCAB_SIZES = {"micro": 258} | dict.fromkeys(("20b", "120b"), 201088)

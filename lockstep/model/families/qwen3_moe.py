@@ -1,0 +1,79 @@
+"""Qwen3 with a mixture of experts in place of the feed-forward (arXiv 2505.09388)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.model.config import ExpertsConfig, ModelConfig
+from lockstep.model.families.reading import layer_numbers, truth, whole_number
+from lockstep.ops.routing import Routing
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+MODEL_TYPE = "qwen3_moe"
+QK_NORM = True
+
+
+def config(
+    vocab_size: int, experts: int, active: int, expert_size: int, tie_embeddings: bool = False, **sizes: int
+) -> ModelConfig:
+    """A Qwen3-MoE of any size, with the family's constants. The dense size, which no layer has, is all active ones'."""
+    return ModelConfig(
+        family="qwen3_moe",
+        vocab_size=vocab_size,
+        qk_norm=True,
+        tie_embeddings=bool(tie_embeddings),
+        intermediate_size=active * expert_size,
+        experts=ExpertsConfig(experts, expert_size, Routing(active, "softmax_of_chosen")),
+        **sizes,  # type: ignore[arg-type]
+    )
+
+
+def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
+    """From the keys of `config.json`. Raises UserError."""
+    layers = whole_number(values, "num_hidden_layers", where)
+    step = max(1, whole_number(values, "decoder_sparse_step", where, default=1))
+    dense = {*layer_numbers(values, "mlp_only_layers", where, layers), *(n for n in range(layers) if (n + 1) % step)}
+    active = whole_number(values, "num_experts_per_tok", where)
+    normalized = truth(values, "norm_topk_prob", where, False)
+    return ExpertsConfig(
+        whole_number(values, "num_experts", where, "num_local_experts"),
+        whole_number(values, "moe_intermediate_size", where),
+        Routing(active, "softmax_of_chosen" if normalized else "softmax"),
+        dense_layers=tuple(sorted(dense)),
+    )
+
+
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """The keys of `config.json`, for old and new transformers."""
+    assert config.experts is not None
+    return {
+        "num_experts": config.experts.count,
+        "num_local_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.routing.active,
+        "moe_intermediate_size": config.experts.intermediate_size,
+        "norm_topk_prob": config.experts.routing.scoring == "softmax_of_chosen",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.experts.dense_layers),
+    }
+
+
+PRESETS = {
+    "micro": dict(
+        dim=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, experts=8, active=2, expert_size=128,
+        tie_embeddings=True,
+    ),
+    "tiny": dict(
+        dim=256, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, experts=16, active=4, expert_size=256,
+        tie_embeddings=True,
+    ),
+    "small": dict(
+        dim=768, num_layers=8, num_heads=12, num_kv_heads=12, head_dim=64, experts=32, active=4, expert_size=768,
+    ),
+    "30b-a3b": dict(
+        dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, experts=128, active=8, expert_size=768,
+    ),
+    "235b-a22b": dict(
+        dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, experts=128, active=8, expert_size=1536,
+    ),
+}  # fmt: skip
+VOCAB_SIZES = {"micro": 258, "tiny": 2048, "small": 32000} | dict.fromkeys(("30b-a3b", "235b-a22b"), 151936)

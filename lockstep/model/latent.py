@@ -1,0 +1,84 @@
+"""Latent attention: all heads attend to one compressed key per token (arXiv 2405.04434, section 2.1).
+
+A token's latent c gives head h the key `U_h c` and the value `V_h c`. Neither is ever made: a query meets the latent as
+`U_hᵀ q`, and the values of an attended latent are `V_h` times it. The trainer computes in this absorbed form too, so
+that its bits are the generator's. What the cache holds per token is the latent and one rotated key for all heads; both
+are read as the key, and the latent as the value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import ops
+from lockstep.model.config import ModelConfig
+from lockstep.model.layers import Weight
+from lockstep.model.rotary import softmax_scale
+
+LATENT_EPS = 1e-6
+"""Of the norms of what is compressed, whatever the others' is."""
+
+
+class LatentAttention(nn.Module):
+    """Projections to queries over the latent and to the latent, and back from what the heads have attended to."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        assert config.latent is not None
+        self.latent = latent = config.latent
+        self.scale = softmax_scale(config)
+        heads = config.num_heads
+        queries = heads * (latent.nope_dim + latent.rope_dim)
+        if latent.q_rank:
+            self.q_a_proj = Weight(latent.q_rank, config.dim, dtype=dtype, device=device)
+            self.q_a_layernorm = Weight(latent.q_rank, dtype=dtype, device=device)
+            self.q_b_proj = Weight(queries, latent.q_rank, dtype=dtype, device=device)
+        else:
+            self.q_proj = Weight(queries, config.dim, dtype=dtype, device=device)
+        self.kv_a_proj_with_mqa = Weight(latent.key_dim, config.dim, dtype=dtype, device=device)
+        self.kv_a_layernorm = Weight(latent.kv_rank, dtype=dtype, device=device)
+        rows = heads * (latent.nope_dim + latent.value_dim)
+        self.kv_b_proj = Weight(rows, latent.kv_rank, dtype=dtype, device=device)
+        self.o_proj = Weight(config.dim, heads * latent.value_dim, dtype=dtype, device=device)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Queries `[tokens, heads, key_dim]` and the one key `[tokens, 1, key_dim]`, which is the value too."""
+        latent = self.latent
+        queries = self._queries(x).view(x.shape[0], -1, latent.nope_dim + latent.rope_dim)
+        absorbed = ops.head_linear(
+            queries[..., : latent.nope_dim], self.kv_b_proj.weight, 0, latent.nope_dim, across=True
+        )
+        compressed = ops.linear(x, self.kv_a_proj_with_mqa.weight)[:, None]
+        key = _normed(compressed[..., : latent.kv_rank], self.kv_a_layernorm.weight)
+        rotated = self._rotated(queries[..., latent.nope_dim :], cos, sin)
+        rotated_key = self._rotated(compressed[..., latent.kv_rank :], cos, sin)
+        return torch.cat((absorbed, rotated), -1), torch.cat((key, rotated_key), -1), None
+
+    def terms(self) -> ops.Terms:
+        """What attention is called with beside queries and keys, whose width is not that of what they stand for."""
+        return ops.Terms(scale=self.scale)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Each head's values `[tokens, heads · value_dim]` of the keys that it has attended to."""
+        latent = self.latent
+        attended = attended[..., : latent.kv_rank]
+        stop = latent.nope_dim + latent.value_dim
+        return ops.head_linear(attended, self.kv_b_proj.weight, latent.nope_dim, stop).flatten(1)
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if not self.latent.q_rank:
+            return ops.linear(x, self.q_proj.weight)
+        compressed = ops.linear(x, self.q_a_proj.weight)[:, None]
+        return ops.linear(_normed(compressed, self.q_a_layernorm.weight)[:, 0], self.q_b_proj.weight)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Scores are the same for any order of the features that queries and keys share.
+        if self.latent.interleaved:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
+        return ops.rotary(x, cos, sin)
+
+
+def _normed(compressed: Tensor, weight: Tensor) -> Tensor:
+    """Of `[tokens, 1, features]`: every rank of a tensor axis has all tokens here, and as a head they are not cut."""
+    return ops.rms_norm(compressed, weight, LATENT_EPS)

@@ -1,0 +1,101 @@
+"""The feed-forward as a mixture of experts: a router, its experts, and one that all tokens go through."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import ops
+from lockstep.model.config import ModelConfig
+from lockstep.model.layers import FeedForward, Weight
+
+
+class Router(Weight):
+    """One logit for each expert, and the bias that the choice may have."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        assert config.experts is not None
+        super().__init__(config.experts.count, config.dim, dtype=dtype, device=device, bias=config.experts.clamped)
+        self.routing = config.experts.routing
+        self.load = ops.ExpertLoad(config.experts.count, config.experts.routing.active)
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if config.experts.choice_bias:
+            # Always float32: a step that balances the load is far below bfloat16's resolution.
+            bias = torch.empty(config.experts.count, dtype=torch.float32, device=device)
+            self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of each token's experts, and which they are."""
+        logits = ops.router_logits(x, self.weight)
+        if self.bias is not None:
+            logits = ops.add_bias(logits, self.bias)
+        return ops.route(logits, self.routing, self.e_score_correction_bias, self.load)
+
+
+class Experts(nn.Module):
+    """All experts' gated feed-forwards, each weight stacked: `[experts, out, in]`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        assert config.experts is not None
+        count, size = config.experts.count, config.experts.intermediate_size
+        self.gate_proj = Weight(count, size, config.dim, dtype=dtype, device=device)
+        self.up_proj = Weight(count, size, config.dim, dtype=dtype, device=device)
+        self.down_proj = Weight(count, config.dim, size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return ops.experts(x, weights, chosen, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+
+
+class MixtureOfExperts(nn.Module):
+    """The experts of each token, weighed, and the shared one where there is one."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        assert config.experts is not None
+        self.gate = Router(config, dtype, device)
+        self.experts = Experts(config, dtype, device)
+        if config.experts.shared_size:
+            self.shared_experts = FeedForward(config, dtype, device, config.experts.shared_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, *self.gate(x))
+        return out + self.shared_experts(x) if hasattr(self, "shared_experts") else out
+
+
+class ClampedExperts(nn.Module):
+    """All of gpt-oss's experts, stacked; named as Hugging Face names them, but `[experts, out, in]`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        assert config.experts is not None
+        count, size, dim = config.experts.count, config.experts.intermediate_size, config.dim
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * size, dim, dtype=dtype, device=device))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * size, dtype=dtype, device=device))
+        self.down_proj = nn.Parameter(torch.empty(count, dim, size, dtype=dtype, device=device))
+        self.down_proj_bias = nn.Parameter(torch.empty(count, dim, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        return ops.clamped_experts(
+            x, weights, chosen, self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
+        )
+
+
+class ClampedMixture(nn.Module):
+    """gpt-oss's feed-forward: the experts of each token, weighed."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
+        super().__init__()
+        self.router = Router(config, dtype, device)
+        self.experts = ClampedExperts(config, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, *self.router(x))
+        return out
+
+
+def feed_forward_of(config: ModelConfig, layer: int, dtype: torch.dtype, device: str | torch.device) -> nn.Module:
+    """The layer's feed-forward: dense, or a mixture."""
+    if config.is_dense(layer) or config.experts is None:
+        return FeedForward(config, dtype, device)
+    return (ClampedMixture if config.experts.clamped else MixtureOfExperts)(config, dtype, device)

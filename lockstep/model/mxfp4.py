@@ -1,0 +1,55 @@
+"""MXFP4 tensors of a file, read as floating-point numbers: blocks of 32 numbers of four bits that share a scale.
+
+A number is e2m1, a scale e8m0, a power of two (Open Compute Project, "OCP Microscaling Formats Specification", 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+BLOCK = 32
+"""Numbers that share a scale."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What follows a tensor's name in the names of the two that it is stored as."""
+NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the lower three bits; the fourth is the sign."""
+BIAS = 127
+
+
+def dequantized(
+    blocks: UInt8[Tensor, "experts out blocks half"], scales: UInt8[Tensor, "experts out blocks"]
+) -> Float[Tensor, "experts out in"]:
+    """In bfloat16, which has them all exactly: two bits of a number, and a power of two. A scale of 255 is NaN.
+
+    Of a byte the lower four bits come first.
+    """
+    table = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)], dtype=torch.bfloat16)
+    numbers = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
+    powers = torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - BIAS)).bfloat16()
+    return (numbers * powers[..., None]).flatten(-2)
+
+
+class Mxfp4:
+    """An expert's weights `[experts, in, out]` in a file, of which a place is read at a time: as a tensor's slice is.
+
+    The file has them as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales.
+    """
+
+    def __init__(self, blocks: Any, scales: Any):
+        self.blocks, self.scales = blocks, scales
+
+    def __getitem__(self, place: tuple[slice, slice, slice]) -> Tensor:
+        experts, inputs, outputs = place
+        first = inputs.start // BLOCK
+        whole = slice(first, -(-inputs.stop // BLOCK))
+        inside = slice(inputs.start - first * BLOCK, inputs.stop - first * BLOCK)
+        # One after the other: a table is looked up by whole numbers, several times as large as what they are made of.
+        parts = []
+        for expert in range(experts.start, experts.stop):
+            own = (slice(expert, expert + 1), outputs, whole)
+            parts.append(dequantized(self.blocks[own], self.scales[own])[..., inside].mT)
+        return torch.cat(parts)

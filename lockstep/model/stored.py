@@ -1,0 +1,98 @@
+"""Under which names, and cut how, a parameter stands in the files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES
+
+EXPERTS = ".mlp.experts."
+PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+FUSED = "gate_up_proj"
+TRANSPOSED = ("gate_up_proj", "down_proj")
+"""Of gpt-oss's experts: in files `[experts, in, out]`."""
+
+
+CHOICE_BIAS = "e_score_correction_bias"
+
+
+def is_float32(name: str) -> bool:
+    """Whether a parameter is float32 in a model of any dtype: a router's bias moves in steps below bfloat16's."""
+    return name.endswith(CHOICE_BIAS)
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, and where a parameter's values are."""
+
+    name: str
+    expert: int | None = None
+    """The tensor is this expert's part of a parameter that stacks all experts'; None: it has the whole parameter."""
+    first_row: int = 0
+    """Of a tensor with several parameters' rows, where this one's begin."""
+    shape: tuple[int, ...] = ()
+    """The tensor's own, of one with several parameters' rows."""
+    transposed: bool = False
+    """The tensor has the parameter's last two dimensions the other way round."""
+    quantized: bool = False
+    """Instead of the tensor the files have its MXFP4 blocks and their scales."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """A parameter's values as the tensor has them; they share their memory."""
+        if self.expert is not None:
+            return parameter[self.expert]
+        return parameter.mT if self.transposed else parameter
+
+    def place(self, place: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where in the tensor a place of the parameter is."""
+        if self.expert is not None:
+            return place[1:]
+        if self.first_row:
+            return place[0], slice(place[1].start + self.first_row, place[1].stop + self.first_row), place[2]
+        return (*place[:-2], place[-1], place[-2]) if self.transposed else place
+
+    def tensors(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of what the files have, of a parameter's shape."""
+        if self.quantized:
+            experts, outputs, inputs = shape
+            blocks = (experts, outputs, inputs // BLOCK)
+            return {self.name + BLOCKS: (*blocks, BLOCK // 2), self.name + SCALES: blocks}
+        if self.transposed:
+            return {self.name: (*shape[:-2], shape[-1], shape[-2])}
+        return {self.name: self.shape or tuple(shape if self.expert is None else shape[1:])}
+
+
+def hugging_face_name(name: str) -> str:
+    """A parameter's name in a Hugging Face file: everything but the head stands under `model.`."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
+    """The tensors that a parameter is written as: experts one by one, as Hugging Face's folders have them."""
+    layer, _, projection = name.partition(EXPERTS)
+    if projection in TRANSPOSED:
+        return [Stored(hugging_face_name(name), transposed=True)]
+    if projection not in PROJECTIONS:
+        return [Stored(hugging_face_name(name))]
+    return [Stored(f"model.{layer}{EXPERTS}{expert}.{projection}", expert) for expert in range(shape[0])]
+
+
+def found_as(name: str, shape: Sequence[int], held: Collection[str]) -> list[Stored]:
+    """As `stored_as`, or stacked, fused or quantised, where the files hold those."""
+    written = stored_as(name, shape)
+    layer, _, projection = name.partition(EXPERTS)
+    if written[0].transposed and written[0].name + BLOCKS in held and shape[-1] % BLOCK == 0:
+        return [written[0]._replace(quantized=True)]
+    if written[0].expert is None or written[0].name in held:
+        return written
+    kind = projection.removesuffix("_proj.weight")
+    whole = f"model.{layer}{EXPERTS}{kind}_proj"
+    if stacked := next((n for n in (whole, f"{whole}.weight") if n in held), None):
+        return [Stored(stacked)]
+    fused = f"model.{layer}{EXPERTS}{FUSED}"
+    if kind != "down" and fused in held:
+        experts, rows, columns = shape
+        return [Stored(fused, first_row=0 if kind == "gate" else rows, shape=(experts, 2 * rows, columns))]
+    return written

@@ -1,0 +1,212 @@
+"""The experts of a mixture: each token goes through a few of many gated feed-forwards, and their sum is weighed.
+
+Rows are sorted by expert, multiplied a group at a time, and added up per token in the order of its own experts. So a
+token's bits do not depend on which tokens share its experts, nor on how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.activation import silu_mul
+from lockstep.ops.asked import asked_for
+from lockstep.ops.forms import FORMS
+from lockstep.ops.grouped_linear import grouped_linear
+from lockstep.ops.opaque import library
+
+Activation = Callable[[Tensor, Tensor], Tensor]
+
+
+def experts(
+    x: Float[Tensor, "tokens dim"],
+    weights: Float32[Tensor, "tokens active"],
+    chosen: Int[Tensor, "tokens active"],
+    gate: Float[Tensor, "experts inner dim"],
+    up: Float[Tensor, "experts inner dim"],
+    down: Float[Tensor, "experts dim inner"],
+) -> Float[Tensor, "tokens dim"]:
+    """The weighted sum of each token's `chosen` experts, in float32 and rounded once; see `route` for both."""
+    if (form := FORMS.get(type(gate))) is not None:
+        return form.experts(x, weights, chosen, gate, up, down)
+    starts, places, sources = order_by_expert(chosen, gate.shape[0])
+    rows = feed_forward(dispatch(x, places, sources), starts, gate, up, down)
+    return combine(rows, weights, places)
+
+
+def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Float[Tensor, "rows dim"]:
+    """Every row through its expert: those of expert e are rows `starts[e]` to `starts[e + 1]`."""
+    gated = silu_mul(grouped_linear(rows, gate, starts), grouped_linear(rows, up, starts))
+    return grouped_linear(gated, down, starts)
+
+
+def order_by_expert(
+    chosen: Int[Tensor, "tokens active"], experts: int
+) -> tuple[Int[Tensor, "experts+1"], Int[Tensor, "choices"], Int[Tensor, "choices"]]:
+    """The order of rows by expert, of one expert by token: where each expert's rows start (on the CPU), the row of each
+    choice, and the choice of each row."""
+    if torch.compiler.is_compiling():
+        return _opaque_order(chosen, experts)
+    return _order(chosen, experts)
+
+
+def dispatch(
+    x: Float[Tensor, "tokens dim"], places: Int[Tensor, "choices"], sources: Int[Tensor, "choices"]
+) -> Float[Tensor, "choices dim"]:
+    """The token of each row. Its gradient adds up a token's rows in the order of its choices."""
+    if torch.compiler.is_compiling():
+        return _opaque_dispatch(x, places, sources)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Dispatch.apply(x, places, sources)
+    return _dispatch(x, places, sources)
+
+
+def combine(
+    rows: Float[Tensor, "choices dim"], weights: Float32[Tensor, "tokens active"], places: Int[Tensor, "choices"]
+) -> Float[Tensor, "tokens dim"]:
+    """The weighted sum of each token's rows, in the order of its choices, in float32 and rounded once."""
+    if torch.compiler.is_compiling():
+        return _opaque_combine(rows, weights, places)
+    if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
+        return _Combine.apply(rows, weights, places)
+    return _combine(rows, weights, places)
+
+
+def _order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    flat = chosen.flatten().contiguous()  # of one choice a token flattening may keep the strides
+    if native.is_pretending() or flat.is_meta:
+        starts = torch.arange(experts + 1) * len(flat) // experts
+        return starts, torch.empty_like(flat), torch.empty_like(flat)
+    if flat.device.type == "cpu" and native.library() is not None:
+        starts, places, sources = flat.new_empty(experts + 1), torch.empty_like(flat), torch.empty_like(flat)
+        native.call("order_by_expert", torch.float32, flat, starts, places, sources, len(flat), experts)
+        return starts, places, sources
+    sources = flat.argsort(stable=True)
+    places = torch.empty_like(sources).scatter_(0, sources, torch.arange(len(sources), device=sources.device))
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat + 1, torch.ones_like(flat)).cumsum(0).cpu(), places, sources
+
+
+def _dispatch(x: Tensor, places: Tensor, sources: Tensor) -> Tensor:
+    active = len(sources) // max(len(x), 1)
+    if native.is_pretending() or x.is_meta:
+        return x.new_empty(len(sources), x.shape[1])
+    return x[sources // max(active, 1)]
+
+
+def _combine(rows: Tensor, weights: Tensor | None, places: Tensor, tokens: int = 0) -> Tensor:
+    tokens = tokens if weights is None else len(weights)
+    out = rows.new_empty(tokens, rows.shape[1])
+    active = len(places) // max(tokens, 1)
+    if native.usable(rows):
+        weights = None if weights is None else weights.contiguous()
+        native.call("combine", rows.dtype, rows.contiguous(), weights, places, out, tokens, active, rows.shape[1])
+        return out
+    by_choice = rows[places].unflatten(0, (tokens, active)).float()
+    total = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    for choice in range(active):
+        row = by_choice[:, choice]
+        total = total + (row if weights is None else weights[:, choice, None] * row)
+    return total.to(rows.dtype)
+
+
+def _combine_gradients(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    if native.usable(rows):
+        grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+        tensors = (grad.contiguous(), rows.contiguous(), weights.contiguous(), places, grad_rows, grad_weights)
+        native.call("combine_backward", rows.dtype, *tensors, *weights.shape, rows.shape[1])
+        return grad_rows, grad_weights
+    wide = grad.float()[:, None]
+    by_choice = rows[places].unflatten(0, weights.shape)
+    grad_rows = torch.empty_like(rows)
+    grad_rows[places] = (wide * weights[..., None]).flatten(0, 1).to(rows.dtype)
+    return grad_rows, (wide * by_choice.float()).sum(-1)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, sources: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.tokens = len(x)
+        return _dispatch(x, places, sources)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _combine(grads[0], None, places, ctx.tokens), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, places)
+        return _combine(rows, weights, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_rows, grad_weights = _combine_gradients(grads[0], *ctx.saved_tensors)
+        return grad_rows if asked_for(ctx, 0) else None, grad_weights if asked_for(ctx, 1) else None, None
+
+
+@library.operator(
+    "order_by_expert(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)",
+    fake=lambda chosen, experts: (
+        chosen.new_empty(experts + 1, device="cpu"),
+        chosen.new_empty(chosen.numel()),
+        chosen.new_empty(chosen.numel()),
+    ),
+)
+def _opaque_order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _order(chosen, experts)
+
+
+@library.operator(
+    "dispatch(Tensor x, Tensor places, Tensor sources) -> Tensor",
+    fake=lambda x, places, sources: x.new_empty(sources.shape[0], x.shape[1]),
+)
+def _opaque_dispatch(x: Tensor, places: Tensor, sources: Tensor) -> Tensor:
+    return _dispatch(x, places, sources)
+
+
+@library.operator(
+    "combine(Tensor rows, Tensor weights, Tensor places) -> Tensor",
+    fake=lambda rows, weights, places: rows.new_empty(weights.shape[0], rows.shape[1]),
+)
+def _opaque_combine(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    return _combine(rows, weights, places)
+
+
+@library.operator(
+    "combine_evenly(Tensor rows, Tensor places, SymInt tokens) -> Tensor",
+    fake=lambda rows, places, tokens: rows.new_empty(tokens, rows.shape[1]),
+)
+def _opaque_sum(rows: Tensor, places: Tensor, tokens: int) -> Tensor:
+    return _combine(rows, None, places, tokens)
+
+
+@library.operator(
+    "combine_gradients(Tensor grad, Tensor rows, Tensor weights, Tensor places) -> (Tensor, Tensor)",
+    fake=lambda grad, rows, weights, places: (torch.empty_like(rows), torch.empty_like(weights)),
+)
+def _opaque_combine_gradients(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    return _combine_gradients(grad, rows, weights, places)
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.tokens = inputs[0].shape[0]
+
+
+library.differentiable(
+    "dispatch", _save_dispatch, lambda ctx, grad: (_opaque_sum(grad, *ctx.saved_tensors, ctx.tokens), None, None)
+)
+library.differentiable(
+    "combine",
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lambda ctx, grad: (*_opaque_combine_gradients(grad, *ctx.saved_tensors), None),
+)

@@ -1,0 +1,144 @@
+"""The product of rows that lie in groups, each group with a weight of its own: the experts of a mixture.
+
+A group's product is `linear` of its rows, so a row's bits depend on that row and its group's weight alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.asked import asked_for
+from lockstep.ops.kept import keep
+from lockstep.ops.linear import by_library, input_gradient, product, weight_gradient
+from lockstep.ops.opaque import library
+from lockstep.ops.packed_weights import packed
+
+
+def grouped_linear(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "groups out in"], starts: Int[Tensor, "groups+1"]
+) -> Float[Tensor, "rows out"]:
+    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`. `starts`, int64 on the CPU, end with all rows.
+
+    Raises ValueError where `starts` are not those of these rows and groups.
+    """
+    if torch.compiler.is_compiling():
+        return _opaque_product(x, weight, starts)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _GroupedLinear.apply(x, weight, starts)
+    return _product(x, weight, starts)
+
+
+def _product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    _check(x, weight, starts)
+    x, (groups, outputs, depth) = x.contiguous(), weight.shape
+    if x.is_meta:
+        return x.new_empty(x.shape[0], outputs)
+    if not native.usable(x):
+        return _by_group(x, weight, starts, product, x.new_empty(x.shape[0], outputs))
+    out = x.new_empty(x.shape[0], outputs)
+    panels = None if native.is_pretending() else _panels(weight, x.shape[0] // groups)
+    native.call("grouped_product", x.dtype, x, weight, *weight.stride(), panels, out, starts, groups, depth, outputs)
+    return out
+
+
+def _check(x: Tensor, weight: Tensor, starts: Tensor) -> None:
+    if x.shape[1] != weight.shape[2] or x.dtype != weight.dtype or starts.shape[0] != weight.shape[0] + 1:
+        raise ValueError(
+            f"a grouped product needs rows of its weights' width and dtype, and a start for each group and the end, "
+            f"but has {list(x.shape)} {x.dtype}, {list(weight.shape)} {weight.dtype} and {starts.shape[0]} starts"
+        )
+    native_starts = starts.dtype == torch.int64 and starts.device.type in ("cpu", "meta") and starts.is_contiguous()
+    if not native_starts or (starts.device.type == "cpu" and not native.is_pretending() and _wrong(starts, x.shape[0])):
+        raise ValueError(f"starts must be ascending int64 on the CPU, from 0 to the {x.shape[0]} rows")
+
+
+def _wrong(starts: Tensor, rows: int) -> bool:
+    values = starts.tolist()
+    return values[0] != 0 or values[-1] != rows or any(a > b for a, b in zip(values, values[1:]))
+
+
+def _panels(weight: Tensor, rows: int) -> Tensor | None:
+    """The panels of all groups' weights, where each group's are whole ones."""
+    if not weight.is_contiguous() or weight.shape[1] % native.function("panel_columns")():
+        return None
+    return packed(weight.flatten(0, 1), rows)
+
+
+def _by_group(x: Tensor, weight: Tensor, starts: Tensor, one: Any, out: Tensor) -> Tensor:
+    """`one(rows, matrix)` of every group, into its rows of `out`."""
+    bounds = starts.tolist()
+    for group, (first, stop) in enumerate(zip(bounds, bounds[1:])):
+        if stop > first:
+            out[first:stop] = one(x[first:stop], weight[group])
+    return out
+
+
+def grouped_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, starts: Tensor, of_x: bool = True, of_weight: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `x` and of `weight`."""
+    grad = grad.contiguous()
+    return (
+        _input_gradient(grad, weight, starts) if of_x else None,
+        _weight_gradient(grad, x.contiguous(), starts) if of_weight else None,
+    )
+
+
+def _input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    if by_library(grad) and not native.is_pretending():
+        return _by_group(grad, weight, starts, input_gradient, grad.new_empty(grad.shape[0], weight.shape[2]))
+    return _product(grad, weight.transpose(1, 2), starts)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, starts: Tensor) -> Tensor:
+    groups = starts.shape[0] - 1
+    if by_library(grad) and not native.is_pretending():
+        out = grad.new_zeros(groups, grad.shape[1], x.shape[1])
+        bounds = starts.tolist()
+        for group, (first, stop) in enumerate(zip(bounds, bounds[1:])):
+            if stop > first:
+                out[group] = weight_gradient(grad[first:stop], x[first:stop])
+        return out
+    out = grad.new_empty(groups, grad.shape[1], x.shape[1])
+    native.call("grouped_outer", grad.dtype, grad, x, out, starts, groups, grad.shape[1], x.shape[1])
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, starts)
+        return keep("linear", lambda: _product(x, weight, starts))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, starts = ctx.saved_tensors
+        return *grouped_gradients(grads[0], x, weight, starts, asked_for(ctx, 0), asked_for(ctx, 1)), None
+
+
+@library.operator(
+    "grouped_linear(Tensor x, Tensor weight, Tensor starts) -> Tensor",
+    fake=lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]),
+)
+def _opaque_product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    return _product(x, weight, starts)
+
+
+@library.operator(
+    "grouped_linear_gradients(Tensor grad, Tensor x, Tensor weight, Tensor starts) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight, starts: (torch.empty_like(x), weight.new_empty(weight.shape)),
+)
+def _opaque_gradients(grad: Tensor, x: Tensor, weight: Tensor, starts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    return grouped_gradients(grad, x, weight, starts)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+library.differentiable("grouped_linear", _save, lambda ctx, grad: (*_opaque_gradients(grad, *ctx.saved_tensors), None))

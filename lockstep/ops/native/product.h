@@ -1,0 +1,308 @@
+// The matrix product. Each element of the result is one chain of fused multiply-adds over ascending k, from zero; the
+// lanes of a vector are different outputs. So neither the number of rows, nor tiles, threads or the width of a vector
+// can change a bit. With several chunks of k each has a chain of its own, and their sums meet in a binary tree, so that
+// ranks that hold a part of the chunks each can meet in the same tree. In bfloat16 the factors are widened exactly;
+// where the processor has instructions for pairs of bfloat16 (LOCKSTEP_PAIRS) a chain takes two products a step, and
+// where it has a matrix unit (`product_tiles.h`) 32: each has bits of its own (`arithmetic`).
+#pragma once
+#include "product_tiles.h"
+#include "tiling.h"
+
+// As in omp.h, which a compiler may lack.
+extern "C" int omp_get_num_threads();
+
+constexpr int64_t STEPS = 384;                           // in a block of k: a panel's part stays in the first cache
+constexpr int64_t BLOCK_TILES = WIDTH == 16 ? 24 : 30;   // whose part of x stays in the second
+constexpr int64_t GROUP = 256 / COLUMNS;                 // panels whose sums are held at once
+constexpr int64_t SPLIT_WORK = 1 << 18;                  // multiply-adds below which waking threads costs more
+
+// A step of a chain, or each half of it: what it takes from a word of the left factor and from a vector of words of the
+// right one, and their products added to a sum.
+template <class T>
+struct Chain;
+template <>
+struct Chain<float> {
+    static constexpr int HALVES = 1;
+    typedef floats Right;
+    static words left(words x, int) { return x; }
+    static Right right(words w, int) { return (floats)w; }
+    static floats add(word x, Right w, floats sum) {
+        float factor;
+        std::memcpy(&factor, &x, sizeof factor);
+        return multiply_add(splat_part(factor), w, sum);
+    }
+};
+#if defined(LOCKSTEP_PAIRS) && !defined(LOCKSTEP_TILES)
+template <>
+struct Chain<bf16> {
+    static constexpr int HALVES = 1;
+    typedef __m512bh Right;
+    static words left(words x, int) { return x; }
+    static Right right(words w, int) { return (__m512bh)w; }
+    static floats add(word x, Right w, floats sum) {
+        return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int32_t)x), w);
+    }
+};
+#else
+template <>
+struct Chain<bf16> : Chain<float> {
+    static constexpr int HALVES = 2;
+    static words left(words x, int half) { return half ? x & 0xffff0000u : x << 16; }
+    static Right right(words w, int half) { return (floats)left(w, half); }
+};
+#endif
+
+// Rows of a tile: as many as there are registers for, beside the vectors of a panel.
+template <class T>
+constexpr int TILE_ROWS = WIDTH == 16 ? (Chain<T>::HALVES == 1 ? 14 : 12) : FUSED ? (Chain<T>::HALVES == 1 ? 6 : 5) : 2;
+
+// sums [panel][ROWS][COLUMNS] (+)= x [step][half][ROWS] · panels [step][COLUMNS], which lie `stride` words apart.
+template <class T, int ROWS, int PANELS>
+static void tile(const word* x, const word* panels, int64_t stride, int64_t steps, bool begin,
+                 float* sums, int64_t sums_stride) {
+    constexpr int VECTORS = COLUMNS / WIDTH;
+    floats s[PANELS][VECTORS][ROWS];
+    const auto place = [&](int p, int v, int r) { return sums + p * sums_stride + r * COLUMNS + v * WIDTH; };
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++)
+                if (begin)
+                    s[p][v][r] = floats{};
+                else
+                    std::memcpy(&s[p][v][r], place(p, v, r), sizeof(floats));
+#pragma GCC unroll(FUSED ? 4 : 1)
+    for (int64_t k = 0; k < steps; k++) {
+#pragma GCC unroll 2
+        for (int half = 0; half < Chain<T>::HALVES; half++, x += ROWS) {
+            // Keeps the compiler from holding both halves' vectors at once, for which there are no registers.
+            if (Chain<T>::HALVES > 1) asm volatile("" : "+r"(x), "+r"(panels));
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) {
+                typename Chain<T>::Right w[VECTORS];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    words panel;
+                    std::memcpy(&panel, panels + p * stride + k * COLUMNS + v * WIDTH, sizeof panel);
+                    w[v] = Chain<T>::right(panel, half);
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS; v++) s[p][v][r] = Chain<T>::add(x[r], w[v], s[p][v][r]);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) std::memcpy(place(p, v, r), &s[p][v][r], sizeof(floats));
+}
+
+// Few rows leave registers for several panels, whose chains hide each other's latency.
+template <class T>
+constexpr int panels_at_once(int rows) {
+    return rows == 1 ? 4 : rows <= TILE_ROWS<T> / 2 ? 2 : 1;
+}
+
+template <class T, int ROWS = TILE_ROWS<T>>
+static void tile_of(int64_t rows, const word* x, const word* panels, int64_t count, int64_t stride,
+                    int64_t steps, bool begin, float* sums, int64_t sums_stride) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS)
+            return tile_of<T, ROWS - 1>(rows, x, panels, count, stride, steps, begin, sums, sums_stride);
+    constexpr int PANELS = panels_at_once<T>(ROWS);
+    if (count == PANELS) return tile<T, ROWS, PANELS>(x, panels, stride, steps, begin, sums, sums_stride);
+    for (int64_t p = 0; p < count; p++)
+        tile<T, ROWS, 1>(x, panels + p * stride, stride, steps, begin, sums + p * sums_stride, sums_stride);
+}
+
+// Steps along k that are multiplied at once; they lie in one chunk.
+struct Block {
+    int64_t from, count, chunk;
+    bool first, last;  // of its chunk
+};
+
+struct Blocks {
+    int64_t steps, chunks, in_chunk, count;  // `steps` of a chunk
+    Blocks(int64_t all, int64_t chunks)
+        : steps(all / chunks), chunks(chunks), in_chunk((steps + STEPS - 1) / STEPS), count(chunks * in_chunk) {}
+    Block operator[](int64_t i) const {
+        const int64_t chunk = i / in_chunk, place = i % in_chunk, from = place * STEPS;
+        return {chunk * steps + from, std::min(STEPS, steps - from), chunk, place == 0, place == in_chunk - 1};
+    }
+};
+
+// Sums of T are rounded to Out.
+template <class T, class Out>
+struct Product {
+    static constexpr int64_t HALVES = Chain<T>::HALVES;
+    static constexpr int VECTORS = (TILE_ROWS<T> + WIDTH - 1) / WIDTH;  // that hold a tile's rows
+    const Matrix<T>& x;
+    const Matrix<T>& w;
+    const word* packed;  // all panels of w, or none
+    Out* out;
+    const Tiling tiling;
+    const int64_t steps, panels;
+    const Blocks blocks;
+
+    Product(const Matrix<T>& x, const Matrix<T>& w, const word* packed, Out* out, int64_t chunks)
+        : x(x), w(w), packed(packed), out(out), tiling(x.rows, TILE_ROWS<T>), steps(x.steps()),
+          panels((w.rows + COLUMNS - 1) / COLUMNS), blocks(steps, chunks) {}
+
+    // x as tiles read it: [block of k][tile][step][half][row of the tile].
+    void pack_left(word* left, int64_t tile, const Block& block) const {
+        const int64_t start = tiling.start(tile), rows = tiling.start(tile + 1) - start;
+        const int64_t from = block.from, count = block.count;
+        word* target = left + (from * x.rows + start * count) * HALVES;
+        const auto put_step = [&](int64_t k, const auto& column) {
+#pragma GCC unroll 2
+            for (int half = 0; half < HALVES; half++)
+                for (int64_t r = 0; r < rows; r += WIDTH) {
+                    const words part = Chain<T>::left(column(r), half);
+                    std::memcpy(target + (k * HALVES + half) * rows + r, &part, sizeof part);
+                }
+        };
+        // A tile's rows are no whole vectors: what the last one writes too much is written over by the next half or step.
+        const int64_t whole = std::min(count - (WIDTH + rows - 1) / rows, x.depth / STEP<T> - from);
+        int64_t k = 0;
+        if (x.inner == 1)
+            for (; k + WIDTH <= whole; k += WIDTH) {
+                words columns[VECTORS][WIDTH];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+#pragma GCC unroll 16
+                    for (int r = 0; r < WIDTH; r++) {
+                        const int64_t row = start + std::min<int64_t>(v * WIDTH + r, rows - 1);
+                        std::memcpy(&columns[v][r], x.at + row * x.row + (from + k) * STEP<T>, sizeof(words));
+                    }
+                    transpose(columns[v]);
+                }
+#pragma GCC unroll 16
+                for (int i = 0; i < WIDTH; i++) put_step(k + i, [&](int64_t r) { return columns[r / WIDTH][i]; });
+            }
+        else if (x.row == 1 && start + VECTORS * WIDTH <= x.rows)
+            for (; k < whole; k++) {
+                const T* row = x.at + start + (from + k) * STEP<T> * x.inner;
+                put_step(k, [&](int64_t r) { return words_at(row + r, row + r + x.inner); });
+            }
+        for (; k < count; k++)
+            for (int half = 0; half < HALVES; half++)
+                for (int64_t r = 0; r < rows; r++)
+                    target[(k * HALVES + half) * rows + r] = Chain<T>::left(words{} + x(start + r, from + k), half)[0];
+    }
+
+    // Tiles [first, last) with the panels of one group.
+    void group(const word* left, int64_t first, int64_t last, int64_t panel, int64_t count) const {
+        const word* ready = packed ? packed + panel * steps * COLUMNS : nullptr;
+        if (!ready && last - first > BLOCK_TILES) {
+            word* whole = scratch<word>(count * steps * COLUMNS, 0);
+            for (int64_t p = 0; p < count; p++)
+                pack_panel(w, (panel + p) * COLUMNS, 0, steps, whole + p * steps * COLUMNS);
+            ready = whole;
+        }
+        for (int64_t from = first; from < last; from += BLOCK_TILES) {
+            const int64_t to = std::min(last, from + BLOCK_TILES);
+            const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
+            // The chunks before one are held as whole subtrees, one for each bit that is set in its number.
+            const int64_t size = count * rows * COLUMNS, levels = 64 - __builtin_clzll(blocks.chunks);
+            float* sums = scratch<float>(levels * size, 1);
+            for (int64_t i = 0; i < blocks.count; i++) {
+                const Block block = blocks[i];
+                float* own = sums + __builtin_popcountll(block.chunk) * size;
+                multiply(left, from, to, panel, count, ready, block, own, size);
+            }
+        }
+    }
+
+    // `sums`: of the block's chunk; those of the subtrees before it lie `size` floats before one another.
+    void multiply(const word* left, int64_t from, int64_t to, int64_t panel, int64_t count, const word* ready,
+                  const Block& block, float* sums, int64_t size) const {
+        const int64_t top = tiling.start(from), rows = tiling.start(to) - top;
+        const int64_t at_once = std::min<int64_t>(count, panels_at_once<T>(tiling.start(from + 1) - top));
+        for (int64_t p = 0; p < count; p += at_once) {
+            const int64_t now = std::min(at_once, count - p);
+            const word* right = ready ? ready + (p * steps + block.from) * COLUMNS : nullptr;
+            int64_t stride = steps * COLUMNS;
+            if (!right) {
+                word* here = scratch<word>(now * STEPS * COLUMNS, 2);
+                for (int64_t i = 0; i < now; i++)
+                    pack_panel(w, (panel + p + i) * COLUMNS, block.from, block.count, here + i * STEPS * COLUMNS);
+                right = here, stride = STEPS * COLUMNS;
+            }
+            for (int64_t t = from; t < to; t++) {
+                const int64_t start = tiling.start(t), height = tiling.start(t + 1) - start;
+                float* here = sums + (p * rows + start - top) * COLUMNS;
+                tile_of<T>(height, left + (block.from * x.rows + start * block.count) * HALVES, right, now, stride,
+                           block.count, block.first, here, rows * COLUMNS);
+                for (int64_t i = 0; block.last && i < now; i++)
+                    end_chunk(block.chunk, here + i * rows * COLUMNS, size, start, height, panel + p + i);
+            }
+        }
+    }
+
+    // The tile's sums of a chunk join those of the subtrees that it completes.
+    void end_chunk(int64_t chunk, float* sums, int64_t size, int64_t top, int64_t rows, int64_t panel) const {
+        for (int64_t subtree = chunk; subtree & 1; subtree >>= 1, sums -= size) add(sums - size, sums, rows * COLUMNS);
+        if (chunk == blocks.chunks - 1) put(sums, top, rows, panel);
+    }
+
+    static void add(float* sums, const float* others, int64_t count) {
+        for (int64_t i = 0; i < count; i += LANES) store(sums + i, load(sums + i) + load(others + i));
+    }
+
+    // A tile's sums, rounded.
+    void put(const float* sums, int64_t top, int64_t rows, int64_t panel) const {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t n = panel * COLUMNS; n < std::min(w.rows, (panel + 1) * COLUMNS); n += LANES)
+                store_first(out + (top + r) * w.rows + n, load(sums + r * COLUMNS + n - panel * COLUMNS), w.rows - n);
+    }
+
+    void run(bool split) const {
+        word* left = scratch<word>(x.rows * steps * HALVES, 3);
+#pragma omp parallel if (split)
+        {
+            const int64_t threads = omp_get_num_threads();
+#pragma omp for collapse(2) schedule(static)
+            for (int64_t tile = 0; tile < tiling.count; tile++)
+                for (int64_t block = 0; block < blocks.count; block++) pack_left(left, tile, blocks[block]);
+            // Where a thread shares its core with another process, the others take its groups. Where there are too few
+            // panels for all threads, rows are divided too.
+            const int64_t groups = std::min(panels, std::max(threads * 4, (panels + GROUP - 1) / GROUP));
+            const int64_t parts = std::min(tiling.count, std::max<int64_t>(1, threads / groups));
+#pragma omp for collapse(2) schedule(dynamic, 1)
+            for (int64_t part = 0; part < parts; part++)
+                for (int64_t g = 0; g < groups; g++) {
+                    const int64_t first = panels * g / groups;
+                    group(left, tiling.count * part / parts, tiling.count * (part + 1) / parts, first,
+                          panels * (g + 1) / groups - first);
+                }
+        }
+    }
+};
+
+template <class T, class Out>
+struct Best {
+    typedef ::Product<T, Out> Product;
+};
+#ifdef LOCKSTEP_TILES
+template <class Out>
+struct Best<bf16, Out> {
+    typedef TileProduct<Out> Product;
+};
+#endif
+
+// out [rows][outputs] = x [rows][depth] · w [outputs][depth]ᵀ, x and w with any strides. `packed`: w's panels, or null.
+// `chunks`, a power of two, divides depth into whole steps.
+template <class T, class Out>
+static void product(const T* x, int64_t x_row, int64_t x_inner, const T* w, int64_t w_row, int64_t w_inner,
+                    const word* packed, Out* out, int64_t rows, int64_t depth, int64_t outputs, int64_t chunks) {
+    if (depth == 0) return (void)std::memset((void*)out, 0, rows * outputs * sizeof(Out));  // a sum of nothing
+    if (rows == 0 || outputs == 0) return;
+    const Matrix<T> left{x, rows, depth, x_row, x_inner}, right{w, outputs, depth, w_row, w_inner};
+    typename Best<T, Out>::Product(left, right, packed, out, chunks).run(rows * outputs * depth > SPLIT_WORK);
+}

@@ -1,0 +1,77 @@
+"""Which experts each mixture chooses in a forward pass, seen from outside of the model, or given to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+Weigh = Callable[[Tensor], Tensor]
+"""The weights of given experts of each token."""
+
+
+@dataclass
+class ReplayedRoutes:
+    """Experts that the mixtures take for some rows, instead of those that they would choose."""
+
+    rows: Int[Tensor, "rows"]
+    chosen: Sequence[Int[Tensor, "rows active"]]
+    """Of each mixture, in the order of the layers; what a row's experts are is replayed, not their order."""
+    different: list[Bool[Tensor, "rows"]] = field(default_factory=list)
+    """Of each mixture so far, for which rows it would have chosen other experts itself."""
+
+
+_recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded_routes", default=None)
+_replayed: ContextVar[ReplayedRoutes | None] = ContextVar("replayed_routes", default=None)
+
+
+@contextmanager
+def recorded_routes() -> Iterator[list[Int[Tensor, "tokens active"]]]:
+    """The experts of all rows, from each call of `route` within, as they come."""
+    routes: list[Tensor] = []
+    token = _recorded.set(routes)
+    try:
+        yield routes
+    finally:
+        _recorded.reset(token)
+
+
+@contextmanager
+def replayed_routes(routes: ReplayedRoutes) -> Iterator[None]:
+    """Within it each call of `route` is that of the next of `routes`: for one forward pass, which computes no layer
+    twice."""
+    token = _replayed.set(routes)
+    try:
+        yield
+    finally:
+        _replayed.reset(token)
+
+
+def observed(logits: Tensor, weights: Tensor, chosen: Tensor, weigh: Weigh) -> tuple[Tensor, Tensor]:
+    """What comes of a router's choice: itself, unless routes are replayed."""
+    if (replayed := _replayed.get()) is not None:
+        weights, chosen = _with(replayed, logits, weights, chosen, weigh)
+    if (recorded := _recorded.get()) is not None:
+        # A copy in any case: compiled code may write over what it has no more use for.
+        recorded.append(chosen.to(torch.uint8 if logits.shape[1] <= 256 else torch.int16))
+    return weights, chosen
+
+
+def _with(
+    replayed: ReplayedRoutes, logits: Tensor, weights: Tensor, chosen: Tensor, weigh: Weigh
+) -> tuple[Tensor, Tensor]:
+    given = replayed.chosen[len(replayed.different)].to(chosen)
+    different = (given.sort(-1).values != chosen[replayed.rows].sort(-1).values).any(-1)
+    replayed.different.append(different)
+    # Rows that agree keep their bits, the order of their experts included.
+    rows, given = replayed.rows[different], given[different]
+    if not len(rows):
+        return weights, chosen
+    order = logits[rows].gather(1, given).sort(dim=-1, descending=True, stable=True).indices
+    chosen = chosen.index_copy(0, rows, given.gather(1, order))
+    return weights.index_copy(0, rows, weigh(chosen)[rows]), chosen

@@ -1,0 +1,304 @@
+"""Which experts a token goes to, and how much each counts: float32 from the logits on, each token by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from lockstep.ops import native, one_order, plain
+from lockstep.ops.asked import asked_for
+from lockstep.ops.expert_load import ExpertLoad, key_of, load_of
+from lockstep.ops.forms import FORMS
+from lockstep.ops.kept import keep
+from lockstep.ops.linear import input_gradient, product_sums, token_weight_gradient, weight_gradient
+from lockstep.ops.opaque import library
+from lockstep.ops.routes import observed
+
+Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen from their logits, and weighed."""
+
+    active: int
+    """Experts of a token."""
+    scoring: Scoring = "softmax_of_chosen"
+    """`softmax`: over all experts, then the choice; `softmax_of_chosen`: the choice, then over the chosen, which is the
+    softmax over all divided by the sum of the chosen, too; `sigmoid`: each expert by itself (arXiv 2412.19437)."""
+    normalize: bool = True
+    """Whether sigmoid scores are divided by the sum of the chosen."""
+    scale: float = 1.0
+    """What the weights are multiplied by in the end."""
+    groups: int = 1
+    """Parts of the experts, of which only `groups_kept` are chosen from: those whose two best scores add up highest."""
+    groups_kept: int = 1
+
+
+def router_logits(
+    x: Float[Tensor, "tokens dim"], weight: Float[Tensor, "experts dim"]
+) -> Float32[Tensor, "tokens experts"]:
+    """`x @ weight.T` whose sums are not rounded to the dtype of the factors; row-invariant as `linear` is."""
+    if (form := FORMS.get(type(weight))) is not None:
+        return form.router_logits(x, weight)
+    if torch.compiler.is_compiling():
+        return _opaque_logits(x, weight)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return trained_logits(x, weight, None)
+    return product_sums(x, weight)
+
+
+def trained_logits(
+    x: Float[Tensor, "tokens dim"], weight: Float[Tensor, "experts dim"], gathered: one_order.GatheredRows | None
+) -> Float32[Tensor, "tokens experts"]:
+    """`router_logits` of a plain weight, with a gradient; that of `weight` is summed over the rows `gathered` has."""
+    out: Tensor = _RouterLogits.apply(x, weight, gathered)
+    return out
+
+
+def route(
+    logits: Float32[Tensor, "tokens experts"],
+    routing: Routing,
+    bias: Float32[Tensor, "experts"] | None = None,
+    load: ExpertLoad | None = None,
+) -> tuple[Float32[Tensor, "tokens active"], Int[Tensor, "tokens active"]]:
+    """The weights of each token's experts, highest score first, and which they are (int64).
+
+    `load` counts the choices in the backward pass, and has penalties to add to the gradient.
+
+    `bias` is added to sigmoid scores for the choice alone, and has no gradient: it balances the load (arXiv
+    2408.15664). Of equal scores the expert with the lower number comes first.
+    """
+    if (form := FORMS.get(type(bias))) is not None:
+        return form.route(logits, routing, bias, load)
+    settings = (
+        routing.active, SCORINGS.index(routing.scoring), int(routing.normalize), routing.scale, routing.groups,
+        routing.groups_kept,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _opaque_route(logits, bias, key_of(load), *settings)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _Route.apply(logits, bias, load, settings)
+    return _route(logits, bias, *settings)
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gathered: one_order.GatheredRows | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gathered = gathered
+        return keep("linear", lambda: product_sums(x, weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        asked = asked_for(ctx, 0), asked_for(ctx, 1)
+        return *logits_gradients(grads[0], x, weight, *asked, ctx.gathered), None
+
+
+def logits_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    of_x: bool = True,
+    of_weight: bool = True,
+    gathered: one_order.GatheredRows | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """In float32, as the logits are, and rounded once. Where other ranks have some of the rows, the first of them makes
+    the weight's in one order."""
+    grad_x = input_gradient(grad, weight.float()).to(x.dtype) if of_x else None
+    if not of_weight:
+        return grad_x, None
+    if gathered is None or not one_order.is_asked():
+        return grad_x, token_weight_gradient(grad, x.float()).to(weight.dtype)
+    grad, x = gathered.gather(grad), gathered.gather(x)
+    return grad_x, weight_gradient(grad, x.float()).to(weight.dtype) if gathered.is_first else torch.zeros_like(weight)
+
+
+def _route(
+    logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
+) -> tuple[Tensor, Tensor]:
+    routes = _choose(logits, bias, active, scoring, normalize, scale, groups, kept)
+    return observed(logits, *routes, lambda chosen: _weigh(logits, chosen, scoring, normalize, scale))
+
+
+def _choose(
+    logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
+) -> tuple[Tensor, Tensor]:
+    settings = (active, scoring, normalize, scale, groups, kept)
+    if logits.is_meta or not native.usable(logits):
+        return _route_plainly(logits, bias, *settings)
+    tokens, experts = logits.shape
+    weights = logits.new_empty(tokens, active)
+    chosen = torch.empty(tokens, active, dtype=torch.int64)
+    if native.is_pretending():
+        chosen.copy_(torch.arange(tokens * active).view(tokens, active) % experts)
+    native.call("route", torch.float32, logits.contiguous(), bias, weights, chosen, tokens, experts, *settings)
+    return weights, chosen
+
+
+def _route_plainly(
+    logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
+) -> tuple[Tensor, Tensor]:
+    """Sums of a row are chains in ascending order, element by element (`plain`)."""
+    name = SCORINGS[scoring]
+    scores = 1 / (1 + plain.exp(-logits)) if name == "sigmoid" else logits
+    choices = scores if bias is None or name != "sigmoid" else scores + bias
+    choices = choices.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if groups > 1:
+        by_group = choices.unflatten(1, (groups, -1))
+        worth = _chain(_descending(by_group)[0][..., :2])
+        best = _descending(worth)[1][:, :kept]
+        allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(1, best, True)
+        choices = by_group.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+    chosen = _descending(choices)[1][:, :active]
+    return _weigh(logits, chosen, scoring, normalize, scale), chosen
+
+
+def _weigh(logits: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: float) -> Tensor:
+    """The weights of a token's `chosen` experts, as `_route_plainly` sums."""
+    name, own = SCORINGS[scoring], logits.gather(1, chosen)
+    if name == "sigmoid":
+        own = 1 / (1 + plain.exp(-own))
+        return (own / _chain(own)[:, None] if normalize else own) * scale
+    weights = plain.exp(own - own[:, :1])
+    total = plain.row_sum(plain.exp(logits - own[:, :1])) if name == "softmax" else _chain(weights)
+    return weights / total[:, None] * scale
+
+
+def _descending(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted values and their places, of equal ones the first first."""
+    values, places = torch.sort(x, dim=-1, descending=True, stable=True)
+    return values, places
+
+
+def _chain(x: Tensor) -> Tensor:
+    """The sum over the last, short dimension, in ascending order."""
+    total = x[..., 0]
+    for index in range(1, x.shape[-1]):
+        total = total + x[..., index]
+    return total
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor | None, load: ExpertLoad | None, settings: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        weights, chosen = keep("route", lambda: _route(logits, bias, *settings))
+        ctx.save_for_backward(logits, weights, chosen)
+        ctx.load, ctx.settings = load, settings
+        ctx.mark_non_differentiable(chosen)
+        return weights, chosen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, weights, chosen = ctx.saved_tensors
+        return _route_gradient(grads[0], logits, weights, chosen, ctx.load, *ctx.settings[1:4]), None, None, None
+
+
+def _route_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    load: ExpertLoad | None,
+    scoring: int,
+    normalize: int,
+    scale: float,
+) -> Tensor:
+    """Of the logits, with the penalties of `load`, which counts the choices."""
+    own = _weights_gradient(grad, logits, weights, chosen, scoring, normalize, scale)
+    if load is None or native.is_pretending():  # whose choices have no values
+        return own
+    load.count(chosen)
+    penalty = load.penalty(logits)
+    return own if penalty is None else own + penalty
+
+
+def _weights_gradient(
+    grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: float
+) -> Tensor:
+    """By the weights' formulas; sums over a token's experts are chains in their order."""
+    name = SCORINGS[scoring]
+    if name == "sigmoid":
+        scores = 1 / (1 + plain.exp(-logits.gather(1, chosen)))
+        slope = scores * (1 - scores)
+        if normalize:
+            shares = weights / scale
+            along = _chain(grad * shares)[:, None]
+            slope = slope * ((grad - along) / _chain(scores)[:, None])
+        else:
+            slope = slope * grad
+        return torch.zeros_like(logits).scatter(1, chosen, slope * scale)
+    shares = weights / scale
+    along = _chain(grad * shares)[:, None]
+    own = shares * (grad - along) * scale
+    if name == "softmax_of_chosen":
+        return torch.zeros_like(logits).scatter(1, chosen, own)
+    # A share of the softmax over all: the first chosen one's tells the sum that they were divided by.
+    everyone = plain.exp(logits - logits.gather(1, chosen[:, :1])) * shares[:, :1]
+    return (everyone * (-along * scale)).scatter(1, chosen, own)
+
+
+@library.operator(
+    "router_logits(Tensor x, Tensor weight) -> Tensor",
+    fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
+)
+def _opaque_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return product_sums(x, weight)
+
+
+@library.operator(
+    "router_logits_gradients(Tensor grad, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    fake=lambda grad, x, weight: (torch.empty_like(x), torch.empty_like(weight)),
+)
+def _opaque_logits_gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    return logits_gradients(grad, x, weight)
+
+
+library.differentiable(
+    "router_logits",
+    lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lambda ctx, grad: _opaque_logits_gradients(grad, *ctx.saved_tensors),
+)
+
+
+@library.operator(
+    "route(Tensor logits, Tensor? bias, Tensor load, int active, int scoring, int normalize, float scale, int groups, "
+    "int kept) -> (Tensor, Tensor)",
+    fake=lambda logits, bias, load, active, *settings: (
+        logits.new_empty(logits.shape[0], active),
+        logits.new_empty(logits.shape[0], active, dtype=torch.int64),
+    ),
+)
+def _opaque_route(logits: Tensor, bias: Tensor | None, load: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    return _route(logits, bias, *settings)
+
+
+@library.operator(
+    "route_gradient(Tensor grad, Tensor logits, Tensor weights, Tensor chosen, Tensor load, int scoring, "
+    "int normalize, float scale) -> Tensor",
+    fake=lambda grad, logits, *others: torch.empty_like(logits),
+)
+def _opaque_route_gradient(
+    grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, load: Tensor, *settings: Any
+) -> Tensor:
+    return _route_gradient(grad, logits, weights, chosen, load_of(load), *settings)
+
+
+def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], *output, inputs[2])
+    ctx.settings = inputs[4:7]
+
+
+library.differentiable(
+    "route",
+    _save_route,
+    lambda ctx, grad, _: (_opaque_route_gradient(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 8),
+)

@@ -1,0 +1,250 @@
+"""Experts on several ranks: each rank has some of them, whole, and all ranks' rows travel to their experts and back.
+
+    tokens ─ dispatch ─> rows by expert ─ travel ─> rows of this rank's experts ─ feed-forward ─ come home ─ combine
+
+No sum is cut: a row's products are made where its expert is, and a token's rows are added up at home, in the token's
+own order, so its bits are those of one process. Where rows arrive they lie by expert, of one expert by the rank that
+they came from, and of one rank by token; where the ranks' tokens follow each other, as those of a tensor axis do, that
+is the order of one process, and so are the sums over rows in the weights' gradients.
+
+How many rows travel is known on the way only, so what a compiler sees are operators whose results have a size that it
+does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.ops import native
+from lockstep.ops.experts import combine, dispatch, order_by_expert
+from lockstep.ops.opaque import library
+from lockstep.parallel.exchange import gather_rows, group_named, rows_are_whole, swap_rows
+from lockstep.parallel.expert_traffic import TRAFFIC
+
+FeedForward = Callable[[Tensor, Tensor], Tensor]
+"""Of this rank's experts: rows, and where each expert's start, to as many rows."""
+
+
+def experts_over_ranks(
+    x: Tensor, weights: Tensor, chosen: Tensor, count: int, group: dist.ProcessGroup, feed_forward: FeedForward
+) -> Tensor:
+    """`ops.experts` of this rank's tokens, whose weights and choices these are; its share of the `count` experts is
+    in `feed_forward`.
+
+    `x`: the same tokens, or those of all ranks of the tensor axis, which are neighbours in `group`. Within `whole_rows`
+    all ranks have the same tokens, and all get the result.
+    """
+    starts, places, sources = order_by_expert(chosen, count)
+    if rows_are_whole():
+        own, own_starts = _take(x, starts, sources, group)
+        return combine(_everyones(feed_forward(own, own_starts), starts, sources, group), weights, places)
+    rows = dispatch(_own_tokens(x, chosen.shape[0], group), places, sources)
+    arrived, own_starts, counts = _travel(rows, starts, group)
+    return combine(_come_home(feed_forward(arrived, own_starts), starts, counts, sources, group), weights, places)
+
+
+def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+    if x.shape[0] == tokens:
+        return x
+    ranks = x.shape[0] // tokens
+    return x.unflatten(0, (ranks, -1))[dist.get_rank(group) % ranks]
+
+
+def _travel(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of this rank's experts, where each expert's start, and how many of each expert came from each rank."""
+    if torch.compiler.is_compiling():
+        return _opaque_travel(rows, starts, group.group_name)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return _Travel.apply(rows, starts, group)
+    return _sent_out(rows, starts, group)
+
+
+def _come_home(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse: this rank's own rows, as many as `sources`."""
+    if torch.compiler.is_compiling():
+        return _opaque_return(rows, starts, counts, sources.shape[0], group.group_name)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return _ComeHome.apply(rows, starts, counts, len(sources), group)
+    return _back(rows, starts, counts, len(sources), group)
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+        arrived, own_starts, counts = _sent_out(rows, starts, group)
+        ctx.save_for_backward(starts, counts)
+        ctx.length, ctx.group = len(rows), group
+        ctx.mark_non_differentiable(own_starts, counts)
+        return arrived, own_starts, counts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        starts, counts = ctx.saved_tensors
+        return _back(grads[0], starts, counts, ctx.length, ctx.group), None, None
+
+
+class _ComeHome(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(starts, counts)
+        ctx.group = group
+        return _back(rows, starts, counts, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        starts, counts = ctx.saved_tensors
+        return _out(grads[0], starts, counts, ctx.group), None, None, None, None
+
+
+def _sent_out(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    ranks = dist.get_world_size(group)
+    own = starts.diff().view(ranks, -1)
+    counts = swap_rows(own, group)  # numbers are exchanged on the CPU, which waits for them in any case
+    arrived = _out(rows, starts, counts, group)
+    TRAFFIC.note_call(len(arrived), group)
+    return arrived, torch.cat([counts.new_zeros(1), counts.sum(0).cumsum(0)]), counts
+
+
+def _out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent, received = _lengths(len(rows), starts, counts, group)
+    arrived = _exchange(rows, sent, received, group)
+    return arrived if native.is_pretending() else arrived.index_select(0, _by_expert(counts).to(rows.device))
+
+
+def _back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    sent, received = _lengths(length, starts, counts, group)
+    if not native.is_pretending():
+        rows = torch.empty_like(rows).index_copy_(0, _by_expert(counts).to(rows.device), rows)
+    return _exchange(rows, received, sent, group)
+
+
+def _lengths(length: int, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """How many of this rank's `length` rows go to each rank, and how many come from each."""
+    ranks = dist.get_world_size(group)
+    if native.is_pretending():  # as many to each, for the choices have no values
+        even = [length * (rank + 1) // ranks - length * rank // ranks for rank in range(ranks)]
+        return even, even
+    return starts[:: (len(starts) - 1) // ranks].diff().tolist(), counts.sum(1).tolist()
+
+
+def _by_expert(counts: Tensor) -> Tensor:
+    """Of rows that lie by rank, and of one rank by expert: which of them comes where they lie by expert, then rank."""
+    lengths = counts.T.flatten()
+    before = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).T.flatten()
+    shifts = before - (lengths.cumsum(0) - lengths)
+    return shifts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    away = len(rows) - sent[dist.get_rank(group)]
+    TRAFFIC.bytes += away * rows.shape[1] * rows.element_size()
+    return out
+
+
+def _take(x: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Of rows that all ranks have those of this rank's experts, and where each expert's start."""
+    return (_opaque_take if torch.compiler.is_compiling() else _taken)(x, starts, sources, group.group_name)
+
+
+def _everyones(rows: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all experts, as many as `sources`, from each rank's experts'."""
+    return (_opaque_gather if torch.compiler.is_compiling() else _gathered)(rows, starts, sources, group.group_name)
+
+
+def _taken(x: Tensor, starts: Tensor, sources: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    group = group_named(name)
+    share = (len(starts) - 1) // group.size()
+    own = starts[group.rank() * share : (group.rank() + 1) * share + 1]
+    active = len(sources) // max(len(x), 1)
+    return x[sources[int(own[0]) : int(own[-1])] // max(active, 1)], own - own[0]
+
+
+def _gathered(rows: Tensor, starts: Tensor, sources: Tensor, name: str) -> Tensor:
+    group = group_named(name)
+    lengths = starts[:: (len(starts) - 1) // group.size()].diff().tolist()
+    padded = rows.new_zeros(max(lengths), rows.shape[1])
+    padded[: len(rows)] = rows
+    everyone = gather_rows(padded, group).unflatten(0, (group.size(), -1))
+    return torch.cat([part[:length] for part, length in zip(everyone, lengths)])
+
+
+def _some_rows(like: Tensor) -> Tensor:
+    return like.new_empty(torch.library.get_ctx().new_dynamic_size(), like.shape[1])
+
+
+@library.operator(
+    "travel_to_experts(Tensor rows, Tensor starts, str group) -> (Tensor, Tensor, Tensor)",
+    fake=lambda rows, starts, group: (
+        _some_rows(rows),
+        starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
+        starts.new_empty(group_named(group).size(), (starts.shape[0] - 1) // group_named(group).size()),
+    ),
+)
+def _opaque_travel(rows: Tensor, starts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _sent_out(rows, starts, group_named(group))
+
+
+@library.operator(
+    "return_from_experts(Tensor rows, Tensor starts, Tensor counts, SymInt length, str group) -> Tensor",
+    fake=lambda rows, starts, counts, length, group: rows.new_empty(length, rows.shape[1]),
+)
+def _opaque_return(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: str) -> Tensor:
+    return _back(rows, starts, counts, length, group_named(group))
+
+
+@library.operator(
+    "travel_again(Tensor rows, Tensor starts, Tensor counts, SymInt length, str group) -> Tensor",
+    fake=lambda rows, starts, counts, length, group: rows.new_empty(length, rows.shape[1]),
+)
+def _opaque_out(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: str) -> Tensor:
+    return _out(rows, starts, counts, group_named(group))
+
+
+@library.operator(
+    "take_own_experts_rows(Tensor x, Tensor starts, Tensor sources, str group) -> (Tensor, Tensor)",
+    fake=lambda x, starts, sources, group: (
+        _some_rows(x),
+        starts.new_empty((starts.shape[0] - 1) // group_named(group).size() + 1),
+    ),
+)
+def _opaque_take(x: Tensor, starts: Tensor, sources: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return _taken(x, starts, sources, group)
+
+
+@library.operator(
+    "gather_experts_rows(Tensor rows, Tensor starts, Tensor sources, str group) -> Tensor",
+    fake=lambda rows, starts, sources, group: rows.new_empty(sources.shape[0], rows.shape[1]),
+)
+def _opaque_gather(rows: Tensor, starts: Tensor, sources: Tensor, group: str) -> Tensor:
+    return _gathered(rows, starts, sources, group)
+
+
+def _save_travel(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[1], output[2])
+    ctx.length, ctx.group = inputs[0].shape[0], inputs[2]
+
+
+def _save_return(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, str], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
+    ctx.length, ctx.group = inputs[0].shape[0], inputs[4]
+
+
+library.differentiable(
+    "travel_to_experts",
+    _save_travel,
+    lambda ctx, grad, *_: (_opaque_return(grad, *ctx.saved_tensors, ctx.length, ctx.group), None, None),
+)
+library.differentiable(
+    "return_from_experts",
+    _save_return,
+    lambda ctx, grad: (_opaque_out(grad, *ctx.saved_tensors, ctx.length, ctx.group), None, None, None, None),
+)

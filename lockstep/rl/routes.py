@@ -1,0 +1,121 @@
+"""Routes of a step's tokens: those that the trainer's own forward pass chose, and those of the generator, replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.config import RLConfig
+from lockstep.errors import UserError
+from lockstep.generate.routes import mixtures_of, read_route, routes_of_rows
+from lockstep.generate.sampling_params import RoutesForm
+from lockstep.model import ModelConfig
+from lockstep.rl.rollouts import Rollout
+from lockstep.train.packing import PackedRow
+
+
+def routes_form(config: RLConfig) -> RoutesForm:
+    """In which form a run asks for routes: whole where they are replayed, or where nothing has to travel."""
+    return "whole" if config.router_replay or not config.actors.separate else "digest"
+
+
+def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
+    """Raises UserError where `rl.router_replay` has nothing to replay."""
+    if config.router_replay and not mixtures_of(shape):
+        raise UserError(f"router_replay is set, but {config.model} has no experts, so it has no routes; leave it out")
+
+
+def own_routes(recorded: Sequence[Tensor], row: PackedRow, shape: ModelConfig) -> list[bytes] | None:
+    """Of each target of `row`; None where this rank has not computed all layers of all its tokens."""
+    tokens = len(row.tokens)
+    if not recorded or len(recorded) != len(mixtures_of(shape)) or any(len(chosen) != tokens for chosen in recorded):
+        return None
+    return routes_of_rows(recorded, row.predictors, tokens)
+
+
+def routes_to_replay(rollouts: Sequence[Rollout], row: PackedRow, shape: ModelConfig) -> ops.ReplayedRoutes:
+    """The generator's experts for the rows that predict a sampled token; those of prompts choose for themselves.
+
+    Raises UserError for a rollout that has none, or those of another model.
+    """
+    tables = []
+    for rollout in rollouts:
+        read = [read_route(route, shape) for route in rollout.routes]
+        if len(read) != rollout.num_sampled or any(table is None for table in read):
+            raise UserError(
+                "router_replay: a rollout has no routes of all its tokens and layers, for whoever sampled it has not "
+                "recorded them; leave router_replay out"
+            )
+        tables += [table for table in read if table is not None]
+    whole = np.stack(tables) if tables else np.zeros((0, len(mixtures_of(shape)), 1), np.int64)
+    assert shape.experts is not None
+    if whole.max(initial=0) >= shape.experts.count or whole.min(initial=0) < 0:
+        raise UserError(f"router_replay: a rollout names an expert beyond the model's {shape.experts.count}")
+    if (np.diff(np.sort(whole, -1), axis=-1) == 0).any():
+        raise UserError("router_replay: a rollout names an expert of a layer twice")
+    return ops.ReplayedRoutes(row.predictors, list(torch.from_numpy(whole).to(row.tokens.device).unbind(1)))
+
+
+@dataclass
+class ReplayFindings:
+    """What replaying routes has changed so far."""
+
+    routes: int = 0
+    """One for each token and mixture."""
+    different: int = 0
+    """Those that the trainer's router would have chosen otherwise, given what the layers before it were replayed."""
+    tokens: int = 0
+    squares: float = 0.0
+    """Sum over `tokens` of (ratio − 1)², p of the trainer over p of the generator."""
+    squares_without: float = 0.0
+    """The same without replay."""
+
+    def measure(
+        self,
+        replayed: ops.ReplayedRoutes,
+        generator: Float[Tensor, "targets"],
+        trainer: Float[Tensor, "targets"],
+        without: Float[Tensor, "targets"] | None,
+        comparable: Bool[Tensor, "targets"] | None,
+    ) -> None:
+        """Takes in a micro-batch; without: what the trainer says without replay, where that was computed too."""
+        kept = torch.ones_like(generator, dtype=torch.bool) if comparable is None else comparable
+        self.routes += int(kept.sum()) * len(replayed.different)
+        self.different += sum(int((different & kept).sum()) for different in replayed.different)
+        if without is not None:
+            self.tokens += int(kept.sum())
+            self.squares += _squares(trainer.detach() - generator, kept)
+            self.squares_without += _squares(without - generator, kept)
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able, for `take`."""
+        return dataclasses.asdict(self)
+
+    def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Becomes what several ranks have found."""
+        for name in self.plain():
+            setattr(self, name, math.fsum(part[name] for part in parts))
+
+    def metrics(self) -> dict[str, float]:
+        """The share of routes that differ, and the ratio's root mean square distance from 1; empty without replay."""
+        if not self.routes:
+            return {}
+        tokens = max(self.tokens, 1)
+        return {
+            "routes/different": self.different / self.routes,
+            "routes/ratio_spread": math.sqrt(self.squares / tokens),
+            "routes/ratio_spread_without": math.sqrt(self.squares_without / tokens),
+        }
+
+
+def _squares(log_ratios: Tensor, kept: Tensor) -> float:
+    return float((log_ratios.double()[kept].exp() - 1).square().sum())

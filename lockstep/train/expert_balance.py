@@ -1,0 +1,107 @@
+"""The load of a mixture's experts over a step: counted, evened out, and told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config import TrainConfig
+from lockstep.errors import UserError
+from lockstep.model import TrainableModel
+from lockstep.model.moe import Router
+from lockstep.model.shard import local_values
+from lockstep.observe import log
+from lockstep.parallel import World
+
+ALL_AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+DEAD_STEPS = 20
+"""In a row without a single token: from then on an expert is called dead."""
+
+
+class ExpertBalance:
+    """The routers of this rank's layers, and the load of all layers' experts. Does nothing in a dense model."""
+
+    def __init__(self, model: TrainableModel, config: TrainConfig, world: World):
+        self.world, self.bias_rate = world, config.router_bias_rate
+        layers = {id(p): int(name.split(".")[1]) for name, p in model.named_parameters() if name.startswith("layers.")}
+        self.routers = {layers[id(m.weight)]: m for m in model.modules() if isinstance(m, Router)}
+        experts = model.config.experts
+        self.load = torch.zeros(model.config.num_layers, experts.count if experts else 0, dtype=torch.int64)
+        """Choices of each layer's experts in the last step, over all ranks; a dense layer's are zeros."""
+        self.idle_steps = torch.zeros_like(self.load)
+        self.mixtures = [n for n in range(model.config.num_layers) if not model.config.is_dense(n)]
+        if config.router_bias_rate and not (experts and experts.choice_bias):
+            raise UserError(
+                "train.router_bias_rate moves the biases of a router's choice, which this model does not have; set "
+                "train.router_auxiliary instead"
+            )
+        if (config.router_auxiliary or config.router_z) and experts is None:
+            raise UserError("train.router_auxiliary and train.router_z are for mixtures of experts; the model is dense")
+        for router in self.routers.values():
+            router.load.auxiliary, router.load.z = config.router_auxiliary, config.router_z
+
+    def end_step(self, updated: bool) -> dict[str, float]:
+        """After a step's last backward: every rank learns of the load, and biases move if weights were `updated`."""
+        if not self.mixtures:
+            return {}
+        own = torch.zeros_like(self.load)
+        for layer, router in self.routers.items():
+            own[layer] = router.load.counted
+        total = torch.tensor(self.world.sum(own.flatten().tolist(), ALL_AXES)).view_as(own).long()
+        self._take(total)
+        if updated and self.bias_rate:
+            for layer, router in self.routers.items():
+                assert router.e_score_correction_bias is not None
+                bias = local_values(router.e_score_correction_bias)
+                bias.add_(self.bias_rate * moved(total[layer]).to(bias))
+        return self._metrics()
+
+    def _take(self, total: Tensor) -> None:
+        self.load = total
+        for layer, router in self.routers.items():
+            router.load.end_step(total[layer])
+
+    def _metrics(self) -> dict[str, float]:
+        """How uneven the load of the most uneven layer is, and how many experts of all layers are dead.
+
+        Of a layer that no gradient reaches nothing is known.
+        """
+        counted = [layer for layer in self.mixtures if self.load[layer].any()]
+        if not counted:
+            return {}
+        load = self.load[counted].double()
+        uneven = load.amax(-1) / load.mean(-1)
+        idle = torch.where(load == 0, self.idle_steps[counted] + 1, 0)
+        newly = (idle == DEAD_STEPS).nonzero().tolist()
+        self.idle_steps[counted] = idle
+        if newly and self.world.is_main:
+            layer, expert = counted[newly[0][0]], newly[0][1]
+            log.warning(
+                "alarm dead_experts: expert %d of layer %d (and %d others) had no token for %d steps; raise "
+                "train.router_auxiliary",
+                expert, layer, len(newly) - 1, DEAD_STEPS,
+            )  # fmt: skip
+        dead = int((idle >= DEAD_STEPS).sum())
+        found = {"experts/load_max": float(uneven.max()), "experts/load_mean": float(uneven.mean())}
+        return found | {"experts/dead": float(dead)} | ({"alarm/dead_experts": 1.0} if dead else {})
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, JSON-able; empty for a dense model."""
+        return {"expert_load": self.load.tolist(), "expert_idle": self.idle_steps.tolist()} if self.mixtures else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`; of a checkpoint without it, from before a mixture was counted, nothing changes."""
+        if self.mixtures and "expert_load" in state:
+            load, idle = (torch.tensor(state[name], dtype=torch.int64) for name in ("expert_load", "expert_idle"))
+            if load.shape != self.load.shape or idle.shape != self.load.shape:
+                raise ValueError(f"expert_load is {list(load.shape)}, but the model has {list(self.load.shape)}")
+            self.idle_steps = idle
+            self._take(load)
+
+
+def moved(load: Tensor) -> Tensor:
+    """+1 for an expert below the mean load, -1 for one above it (arXiv 2408.15664)."""
+    return torch.sign(load.double().mean() - load)

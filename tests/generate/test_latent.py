@@ -1,0 +1,85 @@
+"""Latent attention in the engine: the trainer's bits out of a cache of keys alone, whatever the load and the layout."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, score
+from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.generate.runner import make_cache
+from lockstep.model import Latent, Yarn, initialize
+from lockstep.model.families import deepseek_v3
+from lockstep.parallel import apply_compile, close_world, generator_model, open_world
+from lockstep.rl.explain import first_difference
+from tests.generate.test_engine import check_load
+from tests.parallel.launch import launch
+
+SHAPE = replace(
+    deepseek_v3.config(
+        120, Latent(32, 16, 32, 24, q_rank=40), dim=64, num_layers=2, num_heads=4, intermediate_size=96,
+        max_positions=512,
+    ),
+    rope_scaling=Yarn(4.0, 128, mscale=1.0, mscale_all_dim=1.0),
+)  # fmt: skip
+"""Of a key's 64 features 32 are the latent's: less than half of what its four heads' keys and values would take."""
+
+
+@cache
+def _model(dtype, compiled=False):
+    model = build_model(SHAPE, dtype, seed=2)
+    with torch.no_grad():  # sharper logits than fresh weights give: draws that depend on them
+        model.embed_tokens.weight.mul_(8)
+    if compiled:
+        apply_compile(model, CompileConfig(backend="inductor"))
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("seed", "budget", "cache_tokens"), [(1, 19, 304), (2, 60, 4096)])
+def test_load_changes_no_bit_and_loses_no_page(dtype, seed, budget, cache_tokens):
+    config = dict(budget=budget, sequences=5, cache_tokens=cache_tokens, prefix_cache=True)
+    check_load(_model(dtype), seed, config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_load_changes_no_bit_of_a_compiled_model(dtype):
+    check_load(_model(dtype, compiled=True), 3, dict(budget=60, sequences=5, cache_tokens=304, prefix_cache=True))
+
+
+def test_a_prefix_that_is_found_has_the_bits_of_one_that_is_computed():
+    model, prompt = _model("bfloat16"), [1, 2, 3] * 30
+    engine = Engine(model, EngineConfig(max_tokens_per_step=32, max_sequences=4, cache_tokens=1024))
+    params = SamplingParams(max_tokens=12, n=3, seed=4, ignore_eos=True)
+    first, second = ([c.logprobs for c in engine.generate([prompt], params)[0]] for _ in range(2))
+    assert first == second and engine.statistics.prompt_tokens_reused > 0
+
+
+def test_the_cache_holds_one_key_per_token():
+    cache = make_cache(_model("bfloat16"), num_pages=10)
+    assert cache.nbytes == 2 * 10 * 16 * 64 * 2  # layers, pages, tokens of a page, features, bytes
+
+
+def test_parity_explains_it_operator_by_operator():
+    assert first_difference(_model("float32"), [5, 6, 7] * 12, 20) is None
+
+
+def sample(ranks):
+    parallel = ParallelConfig(tensor=ranks, reduction_chunks=2)
+    world = open_world(parallel, "cpu")
+    model = generator_model(SHAPE, torch.bfloat16, world, parallel, partial(initialize, seed=3))
+    engine = Engine(model, EngineConfig(max_tokens_per_step=37, max_sequences=5, cache_tokens=256))
+    params = SamplingParams(max_tokens=14, n=2, seed=5, ignore_eos=True)
+    prompts = [[9, 10] * 20, [11, 12, 13], [9, 10] * 19]
+    found = [[(c.token_ids, c.logprobs) for c in group] for group in engine.generate(prompts, params)]
+    for prompt, group in zip(prompts, found):
+        for tokens, log_probs in group:
+            assert torch.equal(torch.tensor(log_probs), score(model, [prompt + tokens])[0][len(prompt) - 1 :])
+    close_world(world)
+    return found
+
+
+def test_ranks_that_share_the_heads_sample_what_one_process_does():
+    (alone,) = launch(1, sample, 1)
+    assert launch(2, sample, 2) == [alone, alone]

@@ -1,0 +1,233 @@
+"""gpt-oss: the logits of transformers, its folders in and out, MXFP4 experts, and the same bits in the engine."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, ops, save_model, score
+from lockstep.checkpoint.convert import convert
+from lockstep.errors import UserError
+from lockstep.model import preset
+from lockstep.model.families.gpt_oss import shortest_turn
+from lockstep.model.mxfp4 import Mxfp4, dequantized
+from tests.model.test_against_transformers import TOLERANCE
+
+SIZES = dict(
+    vocab_size=101,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    sliding_window=20,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    eos_token_id=7,
+)
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 150000.0}
+
+
+def theirs(folder, **settings):
+    torch.manual_seed(0)
+    config = GptOssConfig(**{**SIZES, **settings})
+    model = GptOssForCausalLM._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Sinks and gates of some size: what is clamped, and what they take, must show.
+            spread = 2.0 if "sinks" in name else 0.5 if "router" in name or "gate_up" in name else 0.15
+            parameter.normal_(1.0 if "norm" in name else 0.0, spread)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(rope_parameters=DEFAULT_ROPE, sliding_window=1),
+        dict(rope_parameters=DEFAULT_ROPE, num_local_experts=9, num_experts_per_tok=4, intermediate_size=36),
+        dict(layer_types=["full_attention", "sliding_attention", "sliding_attention"], sliding_window=64),
+        dict(num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, num_experts_per_tok=1),
+        dict(num_attention_heads=8, num_key_value_heads=8, head_dim=64, num_local_experts=4, num_experts_per_tok=4),
+    ],
+)
+@torch.no_grad()
+def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tensor(tmp_path, settings):
+    model = theirs(tmp_path / "theirs", **settings)
+    ours = load_model(tmp_path / "theirs")
+    tokens = torch.randint(101, (90,), generator=torch.Generator().manual_seed(1))
+    hidden = ours(tokens, torch.arange(90), ops.PackedAttention([90]))
+    torch.testing.assert_close(ours.logits(hidden), model(tokens[None]).logits[0], rtol=TOLERANCE, atol=TOLERANCE)
+
+    save_model(ours, tmp_path / "ours")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    before.pop("lm_head.weight", None) if settings.get("tie_word_embeddings") else None
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    for key in ("layer_types", "sliding_window", "rope_parameters", "num_local_experts", "num_experts_per_tok"):
+        kept = {k: v for k, v in (theirs_of(again, key)).items() if theirs_of(model, key).get(k, v) != v}
+        assert not kept, key
+    assert load_model(tmp_path / "ours").config == ours.config
+
+
+def theirs_of(model, key):
+    value = getattr(model.config, key)
+    return value if isinstance(value, dict) else {key: value}
+
+
+def quantized(folder, **settings):
+    """A folder whose experts are MXFP4, and the tensors that they stand for."""
+    theirs(folder, hidden_size=64, intermediate_size=96, **settings)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    draw, plain = torch.Generator().manual_seed(1), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(118, 125, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    change(
+        folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    )
+    return tensors, plain
+
+
+def change(folder, **values):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_mxfp4_experts_are_read_as_transformers_reads_them_and_saved_unquantised(tmp_path, dtype):
+    held, plain = quantized(tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs", dtype=dtype)
+    assert model.dtype == (torch.bfloat16 if dtype is None else torch.float32)
+    save_model(model, tmp_path / "ours")
+    convert(tmp_path / "theirs", tmp_path / "converted", dtype=dtype or "auto")
+    expected = {name: tensor for name, tensor in held.items() if not name.endswith(("_blocks", "_scales"))} | plain
+    for folder in ("ours", "converted"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor.to(model.dtype)) for name, tensor in expected.items()), folder
+        assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+
+
+def test_every_number_of_mxfp4_at_every_scale():
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16).contiguous()
+    found = dequantized(blocks, scales)[0]
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    values = torch.cat((values, -values))
+    row = torch.stack([values[[byte & 15, byte >> 4]] for byte in range(256)]).flatten()
+    expected = row * torch.exp2(torch.arange(256, dtype=torch.float64) - 127)[:, None]
+    assert torch.equal(found[:255].double(), expected[:255].bfloat16().double())
+    assert found[255].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_engine_gives_the_trainers_bits(tmp_path, dtype):
+    theirs(tmp_path)
+    model = load_model(tmp_path, dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    shared = torch.randint(101, (80,), generator=generator).tolist()
+    prompts = [shared[:3], shared, [*shared, 5, 6], shared[7:39]]
+    params = SamplingParams(max_tokens=25, temperature=0.9, n=2, seed=3, ignore_eos=True)
+    engine = Engine(model, EngineConfig(cache_tokens=1024, max_tokens_per_step=24))
+    groups = engine.generate(prompts, params)
+    sequences = [p + list(c.token_ids) for p, group in zip(prompts, groups) for c in group]
+    scores = iter(score(model, sequences, temperature=0.9))
+    for prompt, group in zip(prompts, groups):
+        for completion in group:
+            assert torch.equal(next(scores)[len(prompt) - 1 :], torch.tensor(completion.logprobs))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(attention_bias=False), "attention_bias is False; only True is supported"),
+        (dict(swiglu_limit=5.0), "swiglu_limit is 5.0; only 7.0 is supported"),
+        (dict(swiglu_alpha=1.0), "swiglu_alpha is 1.0; only 1.702 is supported"),
+        (dict(layer_types=["full_attention"]), "layer_types is .* for each layer"),
+        (dict(layer_types=["full_attention", "chunked_attention", "full_attention"]), "layer_types is .*chunked"),
+        (dict(sliding_window=-1), "sliding_window is -1"),
+        (dict(num_experts_per_tok=7), "7 experts a token of 6"),
+        (
+            dict(quantization_config={"quant_method": "gptq"}),
+            r"'gptq'\), which is not read \(read are mxfp4, .*dequantize",
+        ),
+        (dict(quantization_config="fp8"), r"'fp8'\), which is not read"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, values, message):
+    theirs(tmp_path)
+    change(tmp_path, **values)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("no_scales", r"gate_up_proj_scales is missing"),
+        ("floats", r"down_proj_blocks is F32; only U8 are read"),
+        ("shape", r"down_proj_scales has shape \[6, 64, 2\], but config.json asks for \[6, 64, 3\]"),
+    ],
+)
+def test_damaged_mxfp4_is_named(tmp_path, damage, message):
+    tensors, _ = quantized(tmp_path)
+    path = "model.layers.1.mlp.experts."
+    if damage == "no_scales":
+        del tensors[path + "gate_up_proj_scales"]
+    elif damage == "floats":
+        tensors[path + "down_proj_blocks"] = tensors[path + "down_proj_blocks"].float()
+    else:
+        tensors[path + "down_proj_scales"] = tensors[path + "down_proj_scales"][..., :2].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+def test_presets_have_the_published_sizes():
+    for size, total, active in (("20b", 20_914_757_184, 3.61e9), ("120b", 116_829_156_672, 5.13e9)):
+        config = preset(f"gpt_oss:{size}")
+        assert config.num_parameters == total
+        # Published without the embedding, to three digits.
+        assert config.num_active_parameters - config.vocab_size * config.dim == pytest.approx(active, rel=2e-3)
+    micro = build_model(preset("gpt_oss:micro"), "float32", seed=0)
+    assert sum(p.numel() for p in micro.parameters()) == micro.config.num_parameters
+    for name, parameter in micro.named_parameters():
+        assert parameter.any() != name.endswith(("bias", "sinks")), name
+
+
+def test_layers_take_windows_in_turn():
+    assert shortest_turn([20, 0, 20, 0, 20]) == (20, 0) and shortest_turn([0, 0]) == (0,)
+    assert shortest_turn([5, 0, 0, 5, 0, 0, 0]) == (5, 0, 0, 5, 0, 0, 0)
+    config = preset("gpt_oss:micro")
+    assert [config.window(layer) for layer in range(5)] == [20, 0, 20, 0, 20]
+    assert build_model(replace(config, num_layers=1), "float32").layers[0].self_attn.window == 20
+
+
+def test_any_place_of_an_mxfp4_tensor_can_be_read():
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (3, 10, 4, 16), generator=draw, dtype=torch.uint8)
+    scales = torch.randint(120, 130, (3, 10, 4), generator=draw, dtype=torch.uint8)
+    whole = dequantized(blocks, scales).mT
+    tensor = Mxfp4(blocks, scales)
+    for experts, inputs, outputs in [
+        ((0, 3), (0, 128), (0, 10)),
+        ((1, 2), (31, 33), (3, 4)),
+        ((0, 2), (70, 128), (9, 10)),
+    ]:
+        place = slice(*experts), slice(*inputs), slice(*outputs)
+        assert torch.equal(tensor[place], whole[place])

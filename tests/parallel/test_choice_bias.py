@@ -1,0 +1,34 @@
+"""The bias of a router's choice keeps its float32 on ranks that share bfloat16 weights, and moves as in one process."""
+
+import pytest
+import torch
+
+from lockstep.config import ParallelConfig
+from lockstep.model import ExpertsConfig, Latent
+from lockstep.model.families import deepseek_v3
+from lockstep.ops import Routing
+from tests.parallel.launch import launch
+from tests.parallel.training import train
+
+VOCAB = 259
+SHAPE = deepseek_v3.config(
+    VOCAB,
+    Latent(32, 16, 16, 24, q_rank=40),
+    ExpertsConfig(8, 48, Routing(2, "sigmoid", groups=4, groups_kept=2), 48, choice_bias=True, dense_layers=(0,)),
+    dim=64, num_layers=2, num_heads=4, intermediate_size=96,
+)  # fmt: skip
+BIAS = "layers.1.mlp.gate.e_score_correction_bias"
+# A step that bfloat16 would round away beside 0.01.
+SETTINGS = {"router_bias_rate": 1e-5, "learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_biases_move_as_in_one_process(dtype):
+    arguments = (dtype, 4, SHAPE, VOCAB, False, SETTINGS, None, False, 2)
+    (alone,) = launch(1, train, ParallelConfig(), *arguments)
+    ranks = launch(2, train, ParallelConfig(), *arguments)
+    bias = alone.weights[BIAS]
+    assert bias.dtype == torch.float32 and 1e-5 <= bias.abs().max() <= 4.01e-5
+    for rank in ranks:
+        assert torch.equal(rank.weights[BIAS], bias)
+    assert torch.equal(torch.cat([rank.log_probs for rank in ranks]), alone.log_probs)

@@ -1,0 +1,219 @@
+"""Experts on several ranks, against one process: the bits of its engine and of its steps, and what is refused."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lockstep import Engine, EngineConfig, SamplingParams, ops
+from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
+from lockstep.errors import UserError
+from lockstep.model import Decoder, initialize, preset
+from lockstep.model.shard import local_values
+from lockstep.ops.experts import feed_forward
+from lockstep.parallel import close_world, generator_model, open_world, parallel_model
+from lockstep.parallel.exchange import whole_rows
+from lockstep.parallel.experts import experts_over_ranks
+from lockstep.parallel.refusals import refuse_impossible
+from lockstep.parallel.world import AXES, World, resolve_degrees
+from lockstep.train import Trainer, pack
+from lockstep.train.deterministic_layout import refuse_other_order
+from lockstep.train.dry_run import dry_run
+from lockstep.train.pretrain import NextTokenLoss
+from tests.faults import VARIABLE
+from tests.parallel.launch import launch
+from tests.parallel.test_deterministic_layout import check
+
+MODEL = "qwen3_moe:micro"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def sampled(ranks, dtype, model=MODEL):
+    """What an engine on so many tensor ranks samples: a step of one token, of many, and of prompts in chunks."""
+    parallel = ParallelConfig(tensor=ranks, reduction_chunks=2, data_shard=1)
+    world = open_world(parallel, "cpu")
+    shape = preset(model, 259)
+    decoder = generator_model(shape, DTYPES[dtype], world, parallel, partial(initialize, seed=3))
+    engine = Engine(decoder, EngineConfig(max_tokens_per_step=37, cache_tokens=512))
+    groups = engine.generate([[1]], SamplingParams(max_tokens=5, seed=1))
+    groups += engine.generate([[1], list(range(40)), [5, 6, 7]], SamplingParams(max_tokens=9, seed=1, n=2))
+    close_world(world)
+    return [(c.token_ids, c.logprobs) for group in groups for c in group]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [(MODEL, "float32"), (MODEL, "bfloat16"), ("gpt_oss:micro", "bfloat16"), ("deepseek_v3:micro", "bfloat16")],
+)
+def test_an_engine_whose_ranks_share_the_experts_samples_what_one_process_samples(model, dtype):
+    (alone,) = launch(1, sampled, 1, dtype, model)
+    assert launch(2, sampled, 2, dtype, model) == [alone] * 2
+
+
+def through(weights, rows, starts):
+    return feed_forward(rows, starts, *weights)
+
+
+def compare_random(dtype, rounds):
+    """Rows that cancel and uneven choices, of as many tokens on each rank as it likes, in every number of experts."""
+    world = open_world(ParallelConfig(tensor=2), "cpu")
+    group, draw = world.mesh.get_group("tensor"), torch.Generator().manual_seed(0)
+    problems = []
+    for number in range(rounds):
+        count, active = [(2, 1), (4, 2), (6, 3), (8, 8)][number % 4]
+        kind = DTYPES[dtype]
+        weights_of = [torch.randn(count, *s, generator=draw).to(kind) for s in ((24, 16), (24, 16), (16, 24))]
+        tokens = [int(n) for n in torch.randint(0, 40, (2,), generator=draw)]
+        x = torch.randn(sum(tokens), 16, generator=draw) * (torch.rand(sum(tokens), 1, generator=draw) * 12).exp2()
+        x[:, 8:] = -x[:, :8] * (1 + 2.0**-8)
+        x, scores = x.to(kind), torch.rand(sum(tokens), count, generator=draw)
+        scores[:, number % count] += number % 3  # now and then one expert takes all
+        weights, chosen = scores.topk(active)
+        grad = torch.randn(sum(tokens), 16, generator=draw).to(kind)
+
+        def run(function, rows, x=x, weights=weights, chosen=chosen, grad=grad):
+            leaves = [x[rows].clone().requires_grad_(), weights[rows].clone().requires_grad_()]
+            out = function(*leaves, chosen[rows])
+            out.backward(grad[rows])
+            return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+        own = [w.chunk(2)[world.rank].clone().requires_grad_() for w in weights_of]
+        whole = [w.clone().requires_grad_() for w in weights_of]
+
+        def shared(x, weights, chosen, own=own, count=count):
+            return experts_over_ranks(x, weights, chosen, count, group, partial(through, own))
+
+        rows = slice(0, tokens[0]) if world.rank == 0 else slice(tokens[0], None)
+        found = run(shared, rows)
+        expected = run(lambda x, w, c, whole=whole: ops.experts(x, w, c, *whole), slice(None))
+        problems += [number for ours, theirs in zip(found, expected) if not torch.equal(ours, theirs[rows])]
+        if dtype == "float32":  # the sums over tokens are made in the order of one process
+            parts = zip(own, whole)
+            problems += [number for o, w in parts if not torch.equal(o.grad, w.grad.chunk(2)[world.rank])]
+        with torch.no_grad(), whole_rows():
+            everywhere = shared(x, weights, chosen)
+        problems += [number] if not torch.equal(everywhere, expected[0]) else []
+    close_world(world)
+    return problems
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_travelled_have_the_bits_of_rows_that_stayed(dtype):
+    assert launch(2, compare_random, dtype, 24) == [[], []]
+
+
+@pytest.mark.parametrize("fault", ["rows_as_they_arrive", "rows_of_an_expert_backwards"])
+def test_rows_in_another_order_are_found(monkeypatch, fault):
+    monkeypatch.setenv(VARIABLE, fault)
+    assert all(launch(2, compare_random, "float32", 4))
+
+
+@pytest.mark.parametrize("layout", [(2, ParallelConfig(tensor=2)), (4, ParallelConfig(tensor=2))])
+def test_steps_of_mixtures_have_the_same_bits_in_one_order(layout):
+    check([layout], 2, "bfloat16", 4, 3, True, "adamw", "none", (), MODEL)
+
+
+def stepped(parallel, mode, count=8):
+    """Losses, gradients' norms and what was counted, of steps in which layers recompute or not."""
+    world = open_world(parallel, "cpu")
+    shape = replace(preset(MODEL, 131), num_layers=2)
+    shape = replace(shape, experts=replace(shape.experts, count=count))
+    fill = partial(initialize, seed=3)
+    model = parallel_model(shape, torch.bfloat16, world, parallel, CompileConfig(), fill, RecomputeConfig(mode))
+    trainer = Trainer(model, TrainConfig(warmup_steps=0), 2, world)
+    draw = torch.Generator().manual_seed(0)
+    rows = [pack([torch.randint(131, (n,), generator=draw).tolist()]) for n in (31, 17, 24, 9)]
+    found = [trainer.step(rows[world.data_rank :: world.data_size], NextTokenLoss(77)) for _ in range(2)]
+    owned = {tuple(local_values(p).shape) for n, p in model.named_parameters() if ".experts." in n}
+    close_world(world)
+    return [[step[name] for name in ("loss", "grad_norm")] for step in found], found[-1], owned
+
+
+def test_recomputing_layers_travel_again_and_keep_the_bits():
+    kept, again = (launch(4, stepped, ParallelConfig(expert=2, tensor=2), mode) for mode in ("none", "full"))
+    assert kept[0][0] == again[0][0]
+    _, counted, owned = kept[0]
+    assert owned == {(2, 128, 128)}  # of 8 experts on 4 ranks
+    assert counted == kept[3][1]
+    assert 1.0 < counted["experts/imbalance"] < 4.0
+    # Two layers of rows of two experts a token, 128 wide in bfloat16, there and back, forward and backward: as many as
+    # a rank with 48 of 88 padded tokens, shared by two ranks, has in a step, if three in four are away.
+    most = 2 * 48 / 2 * 2 * 128 * 2 * 4 / 2**20
+    assert 0.5 * most < counted["experts/sent_mib"] < most
+    assert again[0][1]["experts/sent_mib"] == pytest.approx(1.5 * counted["experts/sent_mib"], rel=0.1)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(expert=2), ParallelConfig(tensor=2)])
+def test_fewer_experts_than_ranks_are_cut_within(parallel):
+    (alone,) = launch(1, stepped, ParallelConfig(reduction_chunks=2), "none", 2)
+    for losses, _, owned in launch(4, stepped, replace(parallel, reduction_chunks=2), "none", 2):
+        for found, expected in zip(losses, alone[0]):
+            assert found == pytest.approx(expected, rel=1e-3 if parallel.tensor == 1 else 5e-3)
+        assert sum(expert * outputs * inputs for expert, outputs, inputs in owned) == 2 * 128 * 128 / 4
+
+
+def imagined(parallel, ranks):
+    config = PretrainConfig(
+        dtype="bfloat16",
+        sequence_length=64,
+        tokens_per_step=64 * 8,
+        parallel=parallel,
+        train=TrainConfig(tokens_per_microbatch=64),
+    )
+    return dry_run(config, preset(MODEL, 258), ranks, NextTokenLoss(64))
+
+
+def test_a_dry_run_counts_the_experts_messages_and_their_share():
+    alone, shared = imagined(ParallelConfig(), 4), imagined(ParallelConfig(expert=4), 4)
+    messages = {key: held for key, held in shared.traffic.items() if key[1] == "alltoall_base"}
+    (travelled,) = messages.values()
+    # In a micro-batch and each of 4 layers: counts and rows there, rows back, and both backward.
+    assert travelled.calls == 4 * 5 * shared.passed
+    rows = 4 * 64 * 2 * shared.passed
+    assert travelled.bytes == pytest.approx(4 * rows * 128 * 2, rel=0.01)
+    assert not [key for key in alone.traffic if key[1] == "alltoall_base"]
+    assert shared.memory["weights"] == pytest.approx(alone.memory["weights"], rel=0.01)
+    assert "expert 4" in shared.text()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "degrees", "said"),
+    [
+        (ParallelConfig(expert=3), {}, "parallel.expert 3 does not divide the 8 experts; set .* to 1 or 2 or 4 or 8"),
+        (ParallelConfig(expert=4), {"tensor": 4}, "expert 4 x parallel.tensor 4 does not .* 8 experts; .* to 1 or 2"),
+        (ParallelConfig(expert=2, full_dtensor=True), {}, "full_dtensor does not go with parallel.expert"),
+    ],
+)
+def test_degrees_that_do_not_divide_the_experts_are_refused_with_those_that_do(parallel, degrees, said):
+    shape = replace(preset(MODEL, 258), reduction_chunks=4, num_kv_heads=4)
+    with pytest.raises(UserError, match=said):
+        refuse_impossible(shape, dict.fromkeys(AXES, 1) | degrees, parallel)
+
+
+def test_tensor_degrees_are_asked_to_divide_the_experts_and_not_features_that_are_not_cut():
+    shape = replace(preset(MODEL, 258), reduction_chunks=4, num_kv_heads=4, intermediate_size=6)
+    refuse_impossible(shape, dict.fromkeys(AXES, 1) | {"tensor": 4}, ParallelConfig(tensor=4))
+    fewer = replace(shape, experts=replace(shape.experts, count=6))
+    with pytest.raises(UserError, match="parallel.tensor 4 does not divide 6 experts; set it to 1 or 2"):
+        refuse_impossible(fewer, dict.fromkeys(AXES, 1) | {"tensor": 4}, ParallelConfig(tensor=4))
+
+
+def test_settings_that_do_not_go_with_shared_experts_are_refused_by_name():
+    with pytest.raises(UserError, match="parallel.expert is 2, but the model has no experts"):
+        refuse_impossible(preset("qwen3:micro", 258), dict.fromkeys(AXES, 1), ParallelConfig(expert=2))
+    with pytest.raises(UserError, match="expert is 4; it must divide the 6 ranks of data_shard 3 x context 2.*1 or 2"):
+        resolve_degrees(ParallelConfig(expert=4, context=2), 6)
+    others = {
+        'recompute.mode "budget" does not go': dict(recompute=RecomputeConfig("budget", budget_gib=1.0)),
+        "compiled layers do not go": dict(compile=CompileConfig("inductor")),
+        "deterministic_layout does not go": dict(train=TrainConfig(deterministic_layout=True)),
+    }
+    for said, settings in others.items():
+        with pytest.raises(UserError, match=said):
+            validate(PretrainConfig(parallel=ParallelConfig(expert=2), **settings))
+    model = Decoder(preset(MODEL, 131), torch.float32, "meta")
+    with pytest.raises(UserError, match="parallel.context 2 is for dense models so far"):
+        refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"context": 2}), model)
+    with pytest.raises(UserError, match="does not go with parallel.expert 2 so far"):
+        refuse_other_order(World(torch.device("cpu"), expert=2), model)
