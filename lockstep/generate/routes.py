@@ -27,11 +27,6 @@ LONGEST = 16384
 """Characters of a route that others send."""
 
 
-def mixtures_of(shape: ModelConfig) -> list[int]:
-    """The layers whose feed-forward is a mixture of experts."""
-    return [layer for layer in range(shape.num_layers) if not shape.is_dense(layer)]
-
-
 def routes_of_rows(
     recorded: Sequence[Int[Tensor, "tokens active"]], rows: Int[Tensor, "rows"], tokens: int
 ) -> list[bytes]:
@@ -68,7 +63,7 @@ def read_route(route: str, shape: ModelConfig) -> Int[np.ndarray, "mixtures acti
     """The experts of each mixture; None: it is but a digest, or of another shape."""
     assert shape.experts is not None
     kind = np.dtype(np.uint8 if shape.experts.count <= 256 else "<i2")
-    content, mixtures, active = b64decode(route), len(mixtures_of(shape)), shape.experts.routing.active
+    content, mixtures, active = b64decode(route), len(shape.mixtures), shape.experts.routing.active
     if len(content) != mixtures * active * kind.itemsize:
         return None
     return np.frombuffer(content, kind).reshape(mixtures, active).astype(np.int64)

@@ -193,9 +193,14 @@ class ModelConfig:
         return self.experts is None or layer in self.experts.dense_layers
 
     @property
+    def mixtures(self) -> list[int]:
+        """The layers whose feed-forward is a mixture of experts."""
+        return [layer for layer in range(self.num_layers) if not self.is_dense(layer)]
+
+    @property
     def num_dense(self) -> int:
         """Layers with a dense feed-forward."""
-        return sum(self.is_dense(layer) for layer in range(self.num_layers))
+        return self.num_layers - len(self.mixtures)
 
     @property
     def dense_sizes(self) -> dict[str, int]:
@@ -223,7 +228,7 @@ class ModelConfig:
             router = self.experts.count * (self.dim + self.experts.choice_bias + self.experts.clamped)
             if self.experts.clamped:
                 routed += met(self.experts) * (2 * self.experts.intermediate_size + self.dim)
-            layers += (self.num_layers - self.num_dense) * (routed + router)
+            layers += len(self.mixtures) * (routed + router)
         embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         return embeddings + layers + self.dim
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -126,7 +125,8 @@ class PolicyLoss:
         self.parity = Parity()
         self.router_replay = config.router_replay
         self.replay = ReplayFindings()
-        self._measured, self._without = False, cast(Tensor | None, None)
+        self._measured = False
+        self._without: Tensor | None = None
         self.found: dict[str, list[float]] = {}
         """Each metric of each micro-batch."""
         self.weights: list[float] = []

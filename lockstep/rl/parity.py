@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lockstep.generate.routes import mixtures_of, read_route, shortened, written
+from lockstep.generate.routes import read_route, shortened, written
 from lockstep.model import ModelConfig
 from lockstep.rl.rollouts import Rollout
 
@@ -149,7 +149,7 @@ def _routes_in_words(generator: str, trainer: str, shape: ModelConfig) -> str:
     if theirs is None or own is None:
         return "experts differ, of which only digests were compared"
     place = int((theirs != own).any(-1).nonzero()[0][0])
-    layer = mixtures_of(shape)[place]
+    layer = shape.mixtures[place]
     sides = f"{theirs[place].tolist()} in the generator, {own[place].tolist()} in the trainer"
     return f"layer {layer} chose experts {sides}"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.errors import UserError
-from lockstep.generate.routes import mixtures_of, read_route, routes_of_rows
+from lockstep.generate.routes import read_route, routes_of_rows
 from lockstep.generate.sampling_params import RoutesForm
 from lockstep.model import ModelConfig
 from lockstep.rl.rollouts import Rollout
@@ -30,14 +30,14 @@ def routes_form(config: RLConfig) -> RoutesForm:
 
 def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
     """Raises UserError where `rl.router_replay` has nothing to replay."""
-    if config.router_replay and not mixtures_of(shape):
+    if config.router_replay and not shape.mixtures:
         raise UserError(f"router_replay is set, but {config.model} has no experts, so it has no routes; leave it out")
 
 
 def own_routes(recorded: Sequence[Tensor], row: PackedRow, shape: ModelConfig) -> list[bytes] | None:
     """Of each target of `row`; None where this rank has not computed all layers of all its tokens."""
     tokens = len(row.tokens)
-    if not recorded or len(recorded) != len(mixtures_of(shape)) or any(len(chosen) != tokens for chosen in recorded):
+    if not recorded or len(recorded) != len(shape.mixtures) or any(len(chosen) != tokens for chosen in recorded):
         return None
     return routes_of_rows(recorded, row.predictors, tokens)
 
@@ -56,7 +56,7 @@ def routes_to_replay(rollouts: Sequence[Rollout], row: PackedRow, shape: ModelCo
                 "recorded them; leave router_replay out"
             )
         tables += [table for table in read if table is not None]
-    whole = np.stack(tables) if tables else np.zeros((0, len(mixtures_of(shape)), 1), np.int64)
+    whole = np.stack(tables) if tables else np.zeros((0, len(shape.mixtures), 1), np.int64)
     assert shape.experts is not None
     if whole.max(initial=0) >= shape.experts.count or whole.min(initial=0) < 0:
         raise UserError(f"router_replay: a rollout names an expert beyond the model's {shape.experts.count}")

@@ -15,8 +15,8 @@ from lockstep.model.moe import Router
 from lockstep.model.shard import local_values
 from lockstep.observe import log
 from lockstep.parallel import World
+from lockstep.parallel.world import AXES
 
-ALL_AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 DEAD_STEPS = 20
 """In a row without a single token: from then on an expert is called dead."""
 
@@ -32,7 +32,7 @@ class ExpertBalance:
         self.load = torch.zeros(model.config.num_layers, experts.count if experts else 0, dtype=torch.int64)
         """Choices of each layer's experts in the last step, over all ranks; a dense layer's are zeros."""
         self.idle_steps = torch.zeros_like(self.load)
-        self.mixtures = [n for n in range(model.config.num_layers) if not model.config.is_dense(n)]
+        self.mixtures = model.config.mixtures
         if config.router_bias_rate and not (experts and experts.choice_bias):
             raise UserError(
                 "train.router_bias_rate moves the biases of a router's choice, which this model does not have; set "
@@ -50,7 +50,7 @@ class ExpertBalance:
         own = torch.zeros_like(self.load)
         for layer, router in self.routers.items():
             own[layer] = router.load.counted
-        total = torch.tensor(self.world.sum(own.flatten().tolist(), ALL_AXES)).view_as(own).long()
+        total = torch.tensor(self.world.sum(own.flatten().tolist(), AXES)).view_as(own).long()
         self._take(total)
         if updated and self.bias_rate:
             for layer, router in self.routers.items():

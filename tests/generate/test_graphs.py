@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep import Engine, EngineConfig, SamplingParams, build_model
 from lockstep.errors import UserError
 from lockstep.generate.graphs import GUESSED_ROWS, GraphRunner, ladder
-from lockstep.model import ModelConfig
+from lockstep.model import ModelConfig, preset
 
 MODES = ["piecewise", "full", "full_and_piecewise"]
 
@@ -142,6 +142,11 @@ def test_the_ladder_holds_powers_of_two_and_the_largest_batch(size):
 def test_graphs_on_the_cpu_are_refused_when_the_engine_starts():
     with pytest.raises(UserError, match='cuda_graphs is "full", but the model is on the cpu'):
         Engine(MODEL, EngineConfig(cuda_graphs="full"))
+
+
+def test_graphs_of_a_mixture_of_experts_are_refused():
+    with pytest.raises(UserError, match="cuda_graphs do not go with mixtures of experts"):
+        Engine(build_model(preset("qwen3_moe:micro", 60), "float32", seed=1), EngineConfig(cuda_graphs="full"))
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def _number(value: Any, where: str) -> Any:
     # An integer may be beyond any float, too; what the model computes with is float32.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST:
         return value
-    raise UserError(f"{where} is {value!r:.100}; it must be a number above 0")
+    raise UserError(f"{where} is {value!r:.100}; it must be a number above 0 that float32 holds")
 
 
 def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
