@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, save_model, score
+from lockstep.checkpoint.convert import convert
 from lockstep.config import ParallelConfig, RecomputeConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, preset
@@ -70,10 +72,25 @@ def goes_to_disk_and_back(family: str) -> bool:
     return again.config == model.config and all(map(torch.equal, model.parameters(), again.parameters()))
 
 
+def converts(family: str) -> bool:
+    model = build_model(shape_of(family), "float32", seed=1)
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "source"), Path(folder, "target")
+        save_model(model, source)
+        convert(source, target, "float32")
+        again = load_model(target)
+    return all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+def sizes(family: str) -> str:
+    return ", ".join(f"`{family}:{size}`" for size in FAMILIES[family].PRESETS)
+
+
 def fits(**degrees: int) -> Callable[[str], bool | str]:
     def check(family: str) -> bool | str:
+        shape = replace(shape_of(family), reduction_chunks=degrees.get("tensor", 1))
         try:
-            refuse_impossible(shape_of(family), dict.fromkeys(AXES, 1) | degrees, ParallelConfig(**degrees))  # type: ignore[arg-type]
+            refuse_impossible(shape, dict.fromkeys(AXES, 1) | degrees, ParallelConfig(**degrees))  # type: ignore[arg-type]
         except UserError as error:
             return "refused: " + str(error).splitlines()[-1].removeprefix("  - ")
         return True
@@ -82,11 +99,14 @@ def fits(**degrees: int) -> Callable[[str], bool | str]:
 
 
 CHECKS: dict[str, Callable[[str], bool | str]] = {
+    "sizes by name": sizes,
     "sampling has the trainer's bits, float32": samples_as_it_trains("float32"),
     "sampling has the trainer's bits, bfloat16": samples_as_it_trains("bfloat16"),
     "trains": learns,
     "recomputation changes no bit": recomputes,
     "Hugging Face folder, written and read": goes_to_disk_and_back,
+    "`lockstep convert`": converts,
+    "`parallel.tensor 2`": fits(tensor=2),
     "`parallel.context 2`": fits(context=2),
     "`parallel.pipeline 2`": fits(pipeline=2),
     "`parallel.expert 2`": fits(expert=2, data_shard=2),

@@ -419,7 +419,7 @@ def _parity(options: ParityOptions, world: World) -> int:
     model = open_model(folder, options.dtype, options.device, options.arithmetic, world, chunks)
     work = f"at least {options.tokens} tokens to go"
     shape = model.config
-    announce("parity: " + start_line(options.model, shape.num_parameters, model.device, model.dtype, work, world.size))
+    announce("parity: " + start_line(options.model, shape, model.device, model.dtype, work, world.size))
     if world.size == 1:  # a rank's operators are those of one process, and collectives beside them
         refuse_unknown_operators(model)
     apply_compile(model, options.compile)

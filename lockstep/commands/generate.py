@@ -97,8 +97,7 @@ def generate(options: GenerateOptions, world: World) -> None:
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     samples = len(prompts) * options.n
     work = f"{samples} samples of " * (samples > 1) + f"up to {options.max_tokens} tokens to go"
-    parameters = model.config.num_parameters
-    announce("generate: " + start_line(options.model, parameters, model.device, model.dtype, work, world.size))
+    announce("generate: " + start_line(options.model, model.config, model.device, model.dtype, work, world.size))
     # Room for one sequence of the whole context, or for many short ones.
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=64 if samples > 1 else 1), tokenizer)

@@ -7,11 +7,16 @@ import sys
 
 import torch
 
-from lockstep.model import arithmetic_of, instruction_set, name_of
+from lockstep.model import ModelConfig, arithmetic_of, instruction_set, name_of
 
 
-def start_line(model: str, parameters: int, device: torch.device, dtype: torch.dtype, work: str, ranks: int = 1) -> str:
+def start_line(
+    model: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, work: str, ranks: int = 1
+) -> str:
     """One line for the terminal or a log; `work` says how many tokens there are to go."""
+    parameters = f"{in_short(shape.num_parameters)} parameters"
+    if shape.mixtures:
+        parameters += f" ({in_short(shape.num_active_parameters)} active)"
     if device.type == "cuda":
         where = f"{device} ({torch.cuda.get_device_name(device)})"
     else:
@@ -19,7 +24,7 @@ def start_line(model: str, parameters: int, device: torch.device, dtype: torch.d
     threads = torch.get_num_threads()
     where += f", {threads} thread{'s' * (threads > 1)}" + (f", {ranks} ranks" if ranks > 1 else "")
     arithmetic = f"{name_of(dtype)}, {arithmetic_of(device)} arithmetic"
-    return " | ".join([f"{model}, {in_short(parameters)} parameters", where, arithmetic, work])
+    return " | ".join([f"{model}, {parameters}", where, arithmetic, work])
 
 
 def announce(text: str) -> None:

@@ -70,8 +70,8 @@ def announce_start(config: RLConfig, environment: Environment, model: TrainableM
     """Says what the run will do, and with what."""
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     work = f"{type(environment).__name__}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
-    parameters, compute = model.config.num_parameters, resolve_dtype(config.dtype)
-    announce("rl: " + start_line(config.model, parameters, world.device, compute, work, world.size))
+    compute = resolve_dtype(config.dtype)
+    announce("rl: " + start_line(config.model, model.config, world.device, compute, work, world.size))
     if world.device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
         announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
     if start and start >= config.steps:

@@ -185,8 +185,7 @@ def _train(
     compute = resolve_dtype(config.dtype)
     tokens = max(config.steps - start, 0) * config.tokens_per_step
     work = f"{in_short(tokens)} tokens to go, {in_short(config.tokens_per_step)} per step"
-    parameters = model.config.num_parameters
-    announce(f"{command}: " + start_line(config.model, parameters, world.device, compute, work, world.size))
+    announce(f"{command}: " + start_line(config.model, model.config, world.device, compute, work, world.size))
     began = time.perf_counter()
     speed = Throughput(model.config, world, compute)
     bad_steps = BadSteps(config.faults, run.path, tokenizer)

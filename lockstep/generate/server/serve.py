@@ -76,7 +76,7 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
     service = build_service(config, folder, engine)
     model = service.engine.model
     work = f"up to {config.engine.max_sequences} sequences at a time"
-    logger.info("%s", start_line(str(folder), model.config.num_parameters, model.device, model.dtype, work, ranks))
+    logger.info("%s", start_line(str(folder), model.config, model.device, model.dtype, work, ranks))
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)

@@ -321,7 +321,7 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     draft = make_draft(config, model, HistoryDraft())
     engine = (LeadingEngine if leads else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
-    announce("generator: " + start_line(welcome["model"], shape.num_parameters, device, model.dtype, work, world.size))
+    announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
     return ShelfReader(model, world, key), engine
 
 
