@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.checkpoint import load_model
-    from lockstep.config import EngineConfig
+    from lockstep.config import EngineConfig, EvalConfig
     from lockstep.generate import Completion, Engine, SamplingParams
     from lockstep.model import Decoder, ModelConfig, build_model, save_model
     from lockstep.rl.controller import reinforce
+    from lockstep.rl.evaluation import evaluate
     from lockstep.train import score
     from lockstep.train.pretrain import pretrain
     from lockstep.train.sft import finetune
@@ -33,11 +34,13 @@ _HOMES = {
     "Decoder": "lockstep.model",
     "Engine": "lockstep.generate",
     "EngineConfig": "lockstep.config",
+    "EvalConfig": "lockstep.config",
     "ModelConfig": "lockstep.model",
     "SamplingParams": "lockstep.generate",
     "build_model": "lockstep.model",
     "load_model": "lockstep.checkpoint",
     "save_model": "lockstep.model",
+    "evaluate": "lockstep.rl.evaluation",
     "finetune": "lockstep.train.sft",
     "pretrain": "lockstep.train.pretrain",
     "reinforce": "lockstep.rl.controller",
@@ -50,9 +53,11 @@ __all__ = [
     "Decoder",
     "Engine",
     "EngineConfig",
+    "EvalConfig",
     "ModelConfig",
     "SamplingParams",
     "build_model",
+    "evaluate",
     "finetune",
     "load_model",
     "pretrain",

@@ -1,5 +1,5 @@
-"""One command: lockstep demo | pretrain | sft | data | rl | replay | generate | serve | parity | compare | convert |
-why | doctor.
+"""One command: lockstep demo | pretrain | sft | data | rl | replay | generate | chat | eval | serve | parity |
+compare | convert | why | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -321,12 +321,39 @@ def generate(arguments: list[str]) -> int:
     return 0
 
 
+def chat(arguments: list[str]) -> int:
+    """a conversation with a model in the terminal"""
+    from lockstep.commands.chat import ChatOptions
+    from lockstep.commands.chat import chat as run
+    from lockstep.parallel import refuse_ranks
+
+    options = _parse(ChatOptions, arguments, "chat")
+    refuse_ranks("chat")
+    run(options)
+    return 0
+
+
 def generator(arguments: list[str]) -> int:
     """sample for a reinforcement run whose trainer is another process, here or on another host"""
     from lockstep.commands.generator import GeneratorOptions
     from lockstep.commands.generator import generator as run
 
     return run(_parse(GeneratorOptions, arguments, "generator"))
+
+
+def evaluate(arguments: list[str]) -> int:
+    """grade one or more models' answers to held-out examples: pass@k, rewards, and a paired test between models"""
+    from lockstep.commands.evaluate import as_text
+    from lockstep.config import EvalConfig
+    from lockstep.parallel import refuse_ranks
+    from lockstep.rl.evaluation import evaluate as run
+
+    config = _parse(EvalConfig, arguments, "eval")
+    refuse_ranks("eval")
+    evaluation = run(config)
+    print(printable(as_text(evaluation)))
+    print(f"\nresults: {evaluation.path}")
+    return 0
 
 
 def serve(arguments: list[str]) -> int:
@@ -566,6 +593,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "rl": rl,
     "generator": generator,
     "generate": generate,
+    "chat": chat,
+    "eval": evaluate,
     "serve": serve,
     "parity": parity,
     "compare": compare,

@@ -15,6 +15,7 @@ SHORT = {
     "rl_own_task": ["--steps", "2"],
 }
 PRINTED = {
+    "evaluate": ": pass@8 ",
     "parity": "576 log-probabilities compared, 0 different",
     "pretrain": "def main():",
     "rl_own_task": "step 2: reward ",

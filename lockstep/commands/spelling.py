@@ -87,7 +87,8 @@ HERE = {
 PREFIXES = ("train", "training", "optimizer", "parallel", "parallelism", "model", "dataset", "checkpoint")
 """Groups of settings elsewhere: what stands behind the point is looked up without them too."""
 COMMANDS_ELSEWHERE = {
-    "chat": "generate --chat",
+    "evaluate": "eval",
+    "lm-eval": "eval",
     "sample": "generate",
     "grpo": "rl",
     "ppo": "rl",

@@ -11,6 +11,7 @@ from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
+from lockstep.config.evaluation import EvalConfig
 from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
@@ -32,6 +33,7 @@ __all__ = [
     "DataConfig",
     "Dtype",
     "EngineConfig",
+    "EvalConfig",
     "FaultConfig",
     "ModelDtype",
     "ObserveConfig",

@@ -12,6 +12,7 @@ from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import algorithm_of
 from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
+from lockstep.config.evaluation import EvalConfig, greedy_problems
 from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
@@ -19,11 +20,13 @@ from lockstep.config.train import TrainConfig
 from lockstep.errors import UserError, closest
 
 
-def validate(config: PretrainConfig | RLConfig | ServeConfig) -> None:
+def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> None:
     """Refuses impossible values, naming the field and what to change. Raises UserError."""
     problems = list(bound_problems(config))
     if isinstance(config, ServeConfig):
         problems += _serve_problems(config)
+    elif isinstance(config, EvalConfig):
+        problems += config.problems()
     elif not problems:  # what follows compares fields that are right by themselves
         problems += _problems(config)
     if problems:
@@ -61,6 +64,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield from _algorithm_problems(config)
         yield from _replay_problems(config)
         yield from _alarm_problems(config.alarms)
+        temperature, samples = config.validation_temperature, config.validation_samples
+        yield from greedy_problems("validation_temperature", temperature, "validation_samples", samples)
         yield from config.actors.problems(config.parallel.reduction_chunks)
         yield from _url_problems(config.actors.urls)
         if not config.actors.keep_copy and config.engine.cuda_graphs != "none":

@@ -232,7 +232,13 @@ class RLConfig:
     validation_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: Annotated[int, Above(0)] = 256
-    """Held-out examples of a validation, one completion each, sampled as in training."""
+    """Held-out examples of a validation."""
+    validation_samples: Annotated[int, Above(0)] = 1
+    """Completions of each of them."""
+    validation_temperature: Annotated[float | None, AtLeast(0), AtMost(100)] = None
+    """Sampling temperature of validations; 0: greedy; None: that of training."""
+    validation_seed: Annotated[int | None, AtLeast(0), Below(2**63)] = None
+    """Of the draws of validations, the same at each of them; None: the run's."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -209,7 +209,9 @@ class HuggingFaceTokenizer:
         (folder / BYTE_FILE).unlink(missing_ok=True)
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
         names = {"eos_token": self._token(self.eos_id), "bos_token": self._token(self.bos_id)}
-        _write(folder / "tokenizer_config.json", json.dumps({**self._settings, **names}))
+        # Without a class transformers takes the one of the model's family, which may cut texts in a way of its own.
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **names}
+        _write(folder / "tokenizer_config.json", json.dumps(settings))
         _write_all(folder, self.carried)
 
     def _add_tokens(self, settings: dict[str, Any], file: Path) -> None:

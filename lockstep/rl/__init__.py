@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.rl.algorithms import PolicyLossInputs, group_advantages, objective, policy_loss, token_weights
+    from lockstep.rl.algorithms import PolicyLossInputs, group_advantages, token_weights
+    from lockstep.rl.algorithms.objective import objective, policy_loss
     from lockstep.rl.conversations import (
         Chat,
         ConversationEnvironment,

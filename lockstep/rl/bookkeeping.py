@@ -16,6 +16,7 @@ from lockstep.observe import Timeline
 from lockstep.rl.diversity import distinct_share, pairwise_overlap
 from lockstep.rl.environment import Environment
 from lockstep.rl.explain import in_words
+from lockstep.rl.figures import figures_of
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.rollouts import Rollout, episodes_of
 
@@ -135,18 +136,20 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
 
 
 def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) -> dict[str, float]:
-    """Mean rewards of held-out completions as `validation/…`, and the accuracy where the environment knows of one.
+    """What `figures_of` finds of held-out completions as `validation/…`; the accuracy is pass@1.
 
-    A completion whose reward failed is no right answer where failures are zeros; else it is left out.
+    Of several completions of each prompt also pass@k, of as many as there are.
     """
-    rollouts = [rows[-1] for rows in episodes_of(rollouts)]
-    counting = [r for r in rollouts if r.counts]
-    means = {f"validation/{name}": value for name, value in _means(rollouts).items()}
-    if any(r.rewards and environment.knows_correct(r.rewards) for r in counting):
-        right = sum(not r.failure and environment.is_correct(r.rewards) for r in counting)
-        means["validation/accuracy"] = right / len(counting)
-    means["validation/reward"] = sum(r.reward for r in counting) / max(1, len(counting))
-    return means | _failures("validation", rollouts)
+    samples = max(Counter(rows[-1].group for rows in episodes_of(rollouts)).values(), default=1)
+    figures = figures_of(rollouts, environment, sorted({1, samples}))
+    metrics = {f"validation/{_escaped(name)}": own.mean for name, own in figures.rewards.items()}
+    for k, own in figures.pass_at.items():
+        name = "accuracy" if k == 1 else f"pass@{k}"
+        metrics[f"validation/{name}"] = own.mean
+        if own.standard_error is not None:
+            metrics[f"validation/{name}_stderr"] = own.standard_error
+    metrics["validation/reward"] = figures.reward.mean if figures.reward else 0.0
+    return metrics | {f"validation/failed/{cause}": count for cause, count in figures.failed.items()}
 
 
 def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby, islice, pairwise
 
 import numpy as np
@@ -204,16 +205,20 @@ def evaluate(
     rendering: Rendering | None = None,
     numbers: Sequence[int] | None = None,
 ) -> list[Rollout]:
-    """Graded completions of held-out examples, or conversations about them: one each, sampled as in training.
+    """Graded completions of held-out examples, or conversations about them, `validation_samples` of each.
 
-    The draws depend on (config.seed, example) alone, so that two validations differ by the weights only. numbers: as
-    for `collect`.
+    They are sampled as in training, but for what `validation_temperature` and `validation_seed` say. The draws depend
+    on (seed, example) alone, so that two validations differ by the weights only. numbers: as for `collect`.
     """
     rendering, groups = rendering or Rendering(tokenizer), _groups(examples, numbers)
+    seed = config.seed if config.validation_seed is None else config.validation_seed
+    if config.validation_temperature is not None:
+        config = replace(config, temperature=config.validation_temperature)
+    samples = config.validation_samples
     if isinstance(environment, ConversationEnvironment):
-        rollouts = play(groups, 1, [config.seed, 0, 0], environment, engine, rendering, config, grader)
+        rollouts = play(groups, samples, [seed, 0, 0], environment, engine, rendering, config, grader)
     else:
-        rollouts = _sample(groups, 1, [config.seed, 0], environment, engine, rendering, config)
+        rollouts = _sample(groups, samples, [seed, 0], environment, engine, rendering, config)
     assign_rewards(rollouts, environment, config.rewards, grader)
     return rollouts
 

@@ -235,3 +235,11 @@ def test_settings_nested_too_deep_are_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: not a JSON object"):
         load_chat_template(tmp_path)
+
+
+def test_a_tokenizer_that_was_trained_here_is_the_same_to_transformers_beside_any_familys_model(model_folder):
+    """Qwen's own class, which transformers takes where none is named, would cut numbers into digits."""
+    from transformers import AutoTokenizer
+
+    text = "follows 16 of 2024"
+    assert AutoTokenizer.from_pretrained(model_folder).encode(text) == load_tokenizer(model_folder).encode(text)

@@ -25,6 +25,7 @@ from lockstep.generate.server.api_error import ApiError, engine_failed, json_res
 from lockstep.generate.server.body import Body, read_body
 from lockstep.generate.server.keys import RequireKeys
 from lockstep.generate.server.limits import LimitRequests
+from lockstep.generate.server.page import page_response
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
 from lockstep.generate.server.watch import ClientGone, deadline_passed
@@ -110,6 +111,12 @@ async def chat_completions(request: Request) -> Response:
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt))
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return await answer(service, request, body, [prompt], max_tokens, top_logprobs, chat=True)
+
+
+@routes.get("/", include_in_schema=False)
+async def page(request: Request) -> Response:
+    """A conversation in the browser."""
+    return page_response()
 
 
 @routes.get("/v1/models")

@@ -1,0 +1,221 @@
+"""`lockstep chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from lockstep.commands.terminal import printable
+from lockstep.config import Arithmetic
+from lockstep.errors import UserError, closest
+
+HELP = {
+    "/reset": "forget the conversation, but for the system message",
+    "/system TEXT": "set the system message and reset; without TEXT: show it",
+    "/help": "show this",
+    "/quit": "leave, as Ctrl-D does",
+}
+KEYS = "Ctrl-C stops an answer; the arrow keys bring back what you said"
+
+
+@dataclass
+class ChatOptions:
+    """Talk to a model."""
+
+    model: str
+    """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
+    system: str = ""
+    """System message that the conversation begins with; empty: none."""
+    max_tokens: int = 0
+    """Tokens of an answer at most; 0: up to the end of the context."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_k: int = 0
+    """Sample from the k likeliest tokens only; 0: off."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1: off."""
+    min_p: float = 0.0
+    """Sample from tokens at least this likely relative to the likeliest; 0: off."""
+    seed: int | None = None
+    """Fixes the draws."""
+    dtype: Annotated[str, "dtype"] = "auto"
+    """`bfloat16` or `float32`; auto: the files' own."""
+    arithmetic: Arithmetic = "auto"
+    """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
+    the fastest."""
+    device: str = ""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+
+
+def chat(options: ChatOptions) -> None:
+    """Runs the command until the user leaves. Raises UserError for a model that cannot be talked to."""
+    with contextlib.suppress(ImportError):  # a Python may be built without it
+        import readline  # noqa: F401  # `input` then edits lines and keeps their history
+    talk = open_talk(options)
+    print(f"/help lists the commands. {KEYS}.")
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /quit leaves)")
+            continue
+        if line == "/quit":
+            return
+        if line.startswith("/"):
+            print(_command(line, talk))
+        elif line:
+            try:
+                with _interrupts() as interrupted:
+                    for text in talk.answer(line, interrupted):
+                        print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+                    print(" (stopped)" if interrupted else "")
+            except UserError as error:
+                print(f"lockstep: {printable(str(error))}", file=sys.stderr)
+
+
+class Talk:
+    """A conversation with a model, whose replies stay the tokens that were sampled."""
+
+    def __init__(self, engine: Any, rendering: Any, options: ChatOptions):
+        self._engine, self._rendering, self._options = engine, rendering, options
+        self.system = options.system
+        self._turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        from lockstep.rl.conversations.rendering import Transcript
+
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self._transcript = Transcript(self._rendering)
+
+    def answer(self, said: str, interrupted: list[bool]) -> Iterator[str]:
+        """The reply's text as it is sampled, until it ends or `interrupted` holds something.
+
+        What has been said by then is part of the conversation; where nothing has, neither is what the user `said`.
+        Raises UserError where the conversation does not fit the context, or the template refuses it.
+        """
+        from lockstep.data import StreamDecoder
+
+        prompt = self._prompt(said)
+        request = self._engine.add(prompt, self.params(len(prompt)))
+        sample = self._engine.samples(request)[0]
+        decoder = StreamDecoder(self._rendering.tokenizer)
+        try:
+            # A step is at most max_tokens_per_step of the prompt, so that Ctrl-C is heard before all of it is read.
+            while sample.finish_reason is None and not interrupted:
+                for event in self._engine.step():
+                    if event.finish_reason == "error":
+                        raise UserError("its logits are not finite (NaN or infinite); check the weights")
+                    if event.token_id not in self._rendering.end_ids:
+                        yield decoder.push(event.token_id)
+            yield decoder.finish()
+        finally:
+            self._engine.abort(request)
+            completion = sample.completion()
+            if completion.token_ids and completion.finish_reason != "error":
+                reply = self._transcript.add(completion.token_ids, completion.logprobs, completion.finish_reason)
+                self.messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+                self._turns += 1
+
+    def _prompt(self, said: str) -> list[int]:
+        from lockstep.data.chat import ChatTemplateError
+        from lockstep.rl.conversations.rendering import TooLongError
+
+        full = f"the conversation fills the context of {self.context} tokens; /reset begins another"
+        try:
+            prompt: list[int] = self._transcript.prompt(
+                [*self.messages, {"role": "user", "content": said}], self.context
+            )
+        except TooLongError as error:
+            raise UserError(full) from error
+        except ChatTemplateError as error:
+            raise UserError(str(error)) from error
+        if len(prompt) >= self.context:
+            raise UserError(full)
+        return prompt
+
+    def params(self, prompt_tokens: int) -> Any:
+        """How the next reply is sampled."""
+        from lockstep.generate import SamplingParams
+
+        options, room = self._options, self.context - prompt_tokens
+        return SamplingParams(
+            max_tokens=min(options.max_tokens or room, room),
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            seed=None if options.seed is None else options.seed + self._turns,
+            stop_token_ids=self._rendering.stop_token_ids,
+        )
+
+    @property
+    def context(self) -> int:
+        """Tokens that a conversation may have."""
+        return min(int(self._engine.max_positions), int(self._engine.cache_tokens))
+
+
+def open_talk(options: ChatOptions) -> Talk:
+    """Raises UserError for a model that is not there or has no chat template, and for settings of no use."""
+    from lockstep.checkpoint import model_folder, open_model
+    from lockstep.config import EngineConfig
+    from lockstep.data import load_tokenizer
+    from lockstep.data.chat import load_chat_template
+    from lockstep.generate import Engine
+    from lockstep.observe import announce, start_line
+    from lockstep.rl.conversations.rendering import Rendering
+
+    if options.max_tokens < 0:
+        raise UserError(
+            f"max_tokens is {options.max_tokens}; give a number above 0, or 0: up to the end of the context"
+        )
+    folder = model_folder(options.model)
+    template = load_chat_template(folder)
+    if template is None:
+        raise UserError(f"{folder}: has no chat template; put a chat_template.jinja beside the model's weights")
+    model = open_model(folder, options.dtype, options.device, options.arithmetic)
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    cache = min(65536, model.config.max_positions + 16)
+    engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=1), tokenizer)
+    talk = Talk(engine, Rendering(tokenizer, template, model.config.eos_token_ids), options)
+    talk.params(0)  # refuses settings before the first question
+    work = f"a context of {talk.context} tokens"
+    announce("chat: " + start_line(options.model, model.config.num_parameters, model.device, model.dtype, work))
+    return talk
+
+
+def _command(line: str, talk: Talk) -> str:
+    """Does what a line that begins with `/` asks; returns what to show."""
+    name, _, rest = line.partition(" ")
+    if name == "/reset":
+        talk.reset()
+        return "(a new conversation)"
+    if name == "/system" and not rest.strip():
+        return f"system: {printable(talk.system)}" if talk.system else "(no system message)"
+    if name == "/system":
+        talk.system = rest.strip()
+        talk.reset()
+        return "(a new conversation with this system message)"
+    if name == "/help":
+        return "\n".join([*(f"{command:14} {does}" for command, does in HELP.items()), KEYS])
+    names = [command.split()[0] for command in HELP]
+    return f'unknown command "{printable(name)}".{closest(name, names)} There are {", ".join(names)}'
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[bool]]:
+    """Ctrl-C appends to the list instead of ending what is under way, which could be the reading of a pipe."""
+    heard: list[bool] = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, before)

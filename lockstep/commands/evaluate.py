@@ -1,0 +1,53 @@
+"""What `lockstep eval` prints."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from lockstep.rl.evaluation import Comparison, Evaluation
+from lockstep.rl.figures import Figures
+
+
+def as_text(evaluation: Evaluation) -> str:
+    """A table with a row for each model, and a sentence for each comparison."""
+    config, results = evaluation.config, evaluation.results
+    how = "greedy" if config.temperature == 0 else f"temperature {config.temperature:g}"
+    samples = f"{config.samples_per_prompt} sample{'s' * (config.samples_per_prompt > 1)}"
+    lines = [f"{evaluation.environment}: {results[0].figures.prompts} prompts, {samples} of each, {how}", ""]
+    rows = [_row(result.figures) for result in results]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    table = [["model", *columns]]
+    table += [[result.model, *(row.get(column, "") for column in columns)] for result, row in zip(results, rows)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    lines += ["", "± is the standard error of the mean over prompts", *map(_sentence, evaluation.comparisons)]
+    return "\n".join(lines)
+
+
+def _row(figures: Figures) -> dict[str, str]:
+    rewards = {name: own for name, own in figures.rewards.items() if len(figures.rewards) > 1}
+    failed = {"failed": str(sum(figures.failed.values()))} if figures.failed else {}
+    return {
+        **{f"pass@{k}": own.text() for k, own in figures.pass_at.items()},
+        "reward": figures.reward.text() if figures.reward else "none counts",
+        **{_one_word(name): own.text() for name, own in rewards.items()},
+        "truncated": f"{figures.truncated:.1%}",
+        "tokens": f"{figures.tokens_mean:.1f}",
+        **failed,
+    }
+
+
+_one_word = partial(re.sub, r"\s+", "_")
+
+
+def _sentence(compared: Comparison) -> str:
+    models = f"{compared.model} against {compared.baseline}"
+    if compared.difference is None:
+        return f"{models}: no prompt has completions of both that all count"
+    sign = "+" * (compared.difference.mean >= 0)
+    p_value = "too few prompts to test" if compared.p_value is None else f"p = {compared.p_value:.2g} ({compared.test})"
+    return (
+        f"{models}: {compared.measure} {sign}{compared.difference.text()}, better on {compared.better} of "
+        f"{compared.prompts} prompts, worse on {compared.worse}; {p_value}"
+    )

@@ -1,0 +1,208 @@
+"""A model for lm-eval (EleutherAI's evaluation harness): its tasks over the trainer's log-probabilities and the engine.
+
+Importing this module registers it as `lockstep`, and needs the package `lm-eval`:
+
+    import lm_eval, lockstep.harness
+
+    lm_eval.simple_evaluate(model="lockstep", model_args="pretrained=DIR", tasks=["arc_easy", "gsm8k"])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from tokenizers import Tokenizer as TokenizersTokenizer
+
+from lockstep import ops
+from lockstep.checkpoint import model_folder, open_model
+from lockstep.config import EngineConfig
+from lockstep.data import load_tokenizer
+from lockstep.data.chat import ChatTemplateError, load_chat_template
+from lockstep.errors import UserError
+from lockstep.generate import Engine, SamplingParams
+from lockstep.generate.engine import LOGITS_ELEMENTS
+from lockstep.ops.logprobs import logits_log_probs, row_factors
+from lockstep.shared_prefixes import Scored, packed_batches
+from lockstep.train.packing import pack_scored, predicting_states
+
+SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"}
+Request = tuple[Any, list[int], list[int]]
+"""What it is called by, the context's tokens, and those of the continuation."""
+
+
+@register_model("lockstep")
+class LockstepLM(TemplateLM):
+    """`pretrained` is a Hugging Face folder, a run's folder or a model of the hub, as for every command.
+
+    tokens_per_batch: of one forward pass, shared beginnings counted once. max_gen_toks: of a generation whose task
+    names no limit. Raises UserError for a model that cannot be used. Other arguments of lm-eval's, such as batch_size,
+    are accepted and change nothing.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        dtype: str = "auto",
+        device: str | None = None,
+        arithmetic: str = "auto",
+        tokens_per_batch: int = 4096,
+        max_gen_toks: int = 256,
+        **others: Any,
+    ):
+        super().__init__()
+        folder = model_folder(pretrained)
+        self.model = open_model(folder, dtype, device or "", arithmetic)
+        self.tokenizer = load_tokenizer(folder, self.model.config.vocab_size)
+        self.max_length = self.model.config.max_positions
+        self.tokens_per_batch, self.max_gen_toks = int(tokens_per_batch), int(max_gen_toks)
+        self._folder = folder
+        self._special = frozenset(self.tokenizer.special_tokens().values())
+        self._before = _added_before(folder, self.tokenizer.bos_id)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end of a text, which also begins a text without context where the tokenizer has no token for that."""
+        if self.tokenizer.eos_id is None:
+            raise UserError(
+                f"{self._folder}: its tokenizer names no end-of-text token; give one in tokenizer_config.json"
+            )
+        return int(self.tokenizer.eos_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without context begins with."""
+        bos = self.tokenizer.bos_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
+        """As transformers' tokenizer of the folder encodes it: with a beginning of text where that adds one."""
+        tokens: list[int] = self.tokenizer.encode(string)
+        if add_special_tokens is False or tokens[: len(self._before)] == self._before:
+            return tokens
+        return self._before + tokens
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **others: Any
+    ) -> list[tuple[float, bool]]:
+        wanted = [self._scored(context, continuation) for _, context, continuation in requests]
+        found: dict[Scored, tuple[float, bool]] = {}
+        for batch in packed_batches(sorted(set(wanted)), self.tokens_per_batch):
+            found |= self._score([sequence for sequence, _ in batch], [shared for _, shared in batch])
+        answers = [found[scored] for scored in wanted]
+        for (name, _, _), answer in zip(requests, answers):
+            if name is not None:
+                self.cache_hook.add_partial("loglikelihood", name, answer)
+        return answers
+
+    def _scored(self, context: list[int], continuation: list[int]) -> Scored:
+        """The tokens that fit, the last one scored without being computed."""
+        tokens = (context + continuation)[-(self.max_length + 1) :]
+        return Scored(tuple(tokens), max(1, len(tokens) - len(continuation)))
+
+    @torch.no_grad()
+    def _score(self, sequences: list[Scored], shared: list[int]) -> dict[Scored, tuple[float, bool]]:
+        """Of each sequence, the log-probability of its scored tokens, and whether each of them is the likeliest."""
+        targets = [range(sequence.first, len(sequence.tokens)) for sequence in sequences]
+        tokens = [sequence.tokens for sequence in sequences]
+        row = pack_scored(tokens, targets, shared, self.model.device)
+        states = predicting_states(self.model, row)
+        log_probs: list[float] = []
+        likeliest: list[bool] = []
+        for part in torch.arange(len(states)).split(max(1, LOGITS_ELEMENTS // self.model.config.vocab_size)):
+            logits, chosen = self.model.logits(states[part]), row.targets[part]
+            log_probs += logits_log_probs(logits, chosen, row_factors(1.0, states[part]))[0].tolist()
+            likeliest += (logits.argmax(-1) == chosen).tolist()
+        found: dict[Scored, tuple[float, bool]] = {}
+        begin = 0
+        for sequence, own in zip(sequences, targets):
+            part = slice(begin, begin + len(own))
+            found[sequence] = math.fsum(log_probs[part]), all(likeliest[part])
+            begin += len(own)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of whole texts, in windows of the context that predict each token once."""
+        windows, counts = list[Request](), []
+        for request in requests:
+            own = utils.get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+            )
+            split = [utils.make_disjoint_window(window) for window in own]
+            windows += [(None, context, continuation) for context, continuation in split]
+            counts.append(len(split))
+        scores = iter(self._loglikelihood_tokens(windows))
+        totals = [math.fsum(next(scores)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to the first of a request's stop strings, all requests in one batch of the engine."""
+        asked = [self._asked(*request.args) for request in requests]
+        groups = self._engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+        texts = []
+        for request, (_, params), (completion,) in zip(requests, asked, groups):
+            text = self.tokenizer.decode([t for t in completion.token_ids if t not in self._special])
+            for stop in params.stop:
+                text = text.split(stop)[0]
+            texts.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _asked(self, context: str, arguments: dict[str, Any]) -> tuple[list[int], SamplingParams]:
+        options: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
+        until, limit = options.pop("until", None) or [], int(options.pop("max_gen_toks"))
+        options.pop("do_sample", None)
+        if unknown := sorted(options.keys() - SAMPLING):
+            raise UserError(f"the task asks for {', '.join(unknown)}, which the engine does not have")
+        room = self.max_length - limit
+        if room < 1:
+            raise UserError(
+                f"the task generates up to {limit} tokens, but the model's context has {self.max_length}; lower "
+                "max_gen_toks"
+            )
+        stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
+        prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+        return prompt, SamplingParams(max_tokens=limit, stop=stops, **options)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        cache = max(65536, self.max_length + ops.PAGE)
+        return Engine(self.model, EngineConfig(cache_tokens=cache), self.tokenizer)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in lm-eval's cache."""
+        return str(self._folder).replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the folder's template, for lm-eval's records."""
+        template = load_chat_template(self._folder) if chat_template else None
+        return template.source if template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text. Raises UserError where the model has no template, or it refuses the messages."""
+        template = load_chat_template(self._folder)
+        if template is None:
+            raise UserError(f"{self._folder}: has no chat template; put a chat_template.jinja beside its weights")
+        try:
+            return template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        except ChatTemplateError as error:
+            raise UserError(str(error)) from error
+
+
+def _added_before(folder: Path, bos: int | None) -> list[int]:
+    """The beginning of text where the tokenizer's own template puts one before a text, as Llama 3's does."""
+    file = folder / "tokenizer.json"
+    if bos is None or not file.is_file():
+        return []
+    return [bos] if bos in TokenizersTokenizer.from_file(str(file)).encode("").ids else []

@@ -1,0 +1,65 @@
+"""Estimates over held-out prompts, and the test that compares two models on the same prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts."""
+
+    mean: float
+    standard_error: float | None
+    """Of the mean, over prompts; None with fewer than two."""
+
+    def text(self) -> str:
+        """`0.443 ± 0.021`."""
+        return f"{self.mean:.3f}" + (f" ± {self.standard_error:.3f}" if self.standard_error is not None else "")
+
+
+def estimate(values: Sequence[Sequence[float]]) -> Estimate:
+    """The mean over prompts of each prompt's mean; `values[i]` are those of prompt i's samples, at least one.
+
+    The standard error is clustered by prompt (arXiv 2411.00640, section 2.2): samples of one prompt are not
+    independent, so the prompts' means are the observations.
+    """
+    means = [math.fsum(own) / len(own) for own in values]
+    count = len(means)
+    mean = math.fsum(means) / count
+    if count < 2:
+        return Estimate(mean, None)
+    variance = math.fsum((own - mean) ** 2 for own in means) / (count - 1)
+    return Estimate(mean, math.sqrt(variance / count))
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The probability that of `k` of the samples at least one is right, drawn without replacement.
+
+    Over `samples` completions of which `right` are right this estimates pass@k without bias (arXiv 2107.03374).
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples, not {samples}")
+    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def randomization_test(differences: Sequence[int]) -> float:
+    """The two-sided p-value of the exact paired randomization test (Fisher; Noreen 1989).
+
+    differences: of each prompt, how many more samples the one model got right than the other, of equally many. Were
+    the models alike, each difference would be as likely with the other sign; the p-value is the share of all
+    assignments of signs whose sum is at least as far from 0. With one sample per prompt this is McNemar's exact test.
+    """
+    sizes = [abs(difference) for difference in differences if difference]
+    reach = sum(sizes)
+    # probability[s + reach]: of the sum s, over the differences so far.
+    probability = np.zeros(2 * reach + 1)
+    probability[reach] = 1.0
+    for size in sizes:
+        probability = (np.roll(probability, size) + np.roll(probability, -size)) / 2
+    sums = np.abs(np.arange(-reach, reach + 1))
+    return min(1.0, float(probability[sums >= abs(sum(differences))].sum()))

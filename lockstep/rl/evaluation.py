@@ -1,0 +1,237 @@
+"""Evaluation of models on an environment's held-out examples, by the code that validates reinforcement runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import model_folder, open_model
+from lockstep.config import EvalConfig, RLConfig, validate
+from lockstep.data import load_tokenizer
+from lockstep.errors import RunStopped, UserError
+from lockstep.generate import Engine
+from lockstep.observe import Progress, announce, start_line
+from lockstep.parallel import apply_compile
+from lockstep.rl.collect import evaluate as sample_and_grade
+from lockstep.rl.conversations.rendering import open_rendering
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.estimates import Estimate, estimate, randomization_test
+from lockstep.rl.figures import Figures, figures_of
+from lockstep.rl.opening import named_environment
+from lockstep.rl.prompts import examples_of
+from lockstep.rl.rewards import Grader
+from lockstep.rl.rewards.workers import open_grader
+from lockstep.rl.rollouts import Rollout, episodes_of, write_rollouts
+
+RESULT = "eval.json"
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """What one model's completions came to."""
+
+    model: str
+    figures: Figures
+    completions: Path
+    """Its file: JSON lines as a run's rollouts are."""
+    rewards_by_prompt: list[float | None]
+    """Mean reward of each prompt by its number; None where no completion counts."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model against the first one, prompt by prompt."""
+
+    model: str
+    baseline: str
+    measure: str
+    """`pass@1`, or `reward` where the environment does not know of right answers."""
+    prompts: int
+    """Those that are compared: all completions of both models count."""
+    difference: Estimate | None
+    """The model's mean less the baseline's; the standard error is that of the paired differences. None: no prompts."""
+    better: int
+    """Prompts on which the model does better than the baseline."""
+    worse: int
+    p_value: float | None
+    """Two-sided; None where nothing can be said."""
+    test: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The models' results, in the order that they were given in."""
+
+    config: EvalConfig
+    environment: str
+    results: list[ModelResult]
+    comparisons: list[Comparison]
+    path: Path
+    """Of eval.json, which holds all of this."""
+
+
+def evaluate(config: EvalConfig, environment: Environment | None = None) -> Evaluation:
+    """Samples and grades `config.model`'s completions of the examples of `environment`, or of the one that it names.
+
+    Every model is asked the same examples with the same draws. Writes `config.output`. Raises UserError for bad input,
+    and where more rewards failed than `rewards.failure_limit` allows.
+    """
+    validate(config)
+    if not config.environment and environment is None:
+        raise UserError("environment is empty; give one with --environment, such as gsm8k or FILE.py:Class")
+    is_given = environment is not None
+    settings, environment = named_environment(_settings(config), environment)
+    examples = examples_of(environment, config.split)[: config.examples or None]
+    folders = [model_folder(model) for model in config.model]
+    output = _open_output(config)
+    results = []
+    with open_grader(settings, environment, is_given, output) as grader:
+        for number, (name, folder) in enumerate(zip(config.model, folders), 1):
+            own = dataclasses.replace(settings, model=str(folder))
+            rollouts = _judged(config, own, name, folder, examples, environment, grader)
+            completions = output / f"completions_{number}.jsonl"
+            write_rollouts(completions, rollouts)
+            figures = figures_of(rollouts, environment, _ks(config))
+            _refuse_failures(figures, config, rollouts)
+            results.append(ModelResult(name, figures, completions, _by_prompt(rollouts, len(examples))))
+    comparisons = [compare(results[0], other, config.samples_per_prompt) for other in results[1:]]
+    evaluation = Evaluation(config, settings.environment, results, comparisons, output / RESULT)
+    _write(evaluation)
+    return evaluation
+
+
+def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparison:
+    """Pairs the models' results by prompt, where all `samples` of both count.
+
+    Right answers are compared by the exact paired randomization test, rewards by a normal approximation (paired z).
+    """
+    against = model.model, baseline.model
+    if baseline.figures.right and model.figures.right:
+        both = zip(model.figures.right, baseline.figures.right)
+        gains = [own - other for (own, n), (other, m) in both if n == m == samples]
+        p_value, test = (randomization_test(gains) if gains else None), "exact paired randomization test"
+        differences, measure = [gain / samples for gain in gains], "pass@1"
+    else:
+        pairs = zip(model.rewards_by_prompt, baseline.rewards_by_prompt)
+        differences = [own - other for own, other in pairs if own is not None and other is not None]
+        p_value, test, measure = _paired_z(differences), "paired z test", "reward"
+    difference = estimate([[each] for each in differences]) if differences else None
+    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return Comparison(*against, measure, len(differences), difference, better, worse, p_value, test)
+
+
+def _paired_z(differences: Sequence[float]) -> float | None:
+    if len(differences) < 2:
+        return None
+    mean = estimate([[each] for each in differences])
+    if not mean.standard_error:
+        return 1.0 if mean.mean == 0 else 0.0
+    return math.erfc(abs(mean.mean) / mean.standard_error / math.sqrt(2))
+
+
+def _settings(config: EvalConfig) -> RLConfig:
+    """As a reinforcement run would have them for its validation."""
+    taken = {field.name for field in dataclasses.fields(EvalConfig)} & {f.name for f in dataclasses.fields(RLConfig)}
+    taken -= {"model", "samples_per_prompt"}
+    return RLConfig(**{name: getattr(config, name) for name in taken}, validation_samples=config.samples_per_prompt)
+
+
+def _judged(
+    config: EvalConfig,
+    settings: RLConfig,
+    name: str,
+    folder: Path,
+    examples: Sequence[Example],
+    environment: Environment,
+    grader: Grader,
+) -> list[Rollout]:
+    """One model's graded completions; the model is gone afterwards."""
+    model = open_model(folder, config.dtype, config.device, config.arithmetic)
+    apply_compile(model, config.compile)
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    rendering = open_rendering(settings, environment, tokenizer, model)
+    engine = Engine(model, config.engine, tokenizer)
+    count = len(examples) * config.samples_per_prompt
+    work = f"{type(environment).__name__}, {count} samples of up to {config.max_new_tokens} tokens to go"
+    announce("eval: " + start_line(name, model.config.num_parameters, model.device, model.dtype, work))
+    # Draws do not depend on who else is asked, so examples may be asked in parts, and the bar moves.
+    part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
+    rollouts: list[Rollout] = []
+    with Progress("eval", len(examples)) as bar:
+        for start in range(0, len(examples), part):
+            numbers = range(start, min(start + part, len(examples)))
+            rollouts += sample_and_grade(examples, environment, engine, tokenizer, settings, grader, rendering, numbers)
+            bar.advance(len(numbers))
+    return rollouts
+
+
+def _ks(config: EvalConfig) -> list[int]:
+    powers = [2**i for i in range(config.samples_per_prompt.bit_length())]
+    return sorted({1, *(config.pass_at or [*powers, config.samples_per_prompt])})
+
+
+def _by_prompt(rollouts: Sequence[Rollout], prompts: int) -> list[float | None]:
+    rewards: list[list[float]] = [[] for _ in range(prompts)]
+    for rows in episodes_of(rollouts):
+        if rows[-1].counts:
+            rewards[rows[-1].group].append(rows[-1].reward)
+    return [math.fsum(own) / len(own) if own else None for own in rewards]
+
+
+def _refuse_failures(figures: Figures, config: EvalConfig, rollouts: Sequence[Rollout]) -> None:
+    if sum(figures.failed.values()) > config.rewards.failure_limit * len(episodes_of(rollouts)):
+        causes = ", ".join(f"{count} {cause}" for cause, count in figures.failed.items())
+        raise UserError(
+            f"more rewards failed than rewards.failure_limit {config.rewards.failure_limit:g} allows ({causes} of "
+            f"{figures.completions}); the warning above has the first of them"
+        )
+
+
+def _open_output(config: EvalConfig) -> Path:
+    """The folder, without an earlier evaluation's files. Raises UserError where they are not to be replaced."""
+    output = Path(config.output)
+    there = [path for path in (output / RESULT, *output.glob("completions_*.jsonl")) if path.exists()]
+    if there and not config.overwrite:
+        raise UserError(f"{there[0]}: is there already; replace it with --overwrite, or give another --output")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for path in there:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
+    return output
+
+
+def _write(evaluation: Evaluation) -> None:
+    """eval.json, whole or not at all."""
+    path = evaluation.path
+    partial_path = path.with_name(path.name + ".partial")
+    try:
+        partial_path.write_text(json.dumps(as_json(evaluation), indent=1, ensure_ascii=False))
+        partial_path.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial_path.unlink(missing_ok=True)
+        raise RunStopped(f"{path}: cannot be written ({error.strerror}); free some space", exit_code=1) from error
+
+
+def as_json(evaluation: Evaluation) -> dict[str, Any]:
+    """What eval.json holds."""
+    return {
+        "environment": evaluation.environment,
+        "config": dataclasses.asdict(evaluation.config),
+        "models": [_model_json(result) for result in evaluation.results],
+        "comparisons": [dataclasses.asdict(comparison) for comparison in evaluation.comparisons],
+    }
+
+
+def _model_json(result: ModelResult) -> dict[str, Any]:
+    figures = dataclasses.asdict(result.figures)
+    by_k = {f"pass@{k}": own for k, own in figures.pop("pass_at").items()}
+    return {"model": result.model, "completions_file": result.completions.name} | by_k | figures

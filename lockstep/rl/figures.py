@@ -1,0 +1,66 @@
+"""What graded completions of held-out examples come to: of a run's validation and of `lockstep eval`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from lockstep.rl.environment import Environment
+from lockstep.rl.estimates import Estimate, estimate, pass_at_k
+from lockstep.rl.rollouts import Rollout, episodes_of
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over prompts; of a conversation, its last reply's."""
+
+    prompts: int
+    """Those of which a completion counts."""
+    completions: int
+    """All, those that do not count included."""
+    right: list[tuple[int, int]]
+    """Of each prompt by its number: completions that are right, and those that count. Empty where the environment does
+    not know of right answers."""
+    pass_at: dict[int, Estimate]
+    """pass@k by k, over the prompts with at least k completions that count; empty as `right`."""
+    reward: Estimate | None
+    """Of the weighted total; None where no completion counts."""
+    rewards: dict[str, Estimate]
+    """By name, over the completions whose rewards did not fail."""
+    failed: dict[str, int]
+    """Completions whose reward failed, by cause."""
+    truncated: float
+    """Share of the completions that were cut at the limit."""
+    tokens_mean: float
+    """Sampled tokens per completion."""
+
+
+def figures_of(rollouts: Sequence[Rollout], environment: Environment, pass_at: Sequence[int] = (1,)) -> Figures:
+    """Of graded rollouts, which stand group by group.
+
+    A completion whose reward failed is no right answer where failures are zeros; else it does not count.
+    """
+    episodes = episodes_of(rollouts)
+    prompts = [list(own) for _, own in groupby((rows[-1] for rows in episodes), key=lambda rollout: rollout.group)]
+    counting = [[r for r in own if r.counts] for own in prompts]
+    graded = [[r.rewards for r in own if not r.failure] for own in prompts]
+    graded = [own for own in graded if own]
+    names = graded[0][0] if graded else {}
+    knows = any(r.rewards and environment.knows_correct(r.rewards) for own in counting for r in own)
+    right = [(sum(not r.failure and environment.is_correct(r.rewards) for r in own), len(own)) for own in counting]
+    enough = {k: [pass_at_k(count, own, k) for own, count in right if count >= k] for k in pass_at}
+    totals = [[r.reward for r in own] for own in counting if own]
+    last = [rows[-1] for rows in episodes]
+    return Figures(
+        prompts=len(totals),
+        completions=len(last),
+        right=right if knows else [],
+        pass_at={k: estimate([[value] for value in values]) for k, values in enough.items() if values and knows},
+        reward=estimate(totals) if totals else None,
+        rewards={name: estimate([[rewards[name] for rewards in own] for own in graded]) for name in names},
+        failed=dict(sorted(Counter(r.failure for r in last if r.failure).items())),
+        truncated=sum(r.finish_reason == "length" for r in last) / max(1, len(last)),
+        tokens_mean=sum(r.num_sampled for rows in episodes for r in rows) / max(1, len(last)),
+    )

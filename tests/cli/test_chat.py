@@ -1,0 +1,130 @@
+"""`lockstep chat` as a user has it: the real command in a pseudo-terminal, with its keys."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.commands.chat import ChatOptions, open_talk
+from lockstep.errors import UserError
+from lockstep.rl.conversations.rendering import Transcript
+from tests.server.conftest import chat_folder  # noqa: F401
+
+
+class Terminal:
+    """What a user types, and sees."""
+
+    def __init__(self, process, descriptor):
+        self.process, self._descriptor = process, descriptor
+        self.seen = ""
+
+    def type(self, text):
+        os.write(self._descriptor, text.encode())
+
+    def until(self, wanted, seconds=120.0):
+        """What is shown up to a match of `wanted`, which is taken from what is still to be seen."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(wanted, self.seen)):
+            assert time.monotonic() < end, self.seen
+            if select.select([self._descriptor], [], [], 1.0)[0]:
+                self.seen += os.read(self._descriptor, 65536).decode(errors="replace")
+        shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return shown
+
+
+@contextmanager
+def chatting(folder, *options):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "lockstep", "chat", "--model", str(folder), *map(str, options)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+        # So that Ctrl-C reaches it as from a keyboard.
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    terminal = Terminal(process, ours)
+    try:
+        terminal.until(r"/help lists the commands.*\n")
+        terminal.until("> ")
+        yield terminal
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_folder):  # noqa: F811
+    with chatting(chat_folder, "--temperature", 0, "--max-tokens", 8) as terminal:
+        terminal.type("hello there\n")
+        first = terminal.until(r"\n> ").partition("hello there")[2].removesuffix("\n> ").strip()
+        terminal.type("/system You are terse.\n")
+        assert "(a new conversation with this system message)" in terminal.until(r"\)\r\n> ")
+        terminal.type("/reset\n")
+        terminal.until(r"\(a new conversation\)\r\n> ")
+        terminal.type("/system\n")
+        assert "system: You are terse." in terminal.until(r"terse\.\r\n> ")
+        terminal.type("/rest\n")
+        assert 'unknown command "/rest". Did you mean "/reset"?' in terminal.until(r"/quit\r\n> ")
+        terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\n")  # the arrow up brings back what was said first
+        terminal.until("hello there")
+        terminal.until(r"\n> ")
+        terminal.type("\x03")
+        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(30) == 0
+    assert first
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(chat_folder):  # noqa: F811
+    with chatting(chat_folder, "--temperature", 1, "--seed", 3) as terminal:
+        terminal.type("go on\n")
+        terminal.until(r"go on\r\n[^\n]")  # the answer has begun
+        terminal.type("\x03")
+        assert terminal.until(r"\n> ").rstrip("\r\n> ").endswith("(stopped)")
+        terminal.type("/quit\n")
+        assert terminal.process.wait(30) == 0
+
+
+def test_what_was_said_stays_the_tokens_that_were_sampled_and_a_reset_forgets_it(chat_folder):  # noqa: F811
+    talk = open_talk(ChatOptions(str(chat_folder), system="Be kind.", seed=1, max_tokens=6, temperature=1.0))
+    said = "".join(talk.answer("one", []))
+    (row,) = talk._transcript.rows
+    sampled = row.prompt_ids + row.token_ids
+    list(talk.answer("two", []))
+    (row,) = talk._transcript.rows  # the second prompt went on after the first reply's own tokens
+    assert (row.prompt_ids + row.token_ids)[: len(sampled)] == sampled and row.turns == 2
+    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert talk.messages[2]["content"] == said
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "Be kind."}] and talk._transcript.rows == []
+    assert talk._transcript.rendering is not None and isinstance(talk._transcript, Transcript)
+
+
+def test_an_answer_that_is_stopped_before_its_first_token_leaves_the_conversation_as_it_was(chat_folder):  # noqa: F811
+    talk = open_talk(ChatOptions(str(chat_folder), max_tokens=6))
+    assert "".join(talk.answer("one", [True])) == "" and talk.messages == []
+    assert not talk._engine.has_work
+
+
+def test_a_conversation_that_fills_the_context_is_told_so_and_goes_on_after_a_reset(chat_folder):  # noqa: F811
+    talk = open_talk(ChatOptions(str(chat_folder), max_tokens=3))
+    with pytest.raises(UserError, match="fills the context of 512 tokens; /reset begins another"):
+        list(talk.answer("word " * 600, []))
+    assert talk.messages == [] and list(talk.answer("hi", []))
+
+
+def test_a_model_without_a_template_and_impossible_settings_are_refused(chat_folder, model_folder, capsys):  # noqa: F811
+    assert main(["chat", "--model", str(model_folder)]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    assert main(["chat", "--model", str(chat_folder), "--top-p", "0"]) == 2
+    assert "top_p is 0.0" in capsys.readouterr().err

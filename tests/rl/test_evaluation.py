@@ -1,0 +1,199 @@
+"""`lockstep eval`: the figures of a run's own validation, several models on the same draws, and what is refused."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+import lockstep
+from lockstep.cli import main
+from lockstep.config import EvalConfig, RewardConfig
+from lockstep.errors import UserError
+from lockstep.rl.controller import reinforce
+from lockstep.rl.environment import Environment, Example
+from lockstep.rl.figures import figures_of
+from lockstep.rl.rollouts import Rollout
+from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
+
+TASK = '''
+import lockstep.rl as rl
+
+class Early(rl.Environment):
+    """Right where the first byte is below 128; the other reward is a length."""
+
+    def examples(self, split):
+        for n in range(40):
+            yield rl.Example(prompt=f"{split} {n}:")
+
+    def reward(self, example, completion):
+        return {"correct": float(completion[:1].isascii()), "length": len(completion) / 10}
+'''
+
+
+class Early(Environment):
+    """As in TASK."""
+
+    def examples(self, split):
+        for n in range(40):
+            yield Example(prompt=f"{split} {n}:")
+
+    def reward(self, example, completion):
+        return {"correct": float(completion[:1].isascii()), "length": len(completion) / 10}
+
+
+def _eval(tmp_path, *models, **changes):
+    defaults = dict(
+        model=tuple(map(str, models)), output=str(tmp_path / "eval"), max_new_tokens=5, dtype="float32", overwrite=True
+    )
+    return EvalConfig(**(defaults | changes))
+
+
+def _lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.0}, {"seed": 7, "samples_per_prompt": 3, "temperature": 0.5}], ids=str
+)
+def test_the_figures_are_those_of_the_validation_of_a_run_on_the_same_weights(tmp_path, folders, settings):  # noqa: F811
+    """Of the run's last checkpoint, as eval reads it, the completions are those of the run's last validation."""
+    names = {
+        "seed": "validation_seed",
+        "samples_per_prompt": "validation_samples",
+        "temperature": "validation_temperature",
+    }
+    of_run = {names[name]: value for name, value in settings.items()}
+    run = reinforce(_config(tmp_path / "run", folders[0], validation_examples=12, **of_run), Early())
+    config = _eval(
+        tmp_path, run, examples=12, seed=settings.get("seed", 0), **{k: v for k, v in settings.items() if k != "seed"}
+    )
+    (result,) = lockstep.evaluate(config, Early()).results
+    own, recorded = _lines(result.completions), _lines(run / "rollouts/validation_00000002.jsonl")
+    for line in own + recorded:
+        line.pop("version")
+    assert own == recorded and len(own) == 12 * settings.get("samples_per_prompt", 1)
+    metrics = _lines(run / "metrics.jsonl")[-1]
+    assert metrics["validation/accuracy"] == result.figures.pass_at[1].mean
+    assert metrics["validation/accuracy_stderr"] == result.figures.pass_at[1].standard_error
+    assert metrics["validation/reward"] == result.figures.reward.mean
+    assert metrics["validation/length"] == result.figures.rewards["length"].mean
+    assert ("validation/pass@3" in metrics) == ("samples_per_prompt" in settings)
+
+
+def test_the_command_compares_models_and_writes_a_table_a_json_file_and_the_completions(tmp_path, folders, capsys):  # noqa: F811
+    (tmp_path / "task.py").write_text(TASK)
+    policy, other, _ = map(str, folders)
+    options = ["--environment", f"{tmp_path / 'task.py'}:Early", "--samples-per-prompt", "4", "--dtype", "float32"]
+    options += ["--max-new-tokens", "3", "--output", str(tmp_path / "out"), "--rewards.isolate", "never"]
+    assert main(["eval", "--model", policy, other, *options]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "out/eval.json").read_text())
+    first, second = result["models"]
+    assert [name for name in first if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4"]
+    assert first["pass@1"]["mean"] < first["pass@2"]["mean"] < first["pass@4"]["mean"]
+    lines = _lines(tmp_path / "out/completions_1.jsonl")
+    assert len(lines) == 160 and first["prompts"] == 40
+    shares = [sum(line["rewards"]["correct"] for line in lines if line["group"] == g) / 4 for g in range(40)]
+    mean = sum(shares) / 40
+    assert first["pass@1"]["mean"] == pytest.approx(mean, abs=1e-12)
+    spread = math.sqrt(sum((share - mean) ** 2 for share in shares) / 39 / 40)
+    assert first["pass@1"]["standard_error"] == pytest.approx(spread, abs=1e-12)
+    (compared,) = result["comparisons"]
+    gain = second["pass@1"]["mean"] - first["pass@1"]["mean"]
+    assert compared["difference"]["mean"] == pytest.approx(gain, abs=1e-12) and compared["prompts"] == 40
+    assert 0 <= compared["p_value"] <= 1 and compared["better"] + compared["worse"] <= 40
+    assert f"pass@1 {'+' * (gain >= 0)}{gain:.3f} ± " in printed and "(exact paired randomization test)" in printed
+    header = next(line for line in printed.splitlines() if line.startswith("model"))
+    assert header.split() == [
+        "model", "pass@1", "pass@2", "pass@4", "reward", "correct", "length", "truncated", "tokens"
+    ]  # fmt: skip
+    assert main(["eval", "--model", policy, *options]) == 2
+    assert "eval.json: is there already; replace it with --overwrite" in capsys.readouterr().err
+
+
+def test_two_models_get_the_same_draws_and_the_same_model_under_two_names_never_differs(tmp_path, folders):  # noqa: F811
+    (tmp_path / "again").symlink_to(folders[0])
+    evaluation = lockstep.evaluate(_eval(tmp_path, folders[0], tmp_path / "again"), Early())
+    first, second = (result.completions.read_text() for result in evaluation.results)
+    assert first == second
+    (compared,) = evaluation.comparisons
+    assert (compared.better, compared.worse, compared.p_value) == (0, 0, 1.0)
+
+
+def test_without_right_answers_mean_rewards_are_compared_and_there_is_no_pass_at_1(tmp_path, folders):  # noqa: F811
+    class Length(Early):
+        def reward(self, example, completion):
+            return len(completion.encode()) / 10
+
+    evaluation = lockstep.evaluate(_eval(tmp_path, *folders[:2]), Length())
+    assert not evaluation.results[0].figures.pass_at
+    (compared,) = evaluation.comparisons
+    rewards = [result.rewards_by_prompt for result in evaluation.results]
+    assert compared.measure == "reward" and compared.test == "paired z test"
+    assert compared.difference.mean == pytest.approx(sum(b - a for a, b in zip(*rewards)) / 40)
+
+
+def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
+    class Task(Early):
+        pass
+
+    def rollout(group, right, failure="", counts=True):
+        rewards = {} if failure else {"correct": float(right)}
+        return Rollout(
+            Example("p"), group, [1], [2], [0.0], "stop", "", 0, rewards, float(right), failure=failure, counts=counts
+        )
+
+    rollouts = [rollout(0, True), rollout(0, False), rollout(1, True), rollout(1, False, "raised", False)]
+    figures = figures_of(rollouts, Task(), (1, 2))
+    assert figures.right == [(1, 2), (1, 1)] and figures.failed == {"raised": 1}
+    assert figures.pass_at[1].mean == 0.75 and figures.pass_at[2].mean == 1.0
+    rollouts[3] = rollout(1, False, "raised", True)
+    assert figures_of(rollouts, Task()).pass_at[1].mean == 0.5
+
+
+def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders):  # noqa: F811
+    class Broken(Early):
+        def reward(self, example, completion):
+            raise ZeroDivisionError
+
+    with pytest.raises(
+        UserError, match=r"more rewards failed than rewards.failure_limit 0.25 allows \(40 raised of 40\)"
+    ):
+        lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
+    assert not (tmp_path / "eval/eval.json").exists()
+    config = _eval(tmp_path, folders[0], rewards=RewardConfig(failure_limit=1.0))
+    assert lockstep.evaluate(config, Broken()).results[0].figures.reward is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "line", "said"),
+    [
+        ("math", {"problem": "2+2"}, "validation.jsonl:1: needs a text as `answer` or `solution`."),
+        ("gsm8k", {"question": "2+2"}, "test.jsonl:1: needs the strings `question` and `answer`"),
+        ("gsm8k", {"question": "2+2", "answer": "four"}, "test.jsonl:1: the answer has no `#### NUMBER` at its end"),
+    ],
+)  # fmt: skip
+def test_a_benchmark_file_without_answers_is_refused_by_file_and_line(
+    tmp_path, folders, capsys, environment, line, said  # noqa: F811
+):  # fmt: skip
+    for name in ("train", "validation", "test"):
+        if not (environment == "math" and name == "test"):
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+    options = ["--model", str(folders[0]), "--environment", environment, "--data", str(tmp_path)]
+    assert main(["eval", *options, "--output", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": ()}, "model is empty"),
+        ({"model": ("a", "b", "a")}, "names one twice"),
+        ({"samples_per_prompt": 2, "temperature": 0.0}, "so samples_per_prompt 2 would all be the same"),
+        ({"samples_per_prompt": 2, "pass_at": (1, 3)}, "pass_at 3 needs at least 3 samples_per_prompt, not 2"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(tmp_path, changes, said):
+    with pytest.raises(UserError, match=said):
+        lockstep.evaluate(replace(_eval(tmp_path, "x"), **changes), Early())

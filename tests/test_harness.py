@@ -1,0 +1,163 @@
+"""lm-eval's tasks over this model: the figures of its own Hugging Face backend, on tasks made of local files."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.shared_prefixes import Scored, packed_batches
+
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval (pip install lm-eval)"
+)
+
+CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+num_fewshot: {shots}
+fewshot_split: test
+output_type: multiple_choice
+doc_to_text: "Q: {{{{question}}}}\\nA:"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+GENERATION = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}} is"
+doc_to_target: "{{{{choices[label]}}}}"
+generation_kwargs: {{until: ["\\n", "e"], max_gen_toks: 12, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+PERPLEXITY = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: word_perplexity}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    words = ["def", "self", "return", "class", "import", "value", "parser", "None", "decode", "string"]
+    lines = [
+        {
+            "question": f"which of {words[i % 10]} and {words[(3 * i + 1) % 10]} follows {i}",
+            # All different: between equal ones the other backend chooses by its rounding.
+            "choices": [
+                words[i % 10],
+                f"{words[(i + 3) % 10]} of {i}",
+                "neither of them",
+                f"{words[(7 * i) % 10]} or {i}",
+            ],
+            "label": i % 4,
+            "text": " ".join(words[(i * j) % 10] for j in range(1, 40)),
+        }
+        for i in range(24)
+    ]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, task in (
+        ("choice", CHOICE),
+        ("few_shot", CHOICE),
+        ("generation", GENERATION),
+        ("perplexity", PERPLEXITY),
+    ):
+        shots = 3 if name == "few_shot" else 0
+        (folder / f"{name}.yaml").write_text(task.format(name=f"local_{name}", data=data, shots=shots))
+    return folder
+
+
+def _results(model, tasks, **arguments):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    names = [f"local_{path.stem}" for path in sorted(tasks.glob("*.yaml"))]
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return simple_evaluate(model, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True, **arguments)
+
+
+@needs_lm_eval
+def test_every_figure_is_that_of_the_hugging_face_backend(tmp_path, tasks, model_folder):
+    """In float32: the two differ by the rounding of their sums, some 1e-6 of each log-probability."""
+    import lockstep.harness  # noqa: F401  # registers the model
+
+    arguments = f"pretrained={model_folder},dtype=float32"
+    ours = _results("lockstep", tasks, model_args=arguments)
+    theirs = _results("hf", tasks, model_args=arguments + ",device=cpu", batch_size=8)
+    assert ours["results"].keys() == theirs["results"].keys() and len(ours["results"]) == 4
+    for task, figures in theirs["results"].items():
+        for name, figure in figures.items():
+            if isinstance(figure, float):
+                assert ours["results"][task][name] == pytest.approx(figure, rel=1e-4), f"{task} {name}"
+    compared = 0
+    for task, samples in theirs["samples"].items():
+        for own, other in zip(ours["samples"][task], samples, strict=True):
+            assert own["arguments"] == other["arguments"]
+            for (answer,), (expected,) in zip(own["resps"], other["resps"], strict=True):
+                if isinstance(expected, str):
+                    assert answer == expected
+                else:
+                    log_prob, *greedy = answer if isinstance(answer, (tuple, list)) else [answer]
+                    expected, *expected_greedy = expected if isinstance(expected, (tuple, list)) else [expected]
+                    assert float(log_prob) == pytest.approx(float(expected), abs=1e-4, rel=1e-5)
+                    assert greedy == expected_greedy
+                compared += 1
+    assert compared == 24 * 4 * 2 + 24 + 24
+
+
+@needs_lm_eval
+def test_a_continuations_log_probability_has_the_trainers_bits_however_it_was_packed(model_folder):
+    from lockstep.harness import LockstepLM
+
+    lm = LockstepLM(str(model_folder), tokens_per_batch=200)
+    contexts = [list(range(3, 3 + n)) for n in (1, 17, 40, 41)] + [[9, 9, 9]]
+    requests = [(None, context, [40 + i, 50 + i, i][: 1 + i]) for context in contexts for i in range(3)]
+    answers = lm._loglikelihood_tokens(requests)
+    for (_, context, continuation), (log_prob, _) in zip(requests, answers):
+        scores = lockstep.score(lm.model, [context + continuation])[0][len(context) - 1 :]
+        assert log_prob == float(torch.tensor(scores.tolist(), dtype=torch.float64).sum())
+
+
+def test_what_sequences_begin_with_is_computed_once_and_the_predictor_of_a_scored_token_always():
+    contexts = [tuple(range(50)) + tuple(range(100 * c, 100 * c + 30)) for c in range(5)]
+    sequences = sorted(Scored((*context, 900 + i, 7), 80) for context in contexts for i in range(4))
+    (batch,) = packed_batches(sequences, 10_000)
+    assert [sequence for sequence, _ in batch] == sequences
+    computed = sum(sequence.computed - shared for sequence, shared in batch)
+    # The first whole; of each further context what is its own, up to the predictor of its first scored token; and of
+    # each further continuation that predictor and one token.
+    assert computed <= 81 + 4 * 31 + 15 * 31
+    lead = None
+    for sequence, shared in batch:
+        assert shared <= sequence.first - 1
+        assert not shared or sequence.tokens[:shared] == lead.tokens[:shared]
+        lead = sequence if shared == 0 else lead
+    for batch in packed_batches(sequences, 100):
+        assert batch[0][1] == 0
+        assert sum(sequence.computed - shared for sequence, shared in batch) <= 100
+
+
+@needs_lm_eval
+def test_a_task_that_asks_for_what_the_engine_lacks_is_refused_by_name(model_folder):
+    from lockstep.errors import UserError
+    from lockstep.harness import LockstepLM
+
+    lm = LockstepLM(str(model_folder))
+    with pytest.raises(UserError, match="the task asks for repetition_penalty, which the engine does not have"):
+        lm._asked("x", {"until": ["a"], "repetition_penalty": 1.1})
+    with pytest.raises(UserError, match="lower max_gen_toks"):
+        lm._asked("x", {"until": ["a"], "max_gen_toks": 10**6})
