@@ -12,6 +12,7 @@ from lockstep.config.checks import validate
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.faults import FaultConfig
+from lockstep.config.lora import LoraConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
@@ -33,6 +34,7 @@ __all__ = [
     "Dtype",
     "EngineConfig",
     "FaultConfig",
+    "LoraConfig",
     "ModelDtype",
     "ObserveConfig",
     "ParallelConfig",
