@@ -16,7 +16,15 @@ from lockstep import Engine, EngineConfig, SamplingParams, load_model, score
 from lockstep.checkpoint import model_folder as newest_folder
 from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
-from lockstep.config import CheckpointConfig, CompileConfig, LoraConfig, ParallelConfig, RLConfig, SFTConfig, TrainConfig
+from lockstep.config import (
+    CheckpointConfig,
+    CompileConfig,
+    LoraConfig,
+    ParallelConfig,
+    RLConfig,
+    SFTConfig,
+    TrainConfig,
+)
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, adapter_off, build_model, lora_of, preset, save_adapter, save_model
 from lockstep.model.layers import Projection
@@ -39,7 +47,6 @@ def _with_adapter(shape, dtype, targets=("*_proj",)):
     model = build_model(replace(shape, lora=lora_of(shape, 4, 8.0, targets)), dtype, seed=2)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        model.embed_tokens.weight.mul_(8)
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
@@ -169,7 +176,9 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     with pytest.raises(UserError, match="for other weights than those in .*: their digest is [0-9a-f]{32}, and that"):
         load_model(tmp_path / "own")
     save_model(build_model(replace(SHAPE, dim=96), "float32"), base)
-    with pytest.raises(UserError, match=r"q_proj.lora_A.weight has shape \[3, 64\].* beside the 128 x 96 matrix .* asks"):
+    with pytest.raises(
+        UserError, match=r"lora_B.weight has shape \[64, 3\], but rank 3 beside the 96 x 96 matrix of .* asks"
+    ):
         load_model(adapter)
     save_model(build_model(replace(SHAPE, num_layers=1), "float32"), base)
     with pytest.raises(UserError, match=r"another base: it adapts layers.1.*, which .* does not have"):
@@ -206,7 +215,9 @@ def test_impossible_adapters_are_refused():
         lora_of(preset("qwen3_moe:micro"), 4, 8.0, ("*.experts.*",))
     adapted = replace(SHAPE, lora=lora_of(SHAPE, 4, 8.0, ("q_proj",)))
     with pytest.raises(UserError, match="parallel.tensor 2 does not go with a low-rank adapter so far"):
-        refuse_impossible(replace(adapted, reduction_chunks=2), dict.fromkeys(AXES, 1) | {"tensor": 2}, ParallelConfig())
+        refuse_impossible(
+            replace(adapted, reduction_chunks=2), dict.fromkeys(AXES, 1) | {"tensor": 2}, ParallelConfig()
+        )
 
 
 def _sft(tmp_path, model, **changes):
@@ -285,9 +296,9 @@ def _rl(tmp_path, model, **changes):
 
 
 TASK = """
-from lockstep.rl import Example
+from lockstep.rl import Environment, Example
 
-class Even:
+class Even(Environment):
     def examples(self, split):
         return [Example(f"{split} {i}", "") for i in range(8)]
 
