@@ -476,6 +476,8 @@ class ConvertOptions:
     """New folder to write."""
     dtype: Annotated[str, "dtype"] = "auto"
     """`bfloat16` or `float32`; auto or empty: the source's own."""
+    merge: bool = False
+    """Of an adapter: add its updates to its base's weights, in float32, rounded once."""
 
 
 def convert(arguments: list[str]) -> int:
@@ -483,7 +485,7 @@ def convert(arguments: list[str]) -> int:
     options = _parse(ConvertOptions, arguments, "convert", positional=True)
     from lockstep.checkpoint.convert import convert as run
 
-    run(_model_folder(options.source), options.target, options.dtype)
+    run(_model_folder(options.source), options.target, options.dtype, merge=options.merge)
     print(f"model: {options.target}")
     return 0
 

@@ -25,7 +25,18 @@ from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, 
 from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
 from lockstep.errors import RunStopped, UserError
-from lockstep.model import TrainableModel, arithmetic_of, read_config, resolve_dtype, write_description
+from lockstep.hub import local_folder
+from lockstep.model import (
+    TrainableModel,
+    arithmetic_of,
+    base_folder,
+    is_adapter_folder,
+    read_config,
+    resolve_dtype,
+    write_adapter_description,
+    write_description,
+)
+from lockstep.model.adapter_folder import digest, refuse_other_base
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
@@ -203,7 +214,10 @@ class Checkpoints:
         incomplete = folder.with_name(folder.name + ".partial")
         model_files = {n.removeprefix("model/"): f for n, f in files.items() if n.startswith("model/")}
         shape = self.trainer.model.config
-        write_description(incomplete, shape, dtype, model_files, shape.num_parameters * dtype.itemsize)
+        if shape.lora is None:
+            write_description(incomplete, shape, dtype, model_files, shape.num_parameters * dtype.itemsize)
+        else:
+            write_adapter_description(incomplete, shape, self._base, digest(self._base))
         self.tokenizer.save(incomplete)
         (incomplete / STATE).write_text(json.dumps(state, indent=1))
         (incomplete / CONFIG).write_text(to_toml(self.config))
@@ -254,7 +268,14 @@ class Checkpoints:
             return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
         return self._on_all(lambda: take_over(trainer.optimizer, state, random))[1]
 
+    @property
+    def _base(self) -> Path:
+        """Of the run's adapter."""
+        return base_folder(weights_folder(local_folder(self.config.model)))
+
     def _to_load(self, folder: Path) -> tuple[SafetensorsReader, Any]:
+        if is_adapter_folder(folder) and self.trainer.model.config.lora is not None:
+            refuse_other_base(folder, self._base)
         # Only what the manifest lists, and so was compared.
         listed = listed_files(folder)
         groups = {g: fnmatch.filter(listed, f"{stem}*.safetensors") for g, stem in STEMS.items()}
@@ -323,7 +344,8 @@ def weights_folder(folder: Path) -> Path:
         raise UserError(f"{folder}: is a checkpoint that was not finished; give an older one")
     if (folder / STATE).is_file() or (folder / MANIFEST).is_file():
         # The optimizer's files may have been left behind.
-        problem = damage(folder, checksums=False, pattern="*.json") or damage(folder, checksums=False, pattern="model*")
+        patterns = ("*.json", "model*", "adapter_model*")
+        problem = next(filter(None, (damage(folder, checksums=False, pattern=p) for p in patterns)), "")
         if problem:
             raise UserError(f"{folder}: is not a whole checkpoint: {problem}; give an older one")
     return folder

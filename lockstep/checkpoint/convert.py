@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from lockstep.errors import UserError
 from lockstep.model import (
     Decoder,
     ModelConfig,
+    base_folder,
     check_tensors,
     found_as,
+    is_adapter_folder,
     is_auto,
     is_ignored,
     read_config,
@@ -31,7 +33,7 @@ from lockstep.model import (
     write_description,
 )
 from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
-from lockstep.model.stored import is_float32
+from lockstep.model.stored import hugging_face_name, is_adapter, is_float32
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -48,12 +50,21 @@ class Weights:
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]]
 
 
-def convert(source: str | Path, target: str | Path, dtype: str = "auto", max_file_bytes: int = MAX_FILE_BYTES) -> None:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    dtype: str = "auto",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    merge: bool = False,
+) -> None:
     """Writes the model in `source` as a Hugging Face folder, in `dtype` (auto: its own), in files of limited size.
 
     `source` is a Hugging Face folder, which a run's checkpoint is too, or one of Meta's with `params.json` and
-    `consolidated.*.pth`. Memory holds one tensor at a time. Raises UserError, naming file and tensor, for a source
-    that is incomplete or a target that is not empty; the target gets its name when it is whole.
+    `consolidated.*.pth`. `merge`: it is an adapter, and the target gets its base's weights with the adapter's updates
+    added, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's log-probabilities
+    are those of base and adapter up to rounding, not bit for bit. Memory holds one tensor at a time. Raises UserError,
+    naming file and tensor, for a source that is incomplete or a target that is not empty; the target gets its name when
+    it is whole.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
@@ -62,9 +73,15 @@ def convert(source: str | Path, target: str | Path, dtype: str = "auto", max_fil
         raise UserError(f"{target}: is not an empty folder; give another one to write")
     # A checkpoint of ours, of which only the model is read.
     ours = (source / "state.json").is_file() or (source / MANIFEST).is_file()
-    if ours and (problem := damage(source, pattern="model*")):
+    if is_adapter_folder(source) != merge:
+        raise UserError(
+            f"{source}: is no adapter, so there is nothing to merge; leave --merge out"
+            if merge
+            else f"{source}: is an adapter; give --merge to write its base with it added"
+        )
+    if ours and (problem := damage(source, pattern="model*") or damage(source, pattern="adapter_model*")):
         raise UserError(f"{source}: is damaged: {problem}; take an older checkpoint of the run")
-    weights = _open(source)
+    weights = _merged(_hugging_face(source)) if merge else _open(source)
     _check(source, weights)
     kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
     if kind not in (torch.bfloat16, torch.float32):
@@ -76,8 +93,11 @@ def convert(source: str | Path, target: str | Path, dtype: str = "auto", max_fil
         files = _write(unfinished, weights, kind, max_file_bytes)
         write_description(unfinished, weights.config, kind, files, weights.config.num_parameters * kind.itemsize)
         for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, unfinished / name)
+            # An adapter that peft has saved may lack a tokenizer of its own.
+            for folder in (source, base_folder(source)):
+                if (folder / name).is_file():
+                    shutil.copyfile(folder / name, unfinished / name)
+                    break
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
@@ -113,13 +133,30 @@ def _hugging_face(source: Path) -> Weights:
         entry = opened[path].get_slice(name)
         if name.endswith((BLOCKS, SCALES)):
             continue
-        if not is_float32(name):
+        if not is_float32(name) and not is_adapter(name):
             kinds.append(dtypes.get(entry.get_dtype(), torch.float64))
         tensors[name] = (torch.Size(entry.get_shape()), partial(opened[path].get_tensor, name))
     for name in (name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)):
         tensors[name] = _quantized(name, files, opened)
     _split_experts(config, files, opened, tensors)
     return Weights(config, kinds[0] if kinds else torch.float32, tensors)
+
+
+def _merged(weights: Weights) -> Weights:
+    """The base's weights with the adapter's updates added."""
+    lora = weights.config.lora
+    assert lora is not None
+    tensors = {name: entry for name, entry in weights.tensors.items() if not is_adapter(name)}
+    for module in lora.modules:
+        name = hugging_face_name(f"{module}.weight")
+        shape, base = tensors[name]
+        a, b = (weights.tensors[hugging_face_name(f"{module}.lora_{side}.weight")][1] for side in "AB")
+        tensors[name] = shape, partial(_updated, base, a, b, lora.scaling)
+    return Weights(replace(weights.config, lora=None), weights.dtype, tensors)
+
+
+def _updated(base: Callable[[], Tensor], a: Callable[[], Tensor], b: Callable[[], Tensor], scaling: float) -> Tensor:
+    return base().float() + scaling * (b().float() @ a().float())
 
 
 def _split_experts(

@@ -1,13 +1,14 @@
 """A trainer's tensors under the names that they have in a checkpoint.
 
-`model/` holds the model as Hugging Face names it, in the run's dtype. `trainer/` holds `KIND.PARAMETER`: the float32
+`model/` holds the model as Hugging Face names it, in the run's dtype. Of a model with an adapter it is left out: there
+`adapter/` holds the adapter, as `peft` names it. `trainer/` holds `KIND.PARAMETER`: the float32
 masters (unless the model's file has them already) and the optimizer's moments, of parameters beside the model too.
 `random/` holds each rank's generators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,9 +19,9 @@ from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.random_state import random_state, set_random_state
 from lockstep.errors import UserError
 from lockstep.model import TrainableModel
-from lockstep.model.stored import is_float32
+from lockstep.model.stored import is_adapter, is_float32
 
-STEMS = {"model": "model", "trainer": "trainer/optimizer", "random": "trainer/random"}
+STEMS = {"model": "model", "adapter": "adapter_model", "trainer": "trainer/optimizer", "random": "trainer/random"}
 """The files of each group, within a checkpoint's folder."""
 
 
@@ -40,8 +41,8 @@ def tensors_to_save(
     """This rank's tensors, the very ones that training uses, each with the dtype to save it in."""
     masters, own = optimizer.masters, {f"master.{name}" for name, _ in model.named_parameters()}
     tensors = {
-        f"model/{stored}": (part, torch.float32 if is_float32(name) else dtype)
-        for name, parameter in model.named_parameters()
+        f"{group}/{stored}": (part, torch.float32 if is_float32(name) else dtype)
+        for name, parameter, group in _saved(model)
         for stored, part in Part.stored(name, masters.get(name, parameter)).items()
     }
     if model_only:
@@ -52,6 +53,14 @@ def tensors_to_save(
     for kind, tensor in random_state().items():
         tensors[f"random/{rank}.{kind}"] = (Part.of(tensor), tensor.dtype)
     return tensors
+
+
+def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
+    """The parameters that a checkpoint has, by name, and their group: where there is an adapter, that alone."""
+    group = "model" if model.config.lora is None else "adapter"
+    for name, parameter in model.named_parameters():
+        if group == "model" or is_adapter(name):
+            yield name, parameter, group
 
 
 def parts_to_load(
@@ -66,11 +75,11 @@ def parts_to_load(
     own = optimizer.state_tensors()
     parts: dict[str, Part] = {}
     state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter, group in _saved(model):
         target = masters.get(name, parameter).detach()
         own_parts = {f"trainer/master.{name}": Part.of(target)}
         if name not in masters or own_parts.keys() - held.keys():
-            own_parts = {f"model/{stored}": part for stored, part in Part.stored(name, target).items()}
+            own_parts = {f"{group}/{stored}": part for stored, part in Part.stored(name, target).items()}
         for saved, part in own_parts.items():
             if saved not in held or held[saved].size != part.shape:
                 size = list(held[saved].size) if saved in held else []

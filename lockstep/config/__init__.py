@@ -13,6 +13,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.evaluation import EvalConfig
 from lockstep.config.faults import FaultConfig
+from lockstep.config.lora import LoraConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
@@ -35,6 +36,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "FaultConfig",
+    "LoraConfig",
     "ModelDtype",
     "ObserveConfig",
     "ParallelConfig",

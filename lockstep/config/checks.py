@@ -38,6 +38,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     yield from _recompute_problems(config.recompute, config.compile)
     yield from _parallel_problems(config.parallel)
     yield from _expert_problems(config)
+    yield from _lora_problems(config)
     if isinstance(config, PretrainConfig):
         if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
             yield 'train.rules that freeze do not go with compiled layers; set compile.backend = "none"'
@@ -188,6 +189,24 @@ def _expert_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             "train.deterministic_layout does not go with parallel.expert so far: the gradients of experts are summed "
             "over the tokens of several ranks at once; switch one of them off"
         )
+
+
+def _lora_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
+    if not config.lora.rank:
+        return
+    if config.train.router_bias_rate:
+        yield "train.router_bias_rate moves weights of the base, which lora.rank freezes; leave one of them out"
+    if isinstance(config, RLConfig):
+        if config.kl_reference == "average" and config.kl_coefficient:
+            yield (
+                'kl_reference "average" is a second model, which lora.rank does without; set kl_reference = "start", '
+                "which is the model with its adapter switched off"
+            )
+        if config.actors.separate:
+            yield (
+                "lora.rank does not go with generators in processes of their own so far; leave actors.generators, "
+                "hosts and urls out, or train without an adapter"
+            )
 
 
 def _recompute_problems(recompute: RecomputeConfig, compiled: CompileConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from lockstep.config.checkpoint import CheckpointConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.faults import FaultConfig
+from lockstep.config.lora import LoraConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.recompute import RecomputeConfig
@@ -56,6 +57,7 @@ class PretrainConfig:
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     loader: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -223,6 +225,7 @@ class RLConfig:
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …, for trainer and generator; empty: the machine's accelerator where it has one."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
+    lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

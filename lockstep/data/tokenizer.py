@@ -339,6 +339,10 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
     vocabulary is larger than the model's.
     """
     folder = local_folder(folder)
+    if not (folder / BYTE_FILE).is_file() and not (folder / "tokenizer.json").is_file():
+        from lockstep.model.adapter_folder import base_folder
+
+        folder = base_folder(folder)  # peft saves adapters without a tokenizer
     tokenizer: ByteTokenizer | HuggingFaceTokenizer
     if (folder / BYTE_FILE).is_file():  # which comes with a tokenizer.json for others
         tokenizer = ByteTokenizer(_carried(folder))

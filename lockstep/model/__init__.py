@@ -1,7 +1,9 @@
 """The one model definition, its families, and Hugging Face folders in and out."""
 
+from lockstep.model.adapter_folder import base_folder, is_adapter_folder, save_adapter, write_adapter_description
 from lockstep.model.arithmetic import arithmetic_of, instruction_set, set_arithmetic
 from lockstep.model.checkpoint import (
+    begin_adapter,
     check_tensors,
     folder_dtype,
     load_model,
@@ -13,12 +15,13 @@ from lockstep.model.checkpoint import (
     write_description,
 )
 from lockstep.model.choose_dtype import choose_dtype, is_auto, name_of, training_seconds
-from lockstep.model.config import ExpertsConfig, Latent, ModelConfig, RopeScaling, Yarn
+from lockstep.model.config import ExpertsConfig, Latent, Lora, ModelConfig, RopeScaling, Yarn
 from lockstep.model.decoder import Decoder
 from lockstep.model.device import open_device
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import PRESETS, is_ignored, preset
 from lockstep.model.initialize import build_model, initialize
+from lockstep.model.lora import adapter_off, lora_of
 from lockstep.model.protocols import ScoringModel, TrainableModel
 from lockstep.model.stored import Stored, found_as, hugging_face_name, stored_as
 from lockstep.model.token_ids import check_token_ids
@@ -28,13 +31,17 @@ __all__ = [
     "Decoder",
     "ExpertsConfig",
     "Latent",
+    "Lora",
     "ModelConfig",
     "RopeScaling",
     "ScoringModel",
     "Stored",
     "TrainableModel",
     "Yarn",
+    "adapter_off",
     "arithmetic_of",
+    "base_folder",
+    "begin_adapter",
     "build_model",
     "check_tensors",
     "check_token_ids",
@@ -44,20 +51,24 @@ __all__ = [
     "hugging_face_name",
     "initialize",
     "instruction_set",
+    "is_adapter_folder",
     "is_auto",
     "is_ignored",
     "load_model",
     "load_weights",
+    "lora_of",
     "name_of",
     "open_device",
     "preset",
     "read_config",
     "refuse_few_bytes",
     "resolve_dtype",
+    "save_adapter",
     "save_model",
     "set_arithmetic",
     "stored_as",
     "tensor_files",
     "training_seconds",
+    "write_adapter_description",
     "write_description",
 ]

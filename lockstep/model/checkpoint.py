@@ -15,14 +15,22 @@ from torch import Tensor
 
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
+from lockstep.model.adapter_folder import (
+    adapter_files,
+    base_folder,
+    is_adapter_folder,
+    refuse_other_base,
+    with_adapter,
+)
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import from_hugging_face, is_ignored, to_hugging_face
+from lockstep.model.initialize import initialize_adapter
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
-from lockstep.model.stored import Stored, found_as, is_float32, stored_as
+from lockstep.model.stored import Stored, found_as, is_adapter, is_float32, stored_as
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 QUANTIZED = ("U8",)
@@ -82,19 +90,29 @@ class Source(NamedTuple):
         self.values.copy_(found.view(self.values.shape))
 
 
-def sources_of_weights(model: TrainableModel, path: str | Path) -> list[Source]:
-    """What `load_weights` checks, and then copies. Raises UserError as it does."""
+def begin_adapter(model: TrainableModel, path: str | Path, seed: int) -> None:
+    """Fills a model that has an adapter with the weights of its base's folder, and the adapter with fresh ones.
+
+    Raises UserError as `load_weights` does.
+    """
+    copy_weights(sources_of_weights(model, path, without_adapter=True))
+    initialize_adapter(model, seed)
+
+
+def sources_of_weights(model: TrainableModel, path: str | Path, without_adapter: bool = False) -> list[Source]:
+    """What `load_weights` checks, and then copies; `without_adapter`: the base's weights only. Raises UserError."""
     folder = Path(path)
     try:
         config = read_config(folder)
         for field in dataclasses.fields(config):
             new, own = getattr(config, field.name), getattr(model.config, field.name)
             # What ends a text, and how sums are cut, belongs to the folder that the model came from.
-            if new != own and field.name not in ("bos_token_id", "eos_token_ids", "reduction_chunks"):
+            of_folder = ("bos_token_id", "eos_token_ids", "reduction_chunks", *(["lora"] if without_adapter else []))
+            if new != own and field.name not in of_folder:
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
                 )
-        return check_tensors(model, folder, tensor_files(folder))
+        return check_tensors(model, folder, tensor_files(folder), without_adapter)
     except UserError:
         raise
     except Exception as error:  # nothing has changed yet: whatever it is, the folder is at fault
@@ -108,12 +126,17 @@ def copy_weights(sources: list[Source]) -> None:
             source.copy()
 
 
-def check_tensors(model: TrainableModel, folder: Path, files: dict[str, Path]) -> list[Source]:
+def check_tensors(
+    model: TrainableModel, folder: Path, files: dict[str, Path], without_adapter: bool = False
+) -> list[Source]:
     """Where each of the model's tensors comes from, file by file. Raises UserError where one is not there as it should.
 
     Files are opened once, for the checks and the copies: one that is replaced in between changes nothing.
     """
-    wanted = list(_wanted(model.named_parameters(), files))
+    if is_adapter_folder(folder):
+        refuse_other_base(folder)
+    parameters = [(n, p) for n, p in model.named_parameters() if not (without_adapter and is_adapter(n))]
+    wanted = list(_wanted(parameters, files))
     shapes = {name: shape for part, parameter in wanted for name, shape in part.tensors(parameter.shape).items()}
     # A model may hold some of the layers only.
     everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), files)
@@ -170,8 +193,14 @@ def _wanted(parameters: Iterable[tuple[str, Tensor]], files: Collection[str]) ->
 def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
     """Writes `config.json` and safetensors, in shards where the model is larger than `max_shard_bytes`.
 
-    Each file is written under a temporary name and renamed, `config.json` last: a folder with one is whole.
+    Each file is written under a temporary name and renamed, `config.json` last: a folder with one is whole. Raises
+    UserError for a model with an adapter.
     """
+    if model.config.lora is not None:
+        raise UserError(
+            "the model has an adapter, which is no part of a Hugging Face folder; save it by itself with "
+            "lockstep.model.save_adapter, and merge it with lockstep convert --merge"
+        )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     named = {
@@ -211,6 +240,8 @@ def write_description(
 
 def read_config(folder: Path) -> ModelConfig:
     """The folder's `config.json`; end-of-text tokens also from `generation_config.json`. Raises UserError."""
+    if is_adapter_folder(folder):
+        return with_adapter(folder, read_config(base_folder(folder)))
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder}: no config.json; give a model folder in Hugging Face layout")
@@ -223,6 +254,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor name in the folder. Raises UserError for a file that lies outside it."""
+    if is_adapter_folder(folder):
+        return {**tensor_files(base_folder(folder)), **adapter_files(folder)}
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

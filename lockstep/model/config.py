@@ -60,6 +60,24 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """A low-rank adapter: to the products with the weights of `modules` it adds `scaling · B A x` (arXiv 2106.09685).
+
+    The model's own weights are frozen; A `[rank, in]` and B `[out, rank]` are what is trained.
+    """
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    """Names of the adapted layers, such as `layers.3.mlp.up_proj`."""
+
+    @property
+    def scaling(self) -> float:
+        """Of the update."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """The feed-forward of a layer as a mixture of experts. Raises UserError where it cannot be built."""
 
@@ -126,6 +144,8 @@ class ModelConfig:
     """Of latent attention (DeepSeek-V3): there is one key-value head then, and `head_dim` is that of its key."""
     experts: ExpertsConfig | None = None
     """The mixture of experts that takes the feed-forward's place, if any."""
+    lora: Lora | None = None
+    """The adapter that is trained in place of the weights, if any. `num_parameters` leaves it out."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     reduction_chunks: int = 1

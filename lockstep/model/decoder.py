@@ -14,6 +14,7 @@ from lockstep import ops
 from lockstep.model import layers
 from lockstep.model.config import ModelConfig
 from lockstep.model.latent import LatentAttention
+from lockstep.model.lora import add_adapter
 from lockstep.model.moe import feed_forward_of
 from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
@@ -75,6 +76,8 @@ class Decoder(nn.Module):
         if not config.tie_embeddings:
             self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
         self.rotary = RotaryTables(config)
+        if config.lora is not None:
+            add_adapter(self, config.lora, dtype, device)
         self.halves: Halves = Block
         """Part of the model, for it has a say in the bits: trainer and generator cannot but share it."""
         self.runs_on: torch.device | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +14,10 @@ from lockstep.errors import UserError
 from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
-from lockstep.model.normal import normal
+from lockstep.model.normal import normal, uniform
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
+from lockstep.model.stored import is_adapter
 
 BLOCK = 1 << 16
 """Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn by itself."""
@@ -45,6 +48,9 @@ def initialize(model: TrainableModel, seed: int) -> None:
             parameter.fill_(1.0 if name.endswith(".weight") else 0.0)
             continue
         local, place = local_part(parameter)
+        if is_adapter(name):
+            _begin_adapter(name, parameter, seed)
+            continue
         deviation, key = _standard_deviation(name, model.config.num_layers), f"{seed}/{name}"
         if parameter.ndim == 2:
             _draw(local, place, parameter.shape[1], deviation, key)
@@ -54,17 +60,40 @@ def initialize(model: TrainableModel, seed: int) -> None:
             _draw(own, place[1:], parameter.shape[2], deviation, f"{key}/{expert}")
 
 
+@torch.no_grad()
+def initialize_adapter(model: TrainableModel, seed: int) -> None:
+    """Fills the weights of the model's adapter in place: A uniform between ±1/√in, as `peft` begins, and B zeros."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            _begin_adapter(name, parameter, seed)
+
+
+def _begin_adapter(name: str, parameter: Tensor, seed: int) -> None:
+    local, place = local_part(parameter)
+    local.zero_()
+    if ".lora_A." in name:
+        inputs = parameter.shape[1]
+        _draw(local, place, inputs, 2 / math.sqrt(inputs), f"{seed}/{name}", uniform)
+
+
 def _standard_deviation(name: str, num_layers: int) -> float:
     into_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
     return 0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02
 
 
-def _draw(out: Tensor, place: tuple[slice, ...], columns: int, deviation: float, key: str) -> None:
+def _draw(
+    out: Tensor,
+    place: tuple[slice, ...],
+    columns: int,
+    deviation: float,
+    key: str,
+    draw: Callable[[int, int], np.ndarray] = normal,
+) -> None:
     rows, cut = place[0], place[1]
     height = max(1, BLOCK // columns)
     for block in range(rows.start // height, -(-rows.stop // height)):
         seed = int.from_bytes(hashlib.blake2b(f"{key}/{block}".encode(), digest_size=8).digest(), "little")
-        drawn = torch.from_numpy(normal(seed, height * columns)).view(height, columns)
+        drawn = torch.from_numpy(draw(seed, height * columns)).view(height, columns)
         start, stop = max(rows.start, block * height), min(rows.stop, (block + 1) * height)
         part = drawn[start - block * height : stop - block * height, cut]
         out[start - rows.start : stop - rows.start].copy_(part * deviation)

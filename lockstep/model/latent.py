@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.model.config import ModelConfig
-from lockstep.model.layers import Weight
+from lockstep.model.layers import Projection, Weight
 from lockstep.model.rotary import softmax_scale
 
 LATENT_EPS = 1e-6
@@ -31,16 +31,16 @@ class LatentAttention(nn.Module):
         heads = config.num_heads
         queries = heads * (latent.nope_dim + latent.rope_dim)
         if latent.q_rank:
-            self.q_a_proj = Weight(latent.q_rank, config.dim, dtype=dtype, device=device)
+            self.q_a_proj = Projection(latent.q_rank, config.dim, dtype=dtype, device=device)
             self.q_a_layernorm = Weight(latent.q_rank, dtype=dtype, device=device)
-            self.q_b_proj = Weight(queries, latent.q_rank, dtype=dtype, device=device)
+            self.q_b_proj = Projection(queries, latent.q_rank, dtype=dtype, device=device)
         else:
-            self.q_proj = Weight(queries, config.dim, dtype=dtype, device=device)
-        self.kv_a_proj_with_mqa = Weight(latent.key_dim, config.dim, dtype=dtype, device=device)
+            self.q_proj = Projection(queries, config.dim, dtype=dtype, device=device)
+        self.kv_a_proj_with_mqa = Projection(latent.key_dim, config.dim, dtype=dtype, device=device)
         self.kv_a_layernorm = Weight(latent.kv_rank, dtype=dtype, device=device)
         rows = heads * (latent.nope_dim + latent.value_dim)
         self.kv_b_proj = Weight(rows, latent.kv_rank, dtype=dtype, device=device)
-        self.o_proj = Weight(config.dim, heads * latent.value_dim, dtype=dtype, device=device)
+        self.o_proj = Projection(config.dim, heads * latent.value_dim, dtype=dtype, device=device)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, None]:
         """Queries `[tokens, heads, key_dim]` and the one key `[tokens, 1, key_dim]`, which is the value too."""
@@ -49,7 +49,7 @@ class LatentAttention(nn.Module):
         absorbed = ops.head_linear(
             queries[..., : latent.nope_dim], self.kv_b_proj.weight, 0, latent.nope_dim, across=True
         )
-        compressed = ops.linear(x, self.kv_a_proj_with_mqa.weight)[:, None]
+        compressed = self.kv_a_proj_with_mqa.project(x)[:, None]
         key = _normed(compressed[..., : latent.kv_rank], self.kv_a_layernorm.weight)
         rotated = self._rotated(queries[..., latent.nope_dim :], cos, sin)
         rotated_key = self._rotated(compressed[..., latent.kv_rank :], cos, sin)
@@ -68,9 +68,9 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x: Tensor) -> Tensor:
         if not self.latent.q_rank:
-            return ops.linear(x, self.q_proj.weight)
-        compressed = ops.linear(x, self.q_a_proj.weight)[:, None]
-        return ops.linear(_normed(compressed, self.q_a_layernorm.weight)[:, 0], self.q_b_proj.weight)
+            return self.q_proj.project(x)
+        compressed = self.q_a_proj.project(x)[:, None]
+        return self.q_b_proj.project(_normed(compressed, self.q_a_layernorm.weight)[:, 0])
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # Scores are the same for any order of the features that queries and keys share.

@@ -17,10 +17,31 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(shape[0], dtype=dtype, device=device)) if bias else None
 
+
+class Projection(Weight):
+    """A weight `[out, in]` that tokens are multiplied by, and the low-rank adapter that may stand beside it."""
+
+    lora_A: Weight | None
+    lora_B: Weight | None
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: str | torch.device, bias: bool = False):
+        super().__init__(*shape, dtype=dtype, device=device, bias=bias)
+        self.register_module("lora_A", None)
+        self.register_module("lora_B", None)
+        self.scaling, self.adapted = 0.0, False
+
     def project(self, x: Tensor, chunks: int = 1) -> Tensor:
-        """The product with the weight, and the bias where there is one."""
+        """The product with the weight, the bias where there is one, and the adapter's update where it is switched on.
+
+        Both products of the adapter are rounded to the model's dtype, as are the scaled update and the sum: four
+        roundings, each of an operator of its own, so that a row's bits are the same in any batch. A `B` of zeros adds
+        zeros: the values are those without an adapter.
+        """
         out = ops.linear(x, self.weight, chunks)
-        return out if self.bias is None else ops.add_bias(out, self.bias)
+        out = out if self.bias is None else ops.add_bias(out, self.bias)
+        if not self.adapted or self.lora_A is None or self.lora_B is None:
+            return out
+        return out + ops.linear(ops.linear(x, self.lora_A.weight), self.lora_B.weight) * self.scaling
 
 
 class Attention(nn.Module):
@@ -30,10 +51,10 @@ class Attention(nn.Module):
         super().__init__()
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.config, self.window = config, window
-        self.q_proj = Weight(queries, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
-        self.k_proj = Weight(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
-        self.v_proj = Weight(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
-        self.o_proj = Weight(config.dim, queries, dtype=dtype, device=device, bias=config.attention_bias)
+        self.q_proj = Projection(queries, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
+        self.k_proj = Projection(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
+        self.v_proj = Projection(keys, config.dim, dtype=dtype, device=device, bias=config.attention_bias)
+        self.o_proj = Projection(config.dim, queries, dtype=dtype, device=device, bias=config.attention_bias)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.num_heads, dtype=dtype, device=device))
         if config.qk_norm:
@@ -67,10 +88,10 @@ class FeedForward(nn.Module):
         super().__init__()
         size = size or config.intermediate_size
         self.chunks = config.reduction_chunks
-        self.gate_proj = Weight(size, config.dim, dtype=dtype, device=device)
-        self.up_proj = Weight(size, config.dim, dtype=dtype, device=device)
-        self.down_proj = Weight(config.dim, size, dtype=dtype, device=device)
+        self.gate_proj = Projection(size, config.dim, dtype=dtype, device=device)
+        self.up_proj = Projection(size, config.dim, dtype=dtype, device=device)
+        self.down_proj = Projection(config.dim, size, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        gated = ops.silu_mul(ops.linear(x, self.gate_proj.weight), ops.linear(x, self.up_proj.weight))
-        return ops.linear(gated, self.down_proj.weight, self.chunks)
+        gated = ops.silu_mul(self.gate_proj.project(x), self.up_proj.project(x))
+        return self.down_proj.project(gated, self.chunks)

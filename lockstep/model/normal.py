@@ -1,4 +1,4 @@
-"""Normal draws with the same bits on every processor.
+"""Normal and uniform draws with the same bits on every processor.
 
 Philox (Salmon et al., 2011) makes whole numbers; the inverse of the normal distribution, PPND7 of Wichura (1988,
 AS 241) in float32, makes draws of them. Its logarithm is our own, and every operation is rounded by itself.
@@ -19,10 +19,15 @@ TAIL_BELOW = (1.0, 7.3700164250e-01, 1.2021132975e-01)
 
 def normal(seed: int, count: int) -> Float32[np.ndarray, "count"]:
     """`count` draws of mean 0 and deviation 1, none beyond 5.3; the first ones whatever the count."""
+    return inverse_normal(uniform(seed, count))
+
+
+def uniform(seed: int, count: int) -> Float32[np.ndarray, "count"]:
+    """`count` draws between -1/2 and 1/2, neither of which occurs; the first ones whatever the count."""
     words = np.random.Philox(key=seed).random_raw((count + 1) // 2).astype("<u8", copy=False).view("<u4")[:count]
     # Odd numbers of 24 bits about zero: exact in float32, and never 0 or 1 as probabilities.
     distances = ((words >> np.uint32(8)) | np.uint32(1)).astype(np.int32) - np.int32(1 << 23)
-    return inverse_normal(distances.astype(np.float32) * np.float32(2.0**-24))
+    return distances.astype(np.float32) * np.float32(2.0**-24)
 
 
 def inverse_normal(distance: Float32[np.ndarray, "count"]) -> Float32[np.ndarray, "count"]:

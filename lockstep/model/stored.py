@@ -16,7 +16,14 @@ TRANSPOSED = ("gate_up_proj", "down_proj")
 """Of gpt-oss's experts: in files `[experts, in, out]`."""
 
 
+PEFT_PREFIX = "base_model.model.model."
+"""Before a layer's name in an adapter's file: `peft` wraps the model."""
 CHOICE_BIAS = "e_score_correction_bias"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is one of a low-rank adapter's."""
+    return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def is_float32(name: str) -> bool:
@@ -65,7 +72,10 @@ class Stored(NamedTuple):
 
 
 def hugging_face_name(name: str) -> str:
-    """A parameter's name in a Hugging Face file: everything but the head stands under `model.`."""
+    """A parameter's name in a Hugging Face file: everything but the head stands under `model.`, and what is an
+    adapter's as `peft` names it."""
+    if is_adapter(name):
+        return f"{PEFT_PREFIX}{name}"
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

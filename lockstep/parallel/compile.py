@@ -166,8 +166,13 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
         # Compiles the gradient too. Sinks are attention's, which is called between the halves.
         weights = [weight for weight in block.parameters() if weight.requires_grad]
         torch.autograd.grad(total, [probe.hidden, probe.attended, *weights], allow_unused=True)
+        problems: list[str] = []
+        if model.config.lora is not None:
+            # Before the first adapted layer nothing has a gradient: compiled as that too.
+            for attended in (True, False):
+                probe.require_gradients(False, attended)
+                problems += probe.differences(slice(0, PROBE_ROWS), expected)
         probe.require_gradients(False)
-    problems: list[str] = []
     with torch.no_grad():
         for count in (PROBE_ROWS, *PROBE_COUNTS):
             for rows in (slice(0, count), slice(PROBE_ROWS - count, PROBE_ROWS)):
@@ -198,9 +203,10 @@ class _Probe:
         self.attended = torch.randn(PROBE_ROWS, heads, config.head_dim, generator=generator).to(model.device, dtype)
         self.tables = model.rotary(torch.arange(PROBE_ROWS, device=model.device))
 
-    def require_gradients(self, required: bool) -> None:
-        self.hidden.requires_grad_(required)
-        self.attended.requires_grad_(required)
+    def require_gradients(self, hidden: bool, attended: bool | None = None) -> None:
+        """Of what goes into the halves; `attended` as `hidden`, unless given."""
+        self.hidden.requires_grad_(hidden)
+        self.attended.requires_grad_(hidden if attended is None else attended)
 
     def outputs(self, rows: slice) -> list[Tensor]:
         """Queries, keys, values where they are others, and the block's output of these tokens."""

@@ -28,6 +28,7 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
             'once a step; leave it at "auto"'
         )
     problems += _expert_problems(shape, degrees["tensor"], parallel)
+    problems += _lora_problems(shape, degrees, parallel)
     if problems:
         raise UserError("this layout does not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
 
@@ -46,6 +47,19 @@ def _expert_problems(shape: ModelConfig, tensor: int, parallel: ParallelConfig) 
         )
     if parallel.full_dtensor:
         yield "parallel.full_dtensor does not go with parallel.expert, whose experts lie on a mesh of their own"
+
+
+def _lora_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> Iterator[str]:
+    if shape.lora is None:
+        return
+    for axis in ("tensor", "pipeline"):
+        if degrees[axis] > 1:
+            yield (
+                f"parallel.{axis} {degrees[axis]} does not go with a low-rank adapter so far, whose matrices are not "
+                "cut; use parallel.data_shard, or merge the adapter first: lockstep convert --merge"
+            )
+    if parallel.full_dtensor:
+        yield "parallel.full_dtensor does not go with a low-rank adapter so far; leave it out"
 
 
 def refuse_generators(shape: ModelConfig, tensor: int) -> None:

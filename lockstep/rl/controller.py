@@ -60,6 +60,7 @@ from lockstep.rl.reference import (
     load_reference,
     load_teacher,
     moving_average,
+    own_base,
 )
 from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rollouts import write_rollouts
@@ -135,6 +136,7 @@ def _reinforce(
     # In one process the engine samples from the very tensors that the trainer's forward reads.
     generators = open_generators(config, world, model, tokenizer, run.path, opened, timeline.moved)
     timeline.counters.append(lambda: generators.progress)
+    scored_by = own_base(config, generators.policy) or reference
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     state = resumed_state(config, world, run, checkpoints, prompts, critic)
     start = state["step"]
@@ -213,8 +215,8 @@ def _reinforce(
                 refuse_too_many(outcomes, config.rewards.failure_limit)
                 ledger.keep_some()
                 charge_overlong(ledger.rollouts, config.max_new_tokens, algorithm.overlong_share)
-                if reference:
-                    assign_reference_scores(ledger.trained, reference, config, replicas, timeline.moved)
+                if scored_by:
+                    assign_reference_scores(ledger.trained, scored_by, config, replicas, timeline.moved)
                 if teacher:
                     assign_teacher_scores(ledger.trained, teacher, config, replicas, timeline.moved)
                 if critic:

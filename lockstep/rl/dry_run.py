@@ -36,8 +36,9 @@ from lockstep.rl.actors.own_weights import lay_out
 from lockstep.rl.actors.shelf import versions_laid_out
 from lockstep.rl.actors.shelf_memory import length_of
 from lockstep.rl.critic import ValueHead, train_settings
-from lockstep.rl.reference import AVERAGE, START
+from lockstep.rl.reference import AVERAGE, START, is_own_base
 from lockstep.train import Trainer
+from lockstep.train.adapter import adapted
 from lockstep.train.dry_run import (
     DryRun,
     imagined_step,
@@ -171,6 +172,8 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     world = imagined_world(config.parallel, ranks)
     try:
         shape = _shape(config.model)
+        if config.lora.rank:
+            shape = adapted(shape, config.lora, config.model)
         fake = imagined_tensors()
         critic = None
         if algorithm_of(config).advantage == "gae":
@@ -252,7 +255,7 @@ def _with_generator(
     if sampling:
         copied = (parameter for name, parameter in sampling.named_parameters() if name not in in_place)
         note("generator's copy", _bytes(copied), *(STAGES if keeps else (SAMPLING, SYNC)))
-    if config.kl_coefficient:
+    if config.kl_coefficient and not is_own_base(config):
         folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
         reference = _frozen(_shape(folder), config, world, fake)
         note("reference model", _bytes(reference.parameters()))

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep import ops
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer, load_tokenizer
 from lockstep.errors import UserError
 from lockstep.hub import is_model
-from lockstep.model import Decoder, read_config
+from lockstep.model import Decoder, ScoringModel, adapter_off, read_config
 from lockstep.parallel import World
 from lockstep.rl.actors.models import frozen_model
 from lockstep.rl.actors.replicas import Replicas
@@ -26,12 +27,45 @@ START, AVERAGE = "start", "average"
 """Of `RLConfig.kl_reference`; anything else is a folder."""
 
 
+class WithoutAdapter:
+    """The policy with its adapter switched off: the model that the run began with, without a second copy of it."""
+
+    def __init__(self, policy: Decoder):
+        self.policy = policy
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.policy.head_weight
+
+    def reserve_positions(self, length: int) -> None:
+        self.policy.reserve_positions(length)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attention: ops.Attention) -> Tensor:
+        with adapter_off(self.policy):
+            hidden: Tensor = self.policy(tokens, positions, attention)
+        return hidden
+
+
+def is_own_base(config: RLConfig) -> bool:
+    """Whether the reference is the policy itself, its adapter switched off."""
+    return bool(config.kl_coefficient and config.lora.rank and config.kl_reference == START)
+
+
+def own_base(config: RLConfig, policy: ScoringModel) -> WithoutAdapter | None:
+    """The reference where it is the policy's own base; `policy`: as this rank computes with it alone."""
+    return WithoutAdapter(policy) if is_own_base(config) and isinstance(policy, Decoder) else None
+
+
 def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
-    """The model that the KL divergence is measured from; None where it has no weight.
+    """The model that the KL divergence is measured from; None where it has no weight, or is the policy's own base.
 
     Raises UserError for a folder whose model has another vocabulary.
     """
-    if config.kl_coefficient == 0:
+    if config.kl_coefficient == 0 or is_own_base(config):
         return None
     if config.kl_reference in (START, AVERAGE):
         return frozen_model(config.model, config, world)
@@ -61,7 +95,7 @@ def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: Wor
 
 def assign_reference_scores(
     rollouts: Sequence[Rollout],
-    reference: Decoder,
+    reference: Decoder | WithoutAdapter,
     config: RLConfig,
     replicas: Replicas | None = None,
     moved: Callable[[], None] = lambda: None,
@@ -84,7 +118,7 @@ def assign_teacher_scores(
 
 
 def score_rollouts(
-    model: Decoder,
+    model: Decoder | WithoutAdapter,
     rollouts: Sequence[Rollout],
     config: RLConfig,
     replicas: Replicas | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from lockstep.config import TrainConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
+from lockstep.model.stored import is_adapter
 from lockstep.train.adamw import State, adamw_state, adamw_update
 from lockstep.train.gradients import (
     Gradients,
@@ -42,6 +44,9 @@ class MasterOptimizer:
                 f"train.rules freeze {frozen[0]}, which begins as zero and would stay so; add the rule "
                 f'"{frozen[0]} frozen=false"'
             )
+        if model.config.lora is not None:
+            base = [name for name in whole.state_dict() if not is_adapter(name)]
+            settings |= {name: replace(settings[name], frozen=True) for name in base}
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in [*model.named_parameters(), *further.items()]:
             parameter.requires_grad_(not settings[name].frozen)

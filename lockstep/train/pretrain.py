@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from lockstep.model import (
     ModelConfig,
     ScoringModel,
     TrainableModel,
+    begin_adapter,
     choose_dtype,
     initialize,
     is_auto,
@@ -64,6 +65,7 @@ from lockstep.observe import (
     write_report,
 )
 from lockstep.parallel import Pipeline, World, close_world, open_world, parallel_model
+from lockstep.train.adapter import adapted
 from lockstep.train.answers import Answers
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.context import shard_row
@@ -361,6 +363,8 @@ def foresee(config: PretrainConfig) -> DryRun:
     folder = Path(config.model)
     shape = read_config(folder) if folder.is_dir() else preset(config.model)
     check_length(config, shape)
+    if config.lora.rank:
+        shape = adapted(shape, config.lora, config.model)
     # The ranks are somewhere else, so nothing is measured for them, but where it is said that they are CPUs.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
     dtype, why = recorded_settings(config).get("dtype", ""), "as the run began"
@@ -402,7 +406,13 @@ def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Tr
     """This rank's part of a model with fresh weights, or of a folder's. Raises UserError for rows too long for it."""
     shape = model_shape(config, tokenizer)
     check_length(config, shape)
-    folder = Path(config.model).is_dir()
-    fill = partial(load_weights, path=config.model) if folder else partial(initialize, seed=config.seed)
+    fill: Callable[[TrainableModel], None] = partial(initialize, seed=config.seed)
+    if folder := Path(config.model).is_dir():
+        fill = partial(load_weights, path=config.model)
+    if config.lora.rank:
+        if not folder:
+            raise UserError(f"lora.rank adapts the weights of a folder, but {config.model} has fresh ones; give one")
+        shape = adapted(shape, config.lora, config.model)
+        fill = partial(begin_adapter, path=config.model, seed=config.seed)
     kind = resolve_dtype(config.dtype)
     return parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)

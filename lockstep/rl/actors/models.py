@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,12 +11,21 @@ import torch
 from lockstep.config import ParallelConfig, RLConfig, algorithm_of
 from lockstep.errors import UserError
 from lockstep.hub import local_folder
-from lockstep.model import Decoder, TrainableModel, load_weights, read_config, refuse_few_bytes, resolve_dtype
+from lockstep.model import (
+    Decoder,
+    TrainableModel,
+    begin_adapter,
+    load_weights,
+    read_config,
+    refuse_few_bytes,
+    resolve_dtype,
+)
 from lockstep.model.decoder import Block
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.parallel import World, apply_compile, chunks_for, generator_layout, generator_model, parallel_model
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.rl.actors.own_weights import lay_out
+from lockstep.train.adapter import adapted
 
 
 def policy_model(config: RLConfig, world: World) -> TrainableModel:
@@ -23,6 +33,15 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
     folder = local_folder(config.model)
     shape = read_config(folder)
     refuse_few_bytes(folder, shape)
+    fill: Callable[[TrainableModel], None] = partial(load_weights, path=folder)
+    if config.lora.rank:
+        shape = adapted(shape, config.lora, config.model)
+        fill = partial(begin_adapter, path=folder, seed=config.seed)
+    if shape.lora is not None and config.actors.separate:
+        raise UserError(
+            f"{folder}: is an adapter, which does not travel to generators in processes of their own so far; leave "
+            "actors.generators, hosts and urls out, or merge it first: lockstep convert --merge"
+        )
     biased = shape.experts is not None and shape.experts.choice_bias
     travels = world.size > 1 or config.actors.separate
     if biased and travels and resolve_dtype(config.dtype) != torch.float32:
@@ -34,7 +53,6 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
         # They would find out themselves, but only once the run has begun.
         chunks = chunks_for(shape.reduction_chunks, config.parallel)
         refuse_generators(replace(shape, reduction_chunks=chunks), config.actors.tensor)
-    fill = partial(load_weights, path=folder)
     kind = resolve_dtype(config.dtype)
     return parallel_model(shape, kind, world, config.parallel, config.compile, fill, config.recompute)
 

@@ -1,0 +1,257 @@
+"""A folder with an adapter in `peft`'s layout: `adapter_config.json`, `adapter_model.safetensors`, and no base.
+
+The base is the model folder that `adapter_config.json` names. What `peft` has no word for stands in `lockstep.json`:
+a digest of the base's weights, and what the run that trained the adapter had beside its base's settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from lockstep.errors import UserError
+from lockstep.hub import local_folder
+from lockstep.model.config import Lora, ModelConfig
+from lockstep.model.decoder import Decoder
+from lockstep.model.lora import projections
+from lockstep.model.stored import PEFT_PREFIX, hugging_face_name, is_adapter
+
+SETTINGS, TENSORS, OWN = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
+JSON_BYTES = 2**20
+# What changes the arithmetic, and the values that are built here.
+_ONLY: dict[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+    "lora_bias": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None,
+    "layer_replication": None, "trainable_token_indices": None,
+}  # fmt: skip
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether it holds an adapter, and not a whole model."""
+    return (folder / SETTINGS).is_file() and not (folder / "config.json").is_file()
+
+
+def base_folder(folder: Path) -> Path:
+    """The folder of the model that an adapter is for; of any other folder the folder itself. Raises UserError."""
+    if not is_adapter_folder(folder):
+        return folder
+    base = _settings(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            f"{folder / SETTINGS}: base_model_name_or_path is missing; name the folder of the adapter's base"
+        )
+    try:
+        found = local_folder(base)
+    except UserError as error:
+        raise UserError(
+            f"{folder}: its base is not there ({error}); correct base_model_name_or_path in {SETTINGS}"
+        ) from error
+    if is_adapter_folder(found):
+        raise UserError(f"{folder}: its base {base} is an adapter too; merge that first: lockstep convert --merge")
+    return found
+
+
+def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
+    """The base's shape with the folder's adapter. Raises UserError for one that is of another kind or another base."""
+    settings = _settings(folder)
+    for key, value in _ONLY.items():
+        if (found := settings.get(key, value)) != value and found:
+            raise UserError(f"{folder / SETTINGS}: {key} is {found!r:.100}; only {value!r} is supported")
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not alpha > 0:
+        raise UserError(
+            f"{folder / SETTINGS}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; both are numbers above 0"
+        )
+    shapes = _shapes(folder)
+    modules = _modules(folder, shapes)
+    lora = Lora(rank, float(alpha), modules)
+    own = _own(folder)
+    changes: dict[str, Any] = {key: own[key] for key in ("bos_token_id", "reduction_chunks") if key in own}
+    if "eos_token_ids" in own:
+        changes["eos_token_ids"] = tuple(own["eos_token_ids"])
+    try:
+        config = dataclasses.replace(base, lora=lora, **changes)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / OWN}: cannot be used ({error}); take it away") from error
+    _refuse_other_shapes(folder, config, shapes)
+    return config
+
+
+def adapter_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor of the adapter."""
+    return dict.fromkeys(_shapes(folder), folder / TENSORS)
+
+
+def refuse_other_base(folder: Path, base: Path | None = None) -> None:
+    """Raises UserError where the weights in `base`, by default the folder's own, are not those of the adapter's run.
+
+    An adapter that does not say, such as one of `peft`'s, goes with any base of its shapes.
+    """
+    base = base_folder(folder) if base is None else base
+    recorded = _own(folder).get("base_digest")
+    if recorded and (found := digest(base)) != recorded:
+        raise UserError(
+            f"{folder}: is an adapter for other weights than those in {base}: their digest is {found}, and that of the "
+            f"adapter's base {recorded}; give its own base as base_model_name_or_path in {SETTINGS}, or delete {OWN} "
+            "there to use it with this one all the same"
+        )
+
+
+def digest(folder: Path) -> str:
+    """Of all tensors of a model folder, however they are spread over files: names, dtypes, shapes and checksums."""
+    # Found by the one function that knows a folder's files, which itself reads adapters.
+    from lockstep.model.checkpoint import tensor_files
+
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name, path in tensor_files(folder).items():
+        by_file[path].append(name)
+    lines = []
+    for path, names in by_file.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                tensor = file.get_tensor(name)
+                values = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                lines.append(f"{name} {tensor.dtype} {list(tensor.shape)} {zlib.crc32(values):08x}")
+    return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=16).hexdigest()
+
+
+def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
+    """Writes the model's adapter to a folder that `peft` loads; `base` is the folder with its other weights.
+
+    Raises UserError for a model without an adapter.
+    """
+    if model.config.lora is None:
+        raise UserError("the model has no adapter; save it with lockstep.save_model")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {hugging_face_name(n): p.detach().contiguous() for n, p in model.named_parameters() if is_adapter(n)}
+    partial = folder / (TENSORS + ".partial")
+    save_file(named, partial, metadata={"format": "pt"})
+    partial.replace(folder / TENSORS)
+    write_adapter_description(folder, model.config, Path(base), digest(Path(base)))
+
+
+def write_adapter_description(folder: Path, config: ModelConfig, base: Path, base_digest: str) -> None:
+    """Writes what stands beside an adapter's tensors: `peft`'s settings, and ours. `config.lora` is set."""
+    assert config.lora is not None
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.resolve()),
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _short_names(config),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    own = {
+        "base_digest": base_digest,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_ids": list(config.eos_token_ids),
+        "reduction_chunks": config.reduction_chunks,
+    }
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / OWN).write_text(json.dumps(own, indent=2) + "\n")
+
+
+def _short_names(config: ModelConfig) -> list[str]:
+    """`target_modules` as people write them: last names where those of all layers are meant, else whole names."""
+    assert config.lora is not None
+    everything: dict[str, list[str]] = defaultdict(list)
+    for name, _ in projections(Decoder(config, torch.float32, "meta")):
+        everything[name.rpartition(".")[2]].append(name)
+    adapted = set(config.lora.modules)
+    names = []
+    for last, layers in everything.items():
+        # peft takes a last name for every layer that ends so, an expert's too.
+        whole = adapted.issuperset(layers) and config.experts is None
+        names += [last] if whole else [name for name in layers if name in adapted]
+    return names
+
+
+def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
+    """The layers that the adapter's tensors are for."""
+    modules = dict[str, None]()
+    for name in shapes:
+        stem, found, _ = name.partition(".lora_")
+        if not found or not name.startswith(f"{PEFT_PREFIX}") or name[len(stem) :] not in _ENDINGS:
+            raise UserError(
+                f"{folder / TENSORS}: tensor {name} is none of a LoRA adapter's matrices "
+                f"({PEFT_PREFIX}….lora_A.weight); only those are read"
+            )
+        modules[stem.removeprefix(f"{PEFT_PREFIX}")] = None
+    if not modules:
+        raise UserError(f"{folder / TENSORS}: holds no tensors; the adapter is empty")
+    return tuple(modules)
+
+
+_ENDINGS = (".lora_A.weight", ".lora_B.weight")
+
+
+def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
+    """Names the first tensor that does not fit the base, before anything is made of it."""
+    assert config.lora is not None
+    layers = dict(projections(Decoder(dataclasses.replace(config, lora=None), torch.float32, "meta")))
+    rank = config.lora.rank
+    for module in config.lora.modules:
+        if module not in layers:
+            raise UserError(
+                f"{folder}: is an adapter for another base: it adapts {module}, which {_base(folder)} does not have; "
+                f"correct base_model_name_or_path in {SETTINGS}"
+            )
+        outputs, inputs = layers[module].weight.shape
+        for ending, wanted in zip(_ENDINGS, ([rank, inputs], [outputs, rank])):
+            found = shapes.get(f"{PEFT_PREFIX}{module}{ending}", [])
+            if found != wanted:
+                raise UserError(
+                    f"{folder}: is an adapter for another base: {module}{ending} has shape {found}, but rank {rank} "
+                    f"beside the {outputs} x {inputs} matrix of {_base(folder)} asks for {wanted}; correct "
+                    f"base_model_name_or_path in {SETTINGS}"
+                )
+
+
+def _base(folder: Path) -> str:
+    return str(_settings(folder).get("base_model_name_or_path"))
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Of every tensor in the adapter's file, by its name there."""
+    path = folder / TENSORS
+    if not path.is_file():
+        raise UserError(f"{folder}: {TENSORS} is missing; only safetensors are read, never pickles")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}); copy it again") from error
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    return _json(folder / SETTINGS)
+
+
+def _own(folder: Path) -> dict[str, Any]:
+    return _json(folder / OWN) if (folder / OWN).is_file() else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > JSON_BYTES:
+            raise ValueError(f"larger than {JSON_BYTES} bytes")
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({error}); copy or write the file again") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return values

@@ -1,0 +1,334 @@
+"""Low-rank adapters: one forward for trainer and generator, `peft`'s layout, runs that resume, and what is refused."""
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from lockstep import Engine, EngineConfig, SamplingParams, load_model, score
+from lockstep.checkpoint import model_folder as newest_folder
+from lockstep.checkpoint.convert import convert
+from lockstep.cli import main
+from lockstep.config import (
+    CheckpointConfig,
+    CompileConfig,
+    LoraConfig,
+    ParallelConfig,
+    RLConfig,
+    SFTConfig,
+    TrainConfig,
+)
+from lockstep.errors import UserError
+from lockstep.model import ModelConfig, adapter_off, build_model, lora_of, preset, save_adapter, save_model
+from lockstep.model.layers import Projection
+from lockstep.parallel import apply_compile
+from lockstep.parallel.refusals import refuse_impossible
+from lockstep.parallel.world import AXES
+from lockstep.rl.controller import reinforce
+from lockstep.train.sft import finetune
+from tests.parallel.launch import launch
+
+SHAPE = ModelConfig(
+    family="qwen3", vocab_size=120, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    intermediate_size=96, qk_norm=True, max_positions=512, eos_token_ids=(7,),
+)  # fmt: skip
+SEQUENCE = [list(range(5, 45))]
+
+
+def _with_adapter(shape, dtype, targets=("*_proj",)):
+    """Random weights, and an adapter that has moved."""
+    model = build_model(replace(shape, lora=lora_of(shape, 4, 8.0, targets)), dtype, seed=2)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@cache
+def _model(dtype, backend="none"):
+    model = _with_adapter(SHAPE, dtype)
+    apply_compile(model, CompileConfig(backend=backend))
+    return model
+
+
+def _differences(model, seed, tokens_per_step):
+    draw = random.Random(seed)
+    common = [draw.randrange(120) for _ in range(40)]
+    prompts = [common[: draw.choice([0, 20, 40])] + [draw.randrange(120)] * draw.randint(1, 30) for _ in range(5)]
+    params = SamplingParams(max_tokens=12, temperature=0.9, n=2, seed=seed)
+    engine = Engine(model, EngineConfig(max_tokens_per_step=tokens_per_step, max_sequences=4, cache_tokens=1024))
+    different = 0
+    for prompt, group in zip(prompts, engine.generate(prompts, params)):
+        for completion in group:
+            (scores,) = score(model, [prompt + completion.token_ids], 0.9)
+            different += not torch.equal(scores[len(prompt) - 1 :], torch.tensor(completion.logprobs))
+    return different
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10_000), tokens_per_step=st.sampled_from([16, 37, 256]))
+def test_the_engine_has_the_trainers_bits_with_an_adapter(dtype, seed, tokens_per_step):
+    assert _differences(_model(dtype), seed, tokens_per_step) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_so_it_has_compiled(dtype):
+    assert _differences(_model(dtype, "inductor"), 1, 37) == 0
+
+
+def test_the_comparison_would_notice_an_update_that_depends_on_the_number_of_rows(monkeypatch):
+    whole = Projection.project
+
+    def planted(self, x, chunks=1):
+        out = whole(self, x, chunks)
+        return out * (1 + 2**-20) if len(x) < 8 else out
+
+    monkeypatch.setattr(Projection, "project", planted)
+    assert _differences(_model("float32"), 3, 16) > 0
+
+
+def test_a_fresh_adapter_changes_nothing_and_one_switched_off_is_the_base():
+    base = build_model(SHAPE, "bfloat16", seed=2)
+    fresh = build_model(replace(SHAPE, lora=lora_of(SHAPE, 4, 8.0, ("q_proj", "layers.1.mlp.*"))), "bfloat16", seed=2)
+    (expected,) = score(base, SEQUENCE)
+    assert torch.equal(score(fresh, SEQUENCE)[0], expected)
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            assert parameter.requires_grad == ("lora_" in name)
+            parameter.add_(0.3 if ".lora_B." in name else 0)
+    assert not torch.equal(score(fresh, SEQUENCE)[0], expected)
+    with adapter_off(fresh):
+        assert torch.equal(score(fresh, SEQUENCE)[0], expected)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A base, and an adapter that `peft` has made for it."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    save_model(build_model(SHAPE, "float32", seed=2), tmp_path / "base")
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        PeftConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    theirs.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "base", tmp_path / "adapter", theirs
+
+
+def _their_scores(theirs):
+    with torch.no_grad():
+        log_probs = theirs(torch.tensor(SEQUENCE)).logits[0].log_softmax(-1)
+    return log_probs[:-1].gather(1, torch.tensor(SEQUENCE[0][1:])[:, None])[:, 0]
+
+
+def test_adapters_travel_to_peft_and_back(tmp_path, folders):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, adapter, theirs = folders
+    ours = load_model(adapter)
+    # float32 sums in another order.
+    torch.testing.assert_close(score(ours, SEQUENCE)[0], _their_scores(theirs), rtol=0, atol=1e-5)
+    save_adapter(ours, tmp_path / "again", base)
+    written, first = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "again", adapter))
+    assert written.keys() == first.keys() and all(torch.equal(first[name], value) for name, value in written.items())
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "again")
+    assert torch.equal(_their_scores(again), _their_scores(theirs))
+    assert not (tmp_path / "again" / "config.json").exists()
+
+
+def test_a_merged_adapter_is_a_model_of_its_own(tmp_path, folders):
+    base, adapter, _ = folders
+    ours = load_model(adapter)
+    convert(adapter, tmp_path / "merged", merge=True)
+    merged = load_model(tmp_path / "merged")
+    assert merged.config.lora is None
+    # The update is rounded into the weight once; float32 has 24 bits.
+    torch.testing.assert_close(score(merged, SEQUENCE)[0], score(ours, SEQUENCE)[0], rtol=0, atol=1e-5)
+    with pytest.raises(UserError, match="is an adapter; give --merge"):
+        convert(adapter, tmp_path / "other")
+    with pytest.raises(UserError, match="is no adapter, so there is nothing to merge"):
+        convert(base, tmp_path / "other", merge=True)
+
+
+def test_an_adapter_for_another_base_is_named(tmp_path, folders):
+    base, adapter, _ = folders
+    save_adapter(load_model(adapter), tmp_path / "own", base)
+    save_model(build_model(SHAPE, "float32", seed=3), base)
+    with pytest.raises(UserError, match="for other weights than those in .*: their digest is [0-9a-f]{32}, and that"):
+        load_model(tmp_path / "own")
+    save_model(build_model(replace(SHAPE, dim=96), "float32"), base)
+    with pytest.raises(
+        UserError, match=r"lora_B.weight has shape \[64, 3\], but rank 3 beside the 96 x 96 matrix of .* asks"
+    ):
+        load_model(adapter)
+    save_model(build_model(replace(SHAPE, num_layers=1), "float32"), base)
+    with pytest.raises(UserError, match=r"another base: it adapts layers.1.*, which .* does not have"):
+        load_model(adapter)
+    shutil.rmtree(base)
+    with pytest.raises(UserError, match="its base is not there .* correct base_model_name_or_path"):
+        load_model(adapter)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"use_dora": True}, "use_dora is True"), ({"r": 0}, "r is 0"), ({"bias": "all"}, "bias is 'all'")],
+)
+def test_adapters_of_other_kinds_are_refused(folders, change, said):
+    settings_file = folders[1] / "adapter_config.json"
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | change))
+    with pytest.raises(UserError, match=said):
+        load_model(folders[1])
+
+
+def test_a_tensor_that_is_no_adapters_is_refused(folders):
+    file = folders[1] / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": torch.zeros(2)}, file)
+    with pytest.raises(UserError, match="embed_tokens.weight is none of a LoRA adapter's matrices"):
+        load_model(folders[1])
+
+
+def test_impossible_adapters_are_refused():
+    with pytest.raises(UserError, match=r'lora.targets "wq" matches no linear layer; there are down_proj, .*q_proj'):
+        lora_of(SHAPE, 4, 8.0, ("q_proj", "wq"))
+    with pytest.raises(UserError, match="lora.rank is 65, but .* is .*64.*; give 1 to 64"):
+        lora_of(SHAPE, 65, 8.0, ("q_proj",))
+    with pytest.raises(UserError, match="stacked experts have no adapters"):
+        lora_of(preset("qwen3_moe:micro"), 4, 8.0, ("*.experts.*",))
+    adapted = replace(SHAPE, lora=lora_of(SHAPE, 4, 8.0, ("q_proj",)))
+    with pytest.raises(UserError, match="parallel.tensor 2 does not go with a low-rank adapter so far"):
+        refuse_impossible(
+            replace(adapted, reduction_chunks=2), dict.fromkeys(AXES, 1) | {"tensor": 2}, ParallelConfig()
+        )
+
+
+def _sft(tmp_path, model, **changes):
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"Say {i}.", "completion": f" {i}"}) for i in range(40)))
+    defaults = dict(
+        output=str(tmp_path / "run"), model=str(model), data=str(data), steps=4, tokens_per_step=256,
+        sequence_length=64, lora=LoraConfig(rank=4), checkpoint=CheckpointConfig(every=2),
+        train=TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", tokens_per_microbatch=64),
+    )  # fmt: skip
+    return SFTConfig(**(defaults | changes))
+
+
+def _adapter(run):
+    return load_file(newest_folder(run) / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fine_tuning_resumes_with_the_same_bits_and_saves_the_adapter_alone(tmp_path, model_folder, dtype, capsys):
+    config = _sft(tmp_path, model_folder, dtype=dtype)
+    whole = finetune(config)
+    losses = [json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    checkpoint = newest_folder(whole)
+    assert not list(checkpoint.glob("model*")) and not (checkpoint / "config.json").exists()
+    finetune(replace(config, output=str(tmp_path / "again"), steps=2))
+    again = finetune(replace(config, output=str(tmp_path / "again"), resume=True))
+    first, second = _adapter(whole), _adapter(again)
+    assert len(first) == 28 and all(torch.equal(second[name], value) for name, value in first.items())
+    assert main(["parity", "--model", str(whole), "--tokens", "200"]) == 0
+    assert "Tokens different  : 0" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is an adapter of rank 4 already"):
+        finetune(_sft(tmp_path, whole, output=str(tmp_path / "more")))
+    # Without a rank the adapter itself is trained on.
+    more = finetune(_sft(tmp_path, whole, output=str(tmp_path / "more"), lora=LoraConfig(), steps=1, dtype=dtype))
+    moved = _adapter(more)
+    assert moved.keys() == first.keys() and any(not torch.equal(moved[name], value) for name, value in first.items())
+
+
+def test_a_run_is_not_resumed_on_other_weights(tmp_path, model_folder):
+    base = tmp_path / "base"
+    shutil.copytree(model_folder, base)
+    config = _sft(tmp_path, base, steps=2)
+    finetune(config)
+    file = base / "model.safetensors"
+    save_file({name: 2 * value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="is an adapter for other weights"):
+        finetune(replace(config, steps=4, resume=True))
+
+
+def _finetune_on_a_rank(config):
+    finetune(config)
+
+
+def test_ranks_train_the_adapter_of_one_process(tmp_path, model_folder):
+    config = _sft(tmp_path, model_folder, dtype="float32", steps=2)
+    alone = finetune(replace(config, output=str(tmp_path / "alone")))
+    launch(2, _finetune_on_a_rank, config)
+    first, second = _adapter(alone), _adapter(tmp_path / "run")
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        # Gradients are summed in another order, and Adam's first steps take a sign from each.
+        assert (second[name] - value).norm() < 1e-2 * value.norm(), name
+
+
+def _rl(tmp_path, model, **changes):
+    defaults = dict(
+        output=str(tmp_path / "rl"), model=str(model), steps=2, prompts_per_step=2, samples_per_prompt=4,
+        max_new_tokens=8, validation_examples=2, inner_steps=2, kl_coefficient=0.05, lora=LoraConfig(rank=4),
+        train=TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"), algorithm="dr_grpo",
+        engine=EngineConfig(max_tokens_per_step=64, max_sequences=8, cache_tokens=2048),
+        environment=str(tmp_path / "task.py") + ":Even",
+    )  # fmt: skip
+    (tmp_path / "task.py").write_text(TASK)
+    return RLConfig(**(defaults | changes))
+
+
+TASK = """
+from lockstep.rl import Environment, Example
+
+class Even(Environment):
+    def examples(self, split):
+        return [Example(f"{split} {i}", "") for i in range(8)]
+
+    def reward(self, example, completion):
+        return {"even": float(sum(completion.encode()) % 2)}
+"""
+
+
+def _metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def test_reinforcement_compares_every_bit_and_its_reference_is_the_model_without_the_adapter(tmp_path, model_folder):
+    own = reinforce(_rl(tmp_path, model_folder))
+    second = reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "two"), kl_reference=str(model_folder)))
+    for metrics, others in zip(_metrics(own), _metrics(second), strict=True):
+        assert metrics["parity/tokens_checked"] > 0 and metrics["parity/tokens_different"] == 0
+        assert metrics["grad_norm"] > 0
+        # The same reference, as a second model.
+        assert (metrics["policy/kl"], metrics["loss"]) == (others["policy/kl"], others["loss"])
+    assert _metrics(own)[-1]["policy/kl"] > 0
+
+
+def _reinforce_on_a_rank(config):
+    reinforce(config)
+
+
+def test_ranks_sample_with_the_adapter_that_they_train(tmp_path, model_folder):
+    launch(2, _reinforce_on_a_rank, _rl(tmp_path, model_folder))
+    for metrics in _metrics(tmp_path / "rl"):
+        assert metrics["parity/tokens_checked"] > 0 and metrics["parity/tokens_different"] == 0
+        assert metrics["grad_norm"] > 0
+    assert len(_adapter(tmp_path / "rl")) == 28
