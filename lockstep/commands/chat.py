@@ -188,7 +188,7 @@ def open_talk(options: ChatOptions) -> Talk:
     talk = Talk(engine, Rendering(tokenizer, template, model.config.eos_token_ids), options)
     talk.params(0)  # refuses settings before the first question
     work = f"a context of {talk.context} tokens"
-    announce("chat: " + start_line(options.model, model.config.num_parameters, model.device, model.dtype, work))
+    announce("chat: " + start_line(options.model, model.config, model.device, model.dtype, work))
     return talk
 
 

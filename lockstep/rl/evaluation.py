@@ -159,7 +159,7 @@ def _judged(
     engine = Engine(model, config.engine, tokenizer)
     count = len(examples) * config.samples_per_prompt
     work = f"{type(environment).__name__}, {count} samples of up to {config.max_new_tokens} tokens to go"
-    announce("eval: " + start_line(name, model.config.num_parameters, model.device, model.dtype, work))
+    announce("eval: " + start_line(name, model.config, model.device, model.dtype, work))
     # Draws do not depend on who else is asked, so examples may be asked in parts, and the bar moves.
     part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
     rollouts: list[Rollout] = []
