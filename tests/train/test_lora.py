@@ -176,9 +176,7 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     with pytest.raises(UserError, match="for other weights than those in .*: their digest is [0-9a-f]{32}, and that"):
         load_model(tmp_path / "own")
     save_model(build_model(replace(SHAPE, dim=96), "float32"), base)
-    with pytest.raises(
-        UserError, match=r"lora_B.weight has shape \[64, 3\], but rank 3 beside the 96 x 96 matrix of .* asks"
-    ):
+    with pytest.raises(UserError, match=r"lora_B.weight has shape \[64, 3\], but rank 3 beside the 96 x 96 matrix"):
         load_model(adapter)
     save_model(build_model(replace(SHAPE, num_layers=1), "float32"), base)
     with pytest.raises(UserError, match=r"another base: it adapts layers.1.*, which .* does not have"):
@@ -213,7 +211,7 @@ def test_impossible_adapters_are_refused():
         lora_of(SHAPE, 65, 8.0, ("q_proj",))
     with pytest.raises(UserError, match="stacked experts have no adapters"):
         lora_of(preset("qwen3_moe:micro"), 4, 8.0, ("*.experts.*",))
-    adapted = replace(SHAPE, lora=lora_of(SHAPE, 4, 8.0, ("q_proj",)))
+    adapted = replace(SHAPE, reduction_chunks=2, lora=lora_of(SHAPE, 4, 8.0, ("q_proj",)))
     with pytest.raises(UserError, match="parallel.tensor 2 does not go with a low-rank adapter so far"):
         refuse_impossible(
             replace(adapted, reduction_chunks=2), dict.fromkeys(AXES, 1) | {"tensor": 2}, ParallelConfig()
