@@ -14,6 +14,7 @@ from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.faults import FaultConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
+from lockstep.config.preferences import DPOConfig, PreferenceConfig
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
@@ -29,6 +30,7 @@ __all__ = [
     "Arithmetic",
     "CheckpointConfig",
     "CompileConfig",
+    "DPOConfig",
     "DataConfig",
     "Dtype",
     "EngineConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "ModelDtype",
     "ObserveConfig",
     "ParallelConfig",
+    "PreferenceConfig",
     "PretrainConfig",
     "RLConfig",
     "RanksConfig",
