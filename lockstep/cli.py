@@ -1,4 +1,4 @@
-"""One command: lockstep demo | pretrain | sft | data | rl | replay | generate | chat | eval | serve | parity |
+"""One command: lockstep demo | pretrain | sft | dpo | data | rl | replay | generate | chat | eval | serve | parity |
 compare | convert | why | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
@@ -153,6 +153,8 @@ MOST_USED = {
     "  --train.learning-rate --validation-data --resume --dry-run",
     "sft": "--model --data --output --epochs --tokens-per-step --sequence-length --dtype --train.learning-rate\n"
     "  --validation-data --resume",
+    "dpo": "--model --data --loss --beta --output --epochs --tokens-per-step --sequence-length --train.learning-rate\n"
+    "  --validation-data --resume",
     "rl": "--model --environment --algorithm --data --output --steps --prompts-per-step --samples-per-prompt\n"
     "  --max-new-tokens --train.learning-rate --validation-every --resume --dry-run",
 }
@@ -207,6 +209,15 @@ def sft(arguments: list[str]) -> int:
 
     config = _run_config("sft", SFTConfig, arguments)
     _print_next(finetune(config), "serve --model {folder}")
+    return 0
+
+
+def dpo(arguments: list[str]) -> int:
+    """preference optimisation on chosen and rejected answers: DPO, IPO, SimPO, KTO"""
+    from lockstep.config import DPOConfig
+    from lockstep.train.dpo import prefer
+
+    _print_next(prefer(_run_config("dpo", DPOConfig, arguments)), "serve --model {folder}")
     return 0
 
 
@@ -591,6 +602,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "pretrain": pretrain,
     "sft": sft,
+    "dpo": dpo,
     "data": data,
     "rl": rl,
     "generator": generator,

@@ -16,6 +16,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.lora import LoraConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
+from lockstep.config.preferences import DPOConfig, PreferenceConfig
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
@@ -31,6 +32,7 @@ __all__ = [
     "Arithmetic",
     "CheckpointConfig",
     "CompileConfig",
+    "DPOConfig",
     "DataConfig",
     "Dtype",
     "EngineConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "ModelDtype",
     "ObserveConfig",
     "ParallelConfig",
+    "PreferenceConfig",
     "PretrainConfig",
     "RLConfig",
     "RanksConfig",

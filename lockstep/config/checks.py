@@ -14,6 +14,7 @@ from lockstep.config.bounds import bound_problems
 from lockstep.config.engine import CompileConfig
 from lockstep.config.evaluation import EvalConfig, greedy_problems
 from lockstep.config.parallel import SCHEDULES, ParallelConfig, tensor_problems
+from lockstep.config.preferences import PreferenceConfig, preference_problems
 from lockstep.config.recompute import KEEPABLE, RecomputeConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
 from lockstep.config.train import TrainConfig
@@ -60,7 +61,10 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if isinstance(config, RLConfig | SFTConfig) and not config.model:
         yield "model is empty; give a Hugging Face folder with --model DIR"
     if isinstance(config, SFTConfig) and not config.data:
-        yield "data is empty; give conversations with --data FILE"
+        kind = "preferences" if isinstance(config, PreferenceConfig) else "conversations"
+        yield f"data is empty; give {kind} with --data FILE"
+    if isinstance(config, PreferenceConfig):
+        yield from preference_problems(config)
     if isinstance(config, RLConfig):
         yield from _algorithm_problems(config)
         yield from _replay_problems(config)

@@ -35,6 +35,8 @@ class ConversationSource:
     skipped. `tally` counts what the latest reading has met.
     """
 
+    keys: tuple[str, ...] = KEYS
+
     def __init__(self, data: str, skip_bad_lines: bool = False):
         self.data, self.skip_bad_lines = data, skip_bad_lines
         self.tally = Tally()
@@ -46,10 +48,10 @@ class ConversationSource:
     def read(self, skip: int = 0) -> Iterator[Conversation]:
         """The conversations from number `skip` on. Only a data set can skip."""
         self.tally = Tally()
-        if self.streamed:
+        if self.data.startswith(HUB):
             yield from (Conversation(*row) for row in read_hub(self.data, skip))
         for path in self.files:
-            for where, values in read_records(path, self.skip_bad_lines, self.tally, KEYS):
+            for where, values in read_records(path, self.skip_bad_lines, self.tally, self.keys):
                 yield Conversation(where, values)
 
     def describe(self) -> dict[str, Any]:
@@ -79,15 +81,19 @@ class ConversationEncoder:
 
     def _encode(self, conversation: Conversation) -> Encoded:
         try:
-            text, spans = self._text(conversation.values)
+            text, spans = self.text(conversation.values)
         except ChatTemplateError as error:
             return self._bad(f"{conversation.where}: {error}; mend it")
+        return self.tokens(conversation.where, text, spans)
+
+    def tokens(self, where: str, text: str, spans: list[tuple[int, int]]) -> Encoded:
+        """Of a whole conversation's text, of which the characters in `spans` are scored."""
         if not any(stop > start for start, stop in spans):
-            return self._bad(f"{conversation.where}: the assistant says nothing in it; leave it out")
+            return self._bad(f"{where}: the assistant says nothing in it; leave it out")
         try:
             ids, places = self.tokenizer.encode_with_spans(text)
         except (UnicodeEncodeError, TypeError):
-            return self._bad(f"{conversation.where}: {half_a_pair(text)}")
+            return self._bad(f"{where}: {half_a_pair(text)}")
         tokens = np.array(ids, dtype=np.int64)
         starts, stops = np.array(places, dtype=np.int64).reshape(-1, 2).T
         scored = np.zeros(len(tokens), dtype=bool)
@@ -96,8 +102,11 @@ class ConversationEncoder:
         tokens, scored = self._with_the_end(tokens, scored, ends=not text[spans[-1][1] :].strip())
         return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
 
-    def _text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation's text, and from which to which character the assistant speaks."""
+    def text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation's text, and from which to which character the assistant speaks.
+
+        Raises ChatTemplateError for values that are no conversation, or not one that the template renders.
+        """
         messages, prompt, completion = (values.get(key) for key in ("messages", "prompt", "completion"))
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion, [(len(prompt), len(prompt) + len(completion))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from lockstep.data.text import TextPart
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
+
+log = logging.getLogger("lockstep")
+NAMED = 10
+"""Examples of one kind that are left out and named."""
 
 
 @dataclass
@@ -33,6 +38,8 @@ class TokenizedCorpus:
     """That tokens of a file are checked against as they are read; None where they come from a tokenizer itself."""
     where: str = ""
     """The folder that they are in."""
+    reference: np.ndarray | None = None
+    """Of preferences: the reference's log-probabilities of each document's two sequences, NaN where none is known."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """`tokens[start:stop]`. Raises UserError where one is outside of the vocabulary."""
@@ -83,6 +90,13 @@ def drain(
     """
     offsets, total = array("q", [0]), 0
     for part in encoded:
+        if part.left_out:
+            counts = tally().left_out
+            counts[part.left_out] = counts.get(part.left_out, 0) + 1
+            if counts[part.left_out] <= NAMED:
+                more = "; further ones are only counted" if counts[part.left_out] == NAMED else ""
+                log.warning("%s; it is left out%s", part.problem, more)
+            continue
         if part.problem:
             if not skip_bad:
                 raise UserError(f"{part.problem}, or use --skip-bad-lines")

@@ -25,6 +25,8 @@ class Encoded(NamedTuple):
     ends: bool = True
     problem: str = ""
     """Why there are no tokens, where the document is bad: with its place and what to do."""
+    left_out: str = ""
+    """Name of the count that it goes into, where `problem` is no mistake: the run says so and goes on without it."""
 
 
 @runtime_checkable

@@ -62,10 +62,11 @@ def open_rows(
     sequence_length: int,
     seed: int,
     share: Share = unshared,
+    kind: type[Rows] = Rows,
 ) -> RowStream:
     """Rows of one source, or of several mixed by their weights; a folder of tokens is given by its path."""
     streams = [
-        Rows(
+        kind(
             open_documents(source, encoder, settings, share),
             sequence_length,
             seed,

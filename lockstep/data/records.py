@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,12 @@ class Tally:
     empty_documents: int = 0
     bytes_read: int = 0
     """Of the files, on disk."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Examples that nothing can be learnt from, by reason."""
 
     def counts(self) -> dict[str, int]:
         """The part of it that goes into a run's metrics."""
-        return {"skipped_lines": self.skipped_lines, "empty_documents": self.empty_documents}
+        return {"skipped_lines": self.skipped_lines, "empty_documents": self.empty_documents, **self.left_out}
 
 
 def holds_records(path: Path) -> bool:

@@ -20,8 +20,8 @@ from lockstep.observe.watchdog import VERDICT
 
 CONFIG, METRICS, PROMPTS = "config.toml", "metrics.jsonl", "prompts.jsonl"
 WRITTEN = {
-    CONFIG, METRICS, PROMPTS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "report.html", "rollouts",
-    "summary.json", "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
+    CONFIG, METRICS, PROMPTS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "reference.safetensors",
+    "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
 }  # fmt: skip
 """What runs write into their folders: no other file there is ever deleted."""
 

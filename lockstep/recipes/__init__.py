@@ -170,6 +170,7 @@ RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfi
         **FROM_SCRATCH,
     },
     "sft": {"chat": chat},
+    "dpo": {},
     "rl": {
         "digit_sum": digit_sum,
         **DIGIT_SUMS,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint import Checkpoints, folder_if_model, newest_checkpoint
 from lockstep.config import PretrainConfig, to_toml, validate
@@ -21,6 +21,7 @@ from lockstep.data import (
     DataSource,
     Encoder,
     RowLoader,
+    Rows,
     StepRows,
     TextEncoder,
     TextSource,
@@ -141,20 +142,24 @@ def run_training(
     held_out: StepRows | None = None,
     on_metrics: OnMetrics | None = None,
     answers: Answers | None = None,
+    objective: Objective | None = None,
+    beside: Mapping[str, nn.Parameter] | None = None,
 ) -> Path:
     """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder.
 
-    `held_out` is what validations measure, `answers` what the report shows of the model before and after. Raises
-    RunStopped where the run ends early: by a signal, or by bad steps.
+    `held_out` is what validations measure, `answers` what the report shows of the model before and after. `objective`:
+    by default the next token. `beside`: as `Trainer`. Raises RunStopped where the run ends early: by a signal, or by
+    bad steps.
     """
     require_observers(config.observe, world.device)
     if isinstance(model, Pipeline):
         model.plan.check_microbatches(loader.microbatches)
-    trainer = Trainer(model, config.train, config.steps, world)
+    trainer = Trainer(model, config.train, config.steps, world, beside)
+    objective = objective or NextToken()
     claimed = claim_run(config.output, to_toml(config), config.resume, config.overwrite)
     with ExitStack() as opened:
         world.on_main(lambda: opened.enter_context(claimed))
-        return _train(config, trainer, tokenizer, loader, progress, command, held_out, on_metrics, answers)
+        return _train(config, trainer, tokenizer, loader, progress, command, held_out, on_metrics, answers, objective)
 
 
 def _train(
@@ -167,12 +172,14 @@ def _train(
     held_out: StepRows | None,
     on_metrics: OnMetrics | None,
     answers: Answers | None,
+    objective: Objective,
 ) -> Path:
     """The loop, in a folder that is open."""
     world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
     start = 0
+    objective.prepare(trainer, loader, held_out)
 
     def restore(state: dict[str, Any]) -> None:
         loader.load_state(state["loader"])
@@ -221,14 +228,13 @@ def _train(
                 with observer.step(step):
                     with timeline.span("data"):
                         batch = loader.next()
-                        microbatches = packed(batch, world)
-                    metrics = trainer.step(microbatches, NextTokenLoss(batch.targets))
+                    metrics = objective.step(trainer, batch)
                     bad_steps.check(step, trainer, batch)
                     metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
                     stopped_by = stop.agreed(world)
                     last = step == config.steps or loader.ended
                     if held_out is not None and (last or step % config.validation_every == 0):
-                        metrics["validation/loss"] = validation_loss(trainer, held_out)
+                        metrics |= objective.validate(trainer, held_out)
                     observer.write(step, metrics)
                     # The loader stays where it is: what comes next is the data after the spike, if there is any.
                     spike = spikes.found(step, metrics["loss"]) and not loader.ended
@@ -283,9 +289,35 @@ def _refuse_toy_data(config: PretrainConfig) -> None:
         )
 
 
-def validation_loss(trainer: Trainer, held_out: StepRows) -> float:
+class Objective(Protocol):
+    """What a run learns from a loader's rows."""
+
+    def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
+        """Before the first step, and before a resumed run's checkpoint is read: the model is the one it began with."""
+        ...
+
+    def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
+        """One step of the trainer; its metrics and the objective's own."""
+        ...
+
+    def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
+        """`validation/loss` and whatever else is measured on rows that are not trained on."""
+        ...
+
+
+class NextToken:
     """Cross-entropy per target token, in nats."""
-    return trainer.evaluate(packed(held_out, trainer.world), NextTokenLoss(held_out.targets))
+
+    def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
+        pass
+
+    def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
+        with trainer.timeline.span("data"):
+            microbatches = packed(batch, trainer.world)
+        return trainer.step(microbatches, NextTokenLoss(batch.targets))
+
+    def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
+        return {"validation/loss": trainer.evaluate(packed(held_out, trainer.world), NextTokenLoss(held_out.targets))}
 
 
 def packed(batch: StepRows, world: World) -> list[PackedRow]:
@@ -345,10 +377,15 @@ def make_tokenizer(
 
 
 def make_loader(
-    config: PretrainConfig, sources: Sequence[tuple[DataSource, float]], encoder: Encoder, world: World
+    config: PretrainConfig,
+    sources: Sequence[tuple[DataSource, float]],
+    encoder: Encoder,
+    world: World,
+    kind: type[Rows] = Rows,
 ) -> RowLoader:
     """This rank's rows of the sources, mixed by their weights."""
-    rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed, partial(read_once, world))
+    share = partial(read_once, world)
+    rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed, share, kind)
     tokens = config.train.tokens_per_microbatch
     return RowLoader(rows, config.tokens_per_step, tokens, world.data_rank, world.data_size)
 

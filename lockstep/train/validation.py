@@ -8,14 +8,18 @@ from functools import partial
 
 from lockstep.config import PretrainConfig
 from lockstep.data import DataSource, Encoder, StepRows, open_rows
-from lockstep.data.rows import Piece
+from lockstep.data.rows import Piece, Rows
 from lockstep.errors import UserError
 from lockstep.parallel import World
 from lockstep.train.read_once import read_once
 
 
 def validation_rows(
-    config: PretrainConfig, sources: Sequence[tuple[DataSource, float]], encoder: Encoder, world: World
+    config: PretrainConfig,
+    sources: Sequence[tuple[DataSource, float]],
+    encoder: Encoder,
+    world: World,
+    kind: type[Rows] = Rows,
 ) -> StepRows | None:
     """This rank's share of the rows that every validation measures; None where there are no `sources`.
 
@@ -26,7 +30,7 @@ def validation_rows(
         return None
     length = config.sequence_length
     share = partial(read_once, world)
-    rows = open_rows(sources, encoder, replace(config.loader, repeat=False), length, seed=0, share=share)
+    rows = open_rows(sources, encoder, replace(config.loader, repeat=False), length, seed=0, share=share, kind=kind)
     plans: list[list[Piece]] = []
     while not rows.ended and len(plans) < max(1, config.validation_tokens // length):
         plans.append(rows.plan())

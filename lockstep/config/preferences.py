@@ -1,0 +1,50 @@
+"""Runs that learn from preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from lockstep.config.bounds import Above, AtLeast, Below
+from lockstep.config.runs import SFTConfig
+from lockstep.config.train import TrainConfig
+
+
+@dataclass
+class PreferenceConfig(SFTConfig):
+    """Pairs of answers of which one is preferred; everything else as in fine-tuning."""
+
+    data: str = ""
+    """JSONL, Parquet or hf:… with `prompt`, `chosen` and `rejected`, texts or messages, the prompt in both answers
+    where it has no column; several as a.jsonl=0.7,b.jsonl=0.3."""
+    sequence_length: Annotated[int, Above(0)] = 2048
+    """Tokens of one row: of its pairs, both sequences with their prompts. A pair that is longer is left out."""
+
+
+@dataclass
+class DPOConfig(PreferenceConfig):
+    """Preference optimisation: raise the likelihood of chosen answers over that of rejected ones."""
+
+    loss: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
+    """`dpo`: the logistic loss of the difference of log-ratios to the reference; `ipo`: its square to 1 / (2 beta), per
+    token; `simpo`: mean log-probabilities, without a reference; `kto`: single answers, `completion` with a `label`."""
+    beta: Annotated[float, Above(0)] = 0.1
+    """How strongly the policy is held to the reference; simpo: the scale of its rewards, usually 2 to 10."""
+    simpo_margin: Annotated[float, AtLeast(0)] = 0.5
+    """simpo: by how much a chosen answer's reward should exceed the rejected one's (γ)."""
+    label_smoothing: Annotated[float, AtLeast(0), Below(0.5)] = 0.0
+    """dpo, simpo: the share of pairs that are thought to be labelled the wrong way round."""
+    desirable_weight: Annotated[float, AtLeast(0)] = 1.0
+    """kto: of the loss of answers whose label is true."""
+    undesirable_weight: Annotated[float, AtLeast(0)] = 1.0
+    """kto: of the loss of the others."""
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-6))
+
+
+def preference_problems(config: PreferenceConfig) -> Iterator[str]:
+    """What cannot be, in words."""
+    if config.loader.packing != "whole" or not config.loader.separate_documents:
+        yield 'preferences need loader.packing = "whole" and loader.separate_documents; leave both as they are'
+    if isinstance(config, DPOConfig) and config.label_smoothing and config.loss not in ("dpo", "simpo"):
+        yield f"label_smoothing is for dpo and simpo, and loss is {config.loss}; leave it out"

@@ -1,0 +1,241 @@
+"""Preferences to tokens: pairs of a chosen and a rejected answer, or single answers that are labelled.
+
+An example is one document of a corpus, a pair's two whole sequences one after the other. A byte beside each token says
+whether it is scored (`SCORED`), and where a pair's second sequence begins or an answer is desirable (`MARK`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.data.chat import ChatTemplate, ChatTemplateError
+from lockstep.data.conversations import Conversation, ConversationEncoder, ConversationSource
+from lockstep.data.corpus import TokenizedCorpus
+from lockstep.data.encode import Encoded, token_dtype
+from lockstep.data.rows import Piece, Row, Rows
+from lockstep.data.tokenizer import Tokenizer
+
+SCORED, MARK = 1, 2
+
+
+class PreferenceSource(ConversationSource):
+    """Lines or rows as they are; a data set of the hub is read whole, for its examples are scored before the run."""
+
+    keys = ("prompt", "chosen", "rejected", "completion", "label", "tools")
+
+    def __init__(self, data: str, skip_bad_lines: bool = False):
+        super().__init__(data, skip_bad_lines)
+        self.streamed = False
+
+
+@dataclass
+class PreferenceEncoder:
+    """Tokens of `chosen` and `rejected` after `prompt`, or of `completion` with its `label`, as TRL's data sets are.
+
+    All are texts, or all lists of messages; without a `prompt` it is what both answers begin with. The answer is scored
+    as `ConversationEncoder` does. A pair of equal answers, and an example longer than `longest` tokens, are left out.
+    """
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    longest: int
+    paired: bool = True
+
+    def __post_init__(self) -> None:
+        self._answers = ConversationEncoder(self.tokenizer, self.template)
+
+    def encode(self, batch: list[Conversation]) -> list[Encoded]:
+        return [self._encode(conversation) for conversation in batch]
+
+    def describe(self) -> dict[str, Any]:
+        return {**self._answers.describe(), "longest": self.longest, "paired": self.paired}
+
+    def weight(self, item: Conversation) -> int:
+        return self._answers.weight(item)
+
+    def _encode(self, line: Conversation) -> Encoded:
+        try:
+            if not self.paired:
+                return self._labelled(line)
+            return self._pair(line)
+        except ChatTemplateError as error:
+            return self._without(f"{line.where}: {error}; mend it")
+
+    def _pair(self, line: Conversation) -> Encoded:
+        prompt, (chosen, rejected) = _prompt_and_answers(line.values)
+        if chosen == rejected:
+            return self._without(f"{line.where}: its two answers are equal", "equal_pairs")
+        both = [self._answer(line, prompt, answer) for answer in (chosen, rejected)]
+        if bad := next((one for one in both if one.problem), None):
+            return bad
+        tokens = np.concatenate([one.tokens for one in both])
+        if np.array_equal(both[0].tokens, both[1].tokens):
+            return self._without(f"{line.where}: its two answers are equal as tokens", "equal_pairs")
+        marks = np.concatenate([_scored(one) for one in both])
+        marks[len(both[0].tokens)] |= MARK
+        return self._fitting(line, tokens, marks)
+
+    def _labelled(self, line: Conversation) -> Encoded:
+        prompt, completion, label = (line.values.get(name) for name in ("prompt", "completion", "label"))
+        if not isinstance(label, bool):
+            raise ChatTemplateError('needs "label", true or false, beside "prompt" and "completion"')
+        if _kind(prompt) != _kind(completion) or not _kind(prompt):
+            raise ChatTemplateError('"prompt" and "completion" must both be texts or both lists of messages')
+        one = self._answer(line, prompt, completion)
+        if one.problem:
+            return one
+        marks = _scored(one)
+        marks[0] |= MARK * label
+        return self._fitting(line, one.tokens, marks)
+
+    def _fitting(self, line: Conversation, tokens: np.ndarray, marks: np.ndarray) -> Encoded:
+        if len(tokens) > self.longest:
+            kind = "long_pairs" if self.paired else "long_examples"
+            return self._without(f"{line.where}: has {len(tokens)} tokens, a row {self.longest}", kind)
+        return Encoded(tokens, marks)
+
+    def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
+        """The whole sequence, of which the answer is scored."""
+        if isinstance(answer, str):
+            text, spans = self._answers.text({"prompt": prompt, "completion": answer})
+        else:
+            tools = {"tools": line.values.get("tools")}
+            text, spans = self._answers.text({"messages": [*prompt, *answer], **tools})
+            if any(message.get("role") == "assistant" for message in prompt):
+                # What the assistant said before belongs to the prompt.
+                before, said = self._answers.text({"messages": prompt, **tools})
+                if not text.startswith(before):
+                    raise ChatTemplateError("the chat template renders its prompt otherwise before an answer")
+                spans = spans[len(said) :]
+        return self._answers.tokens(line.where, text, spans)
+
+    def _without(self, problem: str, left_out: str = "") -> Encoded:
+        return Encoded(np.empty(0, token_dtype(self.tokenizer)), problem=problem, left_out=left_out)
+
+
+def _scored(one: Encoded) -> np.ndarray:
+    assert one.scored is not None
+    marks = one.scored.astype(np.uint8)
+    marks[0] = 0  # nothing comes before it
+    return marks
+
+
+def _kind(value: Any) -> str:
+    """`text`, `messages`, or empty for anything else."""
+    if isinstance(value, str):
+        return "text"
+    messages = isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value)
+    return "messages" if messages and value else ""
+
+
+def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
+    prompt: Any = values.get("prompt")
+    chosen: Any = values.get("chosen")
+    rejected: Any = values.get("rejected")
+    kinds = {_kind(value) for value in (chosen, rejected, *([] if prompt is None else [prompt]))}
+    if len(kinds) > 1 or "" in kinds:
+        raise ChatTemplateError(
+            'needs "chosen" and "rejected", and "prompt" or the prompt in both of them: all texts, or all lists of '
+            f"messages (here: {', '.join(name for name, value in values.items() if value is not None):.200})"
+        )
+    if prompt is None:
+        shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+        if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+            shared -= 1  # a space belongs to the word after it
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, (chosen, rejected)
+
+
+class AnswerTokens(NamedTuple):
+    """A whole sequence: a prompt and an answer."""
+
+    tokens: list[int]
+    scored: list[int]
+    """Positions of the answer's tokens that are scored, ascending, the first at least 1."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A pair: chosen, then rejected; or a labelled answer, then an answer of another example to the same prompt."""
+
+    sequences: tuple[AnswerTokens, AnswerTokens]
+    desirable: bool
+    """Whether the label is true; of a pair, nothing."""
+    number: int
+    """Of the document in its corpus."""
+    reference: tuple[float, float] = (math.nan, math.nan)
+    """The reference's log-probabilities of the sequences' scored tokens, in nats, where they are known."""
+
+
+@dataclass(frozen=True)
+class PreferenceRow(Row):
+    """A row with its examples; `lengths` are those of all sequences."""
+
+    examples: list[Example]
+
+
+class PreferenceRows(Rows):
+    """Rows of whole examples, which count as targets; `packing` must be "whole"."""
+
+    paired = True
+
+    def targets(self, pieces: list[Piece]) -> int:
+        """Examples of a planned row."""
+        return len(pieces)
+
+    def read(self, pieces: list[Piece]) -> PreferenceRow:
+        """A planned row's examples, and its tokens."""
+        row = super().read(pieces)
+        examples = [read_example(piece.corpus, number_of(piece), self.paired, self.sequence_length) for piece in pieces]
+        own = [len(s.tokens) for e in examples for s in (e.sequences if self.paired else e.sequences[:1])]
+        scored = np.zeros_like(row.scored)
+        start = 0
+        for example in examples:
+            for sequence in example.sequences if self.paired else example.sequences[:1]:
+                scored[np.array(sequence.scored, dtype=np.int64) + start] = True
+                start += len(sequence.tokens)
+        padding = [row.tokens.size - start] if start < row.tokens.size else []
+        return PreferenceRow(row.tokens, own + padding, scored, examples)
+
+
+class LabelledRows(PreferenceRows):
+    """Rows of labelled answers."""
+
+    paired = False
+
+
+def number_of(piece: Piece) -> int:
+    """Of the document that a piece is, in its corpus."""
+    return int(np.searchsorted(piece.corpus.offsets, piece.start, side="right")) - 1
+
+
+def read_example(corpus: TokenizedCorpus, number: int, paired: bool, longest: int) -> Example:
+    """The example that is document `number`, of sequences of at most `longest` tokens."""
+    tokens, marks = _document(corpus, number)
+    desirable = False
+    if paired:
+        second = int(np.flatnonzero(marks & MARK)[0])
+        sequences = _sequence(tokens[:second], marks[:second]), _sequence(tokens[second:], marks[second:])
+    else:
+        desirable = bool(marks[0] & MARK)
+        others, their_marks = _document(corpus, (number + 1) % (len(corpus.offsets) - 1))
+        here, there = int(np.flatnonzero(marks & SCORED)[0]), int(np.flatnonzero(their_marks & SCORED)[0])
+        mixed = np.concatenate([tokens[:here], others[there:]]), np.concatenate([marks[:here], their_marks[there:]])
+        sequences = _sequence(tokens, marks), _sequence(mixed[0][:longest], mixed[1][:longest])
+    known = corpus.reference
+    reference = (math.nan, math.nan) if known is None else (float(known[number, 0]), float(known[number, 1]))
+    return Example(sequences, desirable, number, reference)
+
+
+def _document(corpus: TokenizedCorpus, number: int) -> tuple[np.ndarray, np.ndarray]:
+    start, stop = int(corpus.offsets[number]), int(corpus.offsets[number + 1])
+    assert corpus.scored is not None
+    return corpus.read(start, stop), corpus.scored[start:stop]
+
+
+def _sequence(tokens: np.ndarray, marks: np.ndarray) -> AnswerTokens:
+    return AnswerTokens(tokens.tolist(), np.flatnonzero(marks & SCORED).tolist())

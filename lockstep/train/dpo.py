@@ -1,0 +1,285 @@
+"""Preference optimisation: a fine-tuning run whose rows hold pairs of answers, or labelled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.config import DPOConfig, PreferenceConfig, validate
+from lockstep.data import (
+    DataSource,
+    RowLoader,
+    Rows,
+    StepRows,
+    TokenizedCorpus,
+    divide_step,
+    is_token_folder,
+    load_tokenizer,
+    parse_data,
+)
+from lockstep.data.preferences import (
+    Example,
+    LabelledRows,
+    PreferenceEncoder,
+    PreferenceRow,
+    PreferenceRows,
+    PreferenceSource,
+    number_of,
+)
+from lockstep.data.tokenizer import Tokenizer
+from lockstep.errors import UserError
+from lockstep.model import ScoringModel
+from lockstep.observe import OnMetrics, Progress
+from lockstep.parallel import World, close_world, open_world
+from lockstep.train.preference_batches import (
+    PreferenceBatch,
+    Which,
+    answer_log_probs,
+    preference_batch,
+    shares_prompts,
+)
+from lockstep.train.preference_losses import Answers, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
+from lockstep.train.pretrain import make_loader, make_model, run_training
+from lockstep.train.reference_scores import assign_reference, model_reference
+from lockstep.train.settle import settle
+from lockstep.train.sft import chat_template
+from lockstep.train.trainer import Trainer
+from lockstep.train.validation import validation_rows
+
+Config = TypeVar("Config", bound=PreferenceConfig)
+
+
+def prefer(config: DPOConfig, progress: Progress | None = None, on_metrics: OnMetrics | None = None) -> Path:
+    """Trains the model in `config.model` on the preferences in `config.data`; returns the run's folder.
+
+    Under torchrun all ranks call it and rank 0 writes; it calls `on_metrics(step, metrics)` after every step. Raises
+    UserError for bad input.
+    """
+    validate(config)
+    world = open_world(config.parallel, config.device)
+    try:
+        return _prefer(settle(config, world), world, progress, on_metrics)
+    finally:
+        close_world(world)
+
+
+def _prefer(config: DPOConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
+    config, tokenizer, loader, held_out = open_preferences(config, world, paired=config.loss != "kto")
+    model = make_model(config, tokenizer, world)
+    objective = PreferenceObjective(config)
+    return run_training(
+        config, world, tokenizer, model, loader, progress, "dpo", held_out, on_metrics, objective=objective
+    )
+
+
+def open_preferences(
+    config: Config, world: World, paired: bool
+) -> tuple[Config, Tokenizer, RowLoader, StepRows | None]:
+    """The run's settings with its steps, the tokenizer, and its examples to train on and to validate with.
+
+    Raises UserError for data that hold no preferences.
+    """
+    tokens, fixed = config.train.tokens_per_microbatch, config.train.deterministic_layout
+    divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
+    tokenizer = load_tokenizer(config.tokenizer or config.model)
+    template = chat_template(config, tokenizer, [], [])
+    encoder = PreferenceEncoder(tokenizer, template, config.sequence_length, paired)
+    rows = PreferenceRows if paired else LabelledRows
+    loader = make_loader(config, preference_sources(config, config.data), encoder, world, rows)
+    if config.epochs:
+        config = replace(config, steps=loader.steps_of(config.epochs))
+    held_out_sources = preference_sources(config, config.validation_data) if config.validation_data else []
+    return config, tokenizer, loader, validation_rows(config, held_out_sources, encoder, world, rows)
+
+
+def preference_sources(config: PreferenceConfig, data: str) -> list[tuple[DataSource, float]]:
+    """What `data` holds, each with its weight. Raises UserError for a folder of tokens."""
+    sources: list[tuple[DataSource, float]] = []
+    for name, weight in parse_data(data):
+        if is_token_folder(name):
+            raise UserError(f"{name}: holds tokens, of which preferences cannot be made; give .jsonl or .parquet files")
+        sources.append((PreferenceSource(name, config.skip_bad_lines), weight))
+    return sources
+
+
+def examples_of(batch: StepRows) -> list[list[Example]]:
+    """This rank's, by micro-batch."""
+    return [
+        [example for row in rows if isinstance(row, PreferenceRow) for example in row.examples]
+        for rows in batch.microbatches
+    ]
+
+
+class PreferenceObjective:
+    """What `run_training` asks of `lockstep dpo`."""
+
+    def __init__(self, config: DPOConfig):
+        self.config = config
+        self._share = shares_prompts(config)
+        self._held_out: list[list[Example]] = []
+
+    def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
+        """Has the reference score what the run will see; the model is the reference until the first step."""
+        if held_out is not None:
+            self._held_out = examples_of(held_out)
+        if self.config.loss == "simpo":
+            return
+        assign_reference(self._seen(loader), model_reference(trainer, self.config), self.config, trainer)
+        scored: list[list[Example]] = []
+
+        def record(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
+            pairs = answer_log_probs(model, batch)[0].view(-1, 2).tolist()
+            scored.append([replace(e, reference=tuple(pair)) for e, pair in zip(batch.examples, pairs)])
+            return torch.zeros(())
+
+        # Each rank's own, few enough to be scored at every start.
+        trainer.evaluate(self._batches(self._held_out, trainer.world, "both"), record)
+        self._held_out = scored
+
+    def _seen(self, loader: RowLoader) -> Iterator[tuple[TokenizedCorpus, int]]:
+        """The examples of all steps."""
+        before = loader.state()
+        for _ in range(self.config.steps * loader.rows_per_step):
+            if loader.ended or (isinstance(loader.rows, Rows) and loader.epoch >= 1):
+                break
+            for piece in loader.rows.plan():
+                yield piece.corpus, number_of(piece)
+        loader.load_state(before)
+
+    def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
+        """One update; the metrics are means over the step's examples."""
+        examples = examples_of(batch)
+        divergence = self._divergence(trainer, examples, batch.targets)
+        found = PreferenceMetrics(self.config)
+        with trainer.timeline.span("data"):
+            batches = list(self._batches(examples, trainer.world, self._trained))
+        metrics = trainer.step(batches, self._loss_of(batch.targets, divergence, found))
+        return metrics | self._named(found.means(trainer.world), divergence, batch.targets)
+
+    def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
+        """The same on the held-out examples."""
+        divergence = self._divergence(trainer, self._held_out, held_out.targets)
+        found = PreferenceMetrics(self.config)
+        batches = self._batches(self._held_out, trainer.world, self._trained)
+        loss = trainer.evaluate(batches, self._loss_of(held_out.targets, divergence, found))
+        named = self._named(found.means(trainer.world), divergence, held_out.targets)
+        return {f"validation/{name}": value for name, value in {"loss": loss, **named}.items()}
+
+    @property
+    def _trained(self) -> Which:
+        return "first" if self.config.loss == "kto" else "both"
+
+    def _batches(self, examples: list[list[Example]], world: World, which: Which) -> Iterator[PreferenceBatch]:
+        return (preference_batch(part, world, self._share, which) for part in examples)
+
+    def _named(self, means: dict[str, float], divergence: float, examples: int) -> dict[str, float]:
+        return means | {"examples": examples} | ({"kl": divergence} if self.config.loss == "kto" else {})
+
+    def _divergence(self, trainer: Trainer, examples: list[list[Example]], count: int) -> float:
+        """z of the KTO loss, over the whole step and all ranks; 0 for the other losses."""
+        if self.config.loss != "kto":
+            return 0.0
+
+        def log_ratios(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
+            log_probs, counts = answer_log_probs(model, batch)
+            reference = log_probs.new_tensor([example.reference[1] for example in batch.examples])
+            return ops.total(log_probs - reference) * counts
+
+        return kto_divergence(trainer.evaluate(self._batches(examples, trainer.world, "second"), log_ratios), count)
+
+    def _loss_of(
+        self, count: int, divergence: float, found: PreferenceMetrics
+    ) -> Callable[[ScoringModel, PreferenceBatch], Tensor]:
+        def loss_of(model: ScoringModel, batch: PreferenceBatch) -> Tensor:
+            log_probs, counts = answer_log_probs(model, batch)
+            losses = preference_losses(self.config, log_probs, batch, divergence)
+            if counts:
+                found.add(log_probs.detach(), batch)
+            loss = ops.total(losses) / max(count, 1)
+            # Ranks that share a row each have the whole loss, and the gradient of their own tokens: it counts once.
+            return loss if counts else loss - loss.detach()
+
+        return loss_of
+
+
+def preference_losses(
+    config: DPOConfig, log_probs: Float[Tensor, "sequences"], batch: PreferenceBatch, divergence: float = 0.0
+) -> Float[Tensor, "examples"]:
+    """The run's loss of each example of a batch, by its answers' log-probabilities as `answer_log_probs` gives them."""
+    of_example = 1 if config.loss == "kto" else 2
+    lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=log_probs.device).view(-1, of_example)
+    reference = log_probs.new_tensor([example.reference[:of_example] for example in batch.examples])
+    answers = [
+        Answers(own, theirs, length)
+        for own, theirs, length in zip(
+            log_probs.view(-1, of_example).T, reference.view(-1, of_example).T, lengths.T, strict=True
+        )
+    ]
+    if config.loss == "kto":
+        desirable = torch.tensor(
+            [example.desirable for example in batch.examples], dtype=torch.bool, device=log_probs.device
+        )
+        return kto_loss(
+            answers[0], desirable, divergence, config.beta, config.desirable_weight, config.undesirable_weight
+        )
+    chosen, rejected = answers
+    if config.loss == "ipo":
+        return ipo_loss(chosen, rejected, config.beta)
+    if config.loss == "simpo":
+        return simpo_loss(chosen, rejected, config.beta, config.simpo_margin, config.label_smoothing)
+    return dpo_loss(chosen, rejected, config.beta, config.label_smoothing)
+
+
+class PreferenceMetrics:
+    """Sums over a step's examples of what is logged of them."""
+
+    def __init__(self, config: DPOConfig):
+        self.config = config
+        self._sums = dict.fromkeys(LABELLED if config.loss == "kto" else PAIRED, 0.0)
+        self._chosen = self._rejected = 0
+
+    def add(self, log_probs: Float[Tensor, "sequences"], batch: PreferenceBatch) -> None:
+        """The examples of one micro-batch."""
+        own = log_probs.double().tolist()
+        for number, example in enumerate(batch.examples):
+            if self.config.loss == "kto":
+                self._add("chosen" if example.desirable else "rejected", own[number], example.reference[0], 1)
+                continue
+            rewards = [
+                self._add(name, own[2 * number + i], example.reference[i], batch.lengths[2 * number + i])
+                for i, name in enumerate(("chosen", "rejected"))
+            ]
+            self._sums["rewards/margin"] += rewards[0] - rewards[1]
+            self._sums["rewards/accuracy"] += rewards[0] > rewards[1]
+
+    def _add(self, name: str, log_prob: float, reference: float, length: int) -> float:
+        """The implicit reward: beta times the log-ratio, or for simpo the mean log-probability."""
+        simpo = self.config.loss == "simpo"
+        reward = self.config.beta * (log_prob / length if simpo else log_prob - reference)
+        self._sums[f"rewards/{name}"] += reward
+        self._sums[f"log_probs/{name}"] += log_prob
+        if name == "chosen":
+            self._chosen += 1
+        else:
+            self._rejected += 1
+        return reward
+
+    def means(self, world: World) -> dict[str, float]:
+        """Over all ranks' examples; nothing of a kind of answer that there were none of."""
+        *sums, chosen, rejected = world.sum([*self._sums.values(), self._chosen, self._rejected])
+        found = {}
+        for name, value in zip(self._sums, sums):
+            if count := rejected if name.endswith("rejected") else chosen:
+                found[name] = value / count
+        return found
+
+
+LABELLED = ("rewards/chosen", "rewards/rejected", "log_probs/chosen", "log_probs/rejected")
+PAIRED = (*LABELLED, "rewards/margin", "rewards/accuracy")

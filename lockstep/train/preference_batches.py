@@ -1,0 +1,80 @@
+"""Micro-batches of preferences, and the log-probabilities of whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lockstep import ops
+from lockstep.config import PretrainConfig
+from lockstep.config.parallel import ROW_MULTIPLE
+from lockstep.data.preferences import AnswerTokens, Example
+from lockstep.model import ScoringModel
+from lockstep.parallel import World
+from lockstep.train.context import shard_row
+from lockstep.train.packing import PackedRow, pack_scored, target_log_probs
+
+Which = Literal["both", "first", "second"]
+
+
+@dataclass
+class PreferenceBatch:
+    """Some examples' sequences, packed."""
+
+    row: PackedRow
+    examples: list[Example]
+    lengths: list[int]
+    """Scored tokens of each sequence, those of an example side by side."""
+
+
+def shares_prompts(config: PretrainConfig) -> bool:
+    """Whether a pair's prompt is computed once; not where ranks share a row, nor where all layouts have one order."""
+    return config.parallel.context == 1 and not config.train.deterministic_layout
+
+
+def preference_batch(
+    examples: Sequence[Example], world: World, share_prompts: bool, which: Which = "both"
+) -> PreferenceBatch:
+    """One micro-batch; without examples it is padding, for ranks that have fewer of them.
+
+    which: the sequences of each example that are computed. share_prompts: both with their common start once.
+    """
+    sequences: list[AnswerTokens] = []
+    for first, second in (example.sequences for example in examples):
+        sequences += {"both": [first, second], "first": [first], "second": [second]}[which]
+    left_out = [n for example in examples for n in [0, _common(*example.sequences)][: 2 if which == "both" else 1]]
+    row = pack_scored(
+        [s.tokens for s in sequences] or [[0] * ROW_MULTIPLE],
+        [s.scored for s in sequences] or [[]],
+        left_out if share_prompts and sequences else None,
+        world.device,
+    )
+    return PreferenceBatch(shard_row(row, world), list(examples), [len(s.scored) for s in sequences])
+
+
+def _common(first: AnswerTokens, second: AnswerTokens) -> int:
+    """Tokens that both begin with, before the predictors of their answers."""
+    most = min(first.scored[0], second.scored[0]) - 1
+    pairs = zip(first.tokens[:most], second.tokens[:most])
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), most)
+
+
+def answer_log_probs(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float[Tensor, "sequences"], bool]:
+    """log π(y|x) of each sequence's answer, with gradient where it is switched on, and whether this rank counts it.
+
+    Each answer's sum has the same bits in any company. Ranks that share a row each have all sums, and the gradient of
+    their own tokens: one of them counts them.
+    """
+    log_probs, _ = target_log_probs(model, batch.row)
+    shared = getattr(batch.row.attention, "shared_targets", None)
+    if shared is not None:
+        log_probs = shared.whole(log_probs)
+    if not batch.lengths:
+        return log_probs.sum()[None][:0] + 0.0 * log_probs.sum(), shared is None or shared.is_first
+    sums = torch.stack([ops.total(part) for part in log_probs.split(batch.lengths)])
+    return sums, shared is None or shared.is_first

@@ -1,0 +1,189 @@
+"""`lockstep dpo`: pairs from TRL's columns, the reference's scores, runs that resume, and ranks that agree with one."""
+
+import json
+import logging
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from lockstep import load_model, score
+from lockstep.cli import main
+from lockstep.config import CheckpointConfig, DataConfig, DPOConfig, ParallelConfig, TrainConfig
+from lockstep.data import load_tokenizer
+from lockstep.data.chat import load_chat_template
+from lockstep.data.conversations import Conversation
+from lockstep.data.preferences import MARK, SCORED, PreferenceEncoder
+from lockstep.errors import UserError
+from lockstep.train.dpo import prefer
+from tests.parallel.launch import launch
+from tests.train.test_sft import MARKED
+
+PAIRS = [
+    {"prompt": f"{a}+{b}=", "chosen": f"{a + b}\n", "rejected": f"{a}{b} {'or so ' * (a % 3)}\n"}
+    for a in range(1, 5)
+    for b in range(2, 5)
+]
+
+
+def _file(tmp_path, lines, name="pairs.jsonl"):
+    (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(tmp_path / name)
+
+
+def _config(tmp_path, folder, name, lines=PAIRS, **changes):
+    options = dict(
+        output=str(tmp_path / name), model=str(folder), data=_file(tmp_path, lines), dtype="float32", steps=4,
+        tokens_per_step=256, sequence_length=64, beta=0.5, checkpoint=CheckpointConfig(every=2),
+        train=TrainConfig(learning_rate=1e-3, warmup_steps=0, tokens_per_microbatch=128),
+    )  # fmt: skip
+    return DPOConfig(**(options | changes))
+
+
+def _metrics(folder, name="loss"):
+    return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _encode(folder, line, longest=1000, paired=True, template=None):
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    encoder = PreferenceEncoder(load_tokenizer(folder), load_chat_template(folder), longest, paired)
+    (encoded,) = encoder.encode([Conversation("a.jsonl:1", line)])
+    return encoded
+
+
+def test_a_run_starts_at_the_reference_and_learns(tmp_path, model_folder):
+    run = prefer(_config(tmp_path, model_folder, "run", steps=6, validation_data=_file(tmp_path, PAIRS, "held.jsonl")))
+    losses = _metrics(run)
+    # The reference's forward pass had other company, and yet the same bits: every margin is 0.
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-7) and losses[-1] < 0.55
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"):
+        assert _metrics(run, name)[0] == 0.0
+    assert _metrics(run, "rewards/margin")[-1] > 0.3 and _metrics(run, "rewards/accuracy")[-1] > 0.8
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["validation/rewards/accuracy"] > 0.8 and last["validation/loss"] < 0.6
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "kto"])
+def test_a_run_resumes_to_the_same_bits_with_the_reference_that_it_kept(tmp_path, model_folder, loss, monkeypatch):
+    lines, sums = PAIRS, []
+    if loss == "kto":
+        labels = (("chosen", True), ("rejected", False))
+        lines = [
+            {"prompt": p["prompt"], "completion": p[kind], "label": label} for p in PAIRS for kind, label in labels
+        ]
+
+        def unclamped(total, count):
+            sums.append(total)
+            return total / count
+
+        monkeypatch.setattr("lockstep.train.dpo.kto_divergence", unclamped)
+    whole = prefer(_config(tmp_path, model_folder, "whole", lines, loss=loss))
+    losses = _metrics(whole)
+    assert len(set(losses)) == 4
+    assert (whole / "reference.safetensors").is_file() == (loss != "simpo")
+    stopped = tmp_path / "stopped"
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step_00000004")
+    if loss == "dpo":
+        monkeypatch.setattr("lockstep.train.reference_scores._write", None)  # nothing is computed again
+    prefer(_config(tmp_path, model_folder, "stopped", lines, loss=loss, resume=True))
+    assert _metrics(stopped) == losses
+    if loss == "kto":
+        assert sums[0] == 0.0 and all(sums[1:])
+
+
+def test_the_loss_is_that_of_the_scores(tmp_path, model_folder):
+    # All pairs once, in one step of two micro-batches, of which the second is empty.
+    once = dict(steps=1, loader=DataConfig(packing="whole", repeat=False), tokens_per_step=4096, sequence_length=2048)
+    run = prefer(_config(tmp_path, model_folder, "run", loss="ipo", **once))
+    assert _metrics(run, "examples") == [len(PAIRS)]
+    tokenizer = load_tokenizer(model_folder)
+    before = load_model(model_folder, dtype="float32")
+    margins = []
+    for pair in PAIRS:
+        means = []
+        for kind in ("chosen", "rejected"):
+            prompt = tokenizer.encode(pair["prompt"])
+            whole = [*tokenizer.encode(pair["prompt"] + pair[kind]), tokenizer.eos_id]
+            (scores,) = score(before, [whole])
+            means.append(float(scores[len(prompt) - 1 :].sum()))
+        margins.append(means)
+    chosen, rejected = np.mean(margins, axis=0)
+    assert _metrics(run, "log_probs/chosen")[0] == pytest.approx(chosen, rel=1e-5)
+    assert _metrics(run, "log_probs/rejected")[0] == pytest.approx(rejected, rel=1e-5)
+
+
+def test_equal_and_long_pairs_are_named_counted_and_left_out(tmp_path, model_folder, caplog):
+    equal, long = {"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a" * 90, "chosen": "b", "rejected": "c"}
+    lines = [*PAIRS, equal, long]
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        run = prefer(_config(tmp_path, model_folder, "run", lines, steps=1))
+    assert _metrics(run, "data/equal_pairs") == [1] and _metrics(run, "data/long_pairs") == [1]
+    assert "pairs.jsonl:13: its two answers are equal; it is left out" in caplog.text
+    assert "pairs.jsonl:14: has " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"chosen": "a"}, 'needs "chosen" and "rejected"'),
+        ({"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "a"}]}, 'needs "chosen"'),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, "the assistant says nothing"),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(tmp_path, model_folder, line, message):
+    with pytest.raises(UserError, match=rf"pairs\.jsonl:13: {message}.*--skip-bad-lines"):
+        prefer(_config(tmp_path, model_folder, "run", [*PAIRS, line]))
+    with pytest.raises(UserError, match=r'pairs\.jsonl:1: needs "label"'):
+        prefer(_config(tmp_path, model_folder, "run", loss="kto"))
+
+
+def test_prompts_in_both_answers_and_messages_give_the_same_tokens(tmp_path, model_folder):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    text = _encode(folder, PAIRS[0])
+    implicit = {kind: PAIRS[0]["prompt"] + PAIRS[0][kind] for kind in ("chosen", "rejected")}
+    assert _encode(folder, implicit).tokens.tolist() == text.tokens.tolist()
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    answers = {kind: [{"role": "assistant", "content": kind}] for kind in ("chosen", "rejected")}
+    explicit = _encode(folder, {"prompt": prompt, **answers}, template=MARKED)
+    whole = _encode(folder, {kind: prompt + answer for kind, answer in answers.items()}, template=MARKED)
+    assert explicit.tokens.tolist() == whole.tokens.tolist() and explicit.scored.tolist() == whole.scored.tolist()
+    tokenizer = load_tokenizer(folder)
+    said = explicit.tokens[(explicit.scored & SCORED) > 0].tolist()
+    # What the assistant said in the prompt is not among it.
+    assert tokenizer.decode([t for t in said if t != tokenizer.eos_id]) == "chosenrejected"
+    assert int(((explicit.scored & MARK) > 0).sum()) == 1
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(), ParallelConfig(data_replicate=2)]
+    + [ParallelConfig(**{name: 2}) for name in ("tensor", "context", "pipeline")],
+    ids=["fsdp", "ddp", "tensor", "context", "pipeline"],
+)  # fmt: skip
+def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
+    own = ParallelConfig(reduction_chunks=2) if parallel.tensor > 1 else ParallelConfig()
+    alone = prefer(_config(tmp_path, model_folder, "alone", steps=3, parallel=own))
+    launch(2, _on_a_rank, _config(tmp_path, model_folder, "two", steps=3, parallel=parallel))
+    # The step's sums are added in another order, in float32.
+    assert _metrics(tmp_path / "two") == pytest.approx(_metrics(alone), rel=1e-4)
+    assert _metrics(tmp_path / "two", "rewards/margin") == pytest.approx(_metrics(alone, "rewards/margin"), abs=1e-4)
+    assert _metrics(tmp_path / "two", "rewards/margin")[0] == 0.0
+
+
+def _on_a_rank(config):
+    prefer(config)
+
+
+def test_the_command_line_refuses_what_cannot_be(tmp_path, model_folder, capsys):
+    arguments = ["--model", str(model_folder), "--data", _file(tmp_path, PAIRS), "--output", str(tmp_path / "run")]
+    arguments += ["--steps", "1", "--tokens-per-step", "128", "--sequence-length", "64"]
+    assert main(["dpo", *arguments]) == 0
+    assert 'loss = "dpo"' in (tmp_path / "run" / "config.toml").read_text()
+    assert main(["dpo", *arguments, "--overwrite", "--loss", "ipo", "--label-smoothing", "0.1"]) == 2
+    assert "label_smoothing is for dpo and simpo" in capsys.readouterr().err
+    assert main(["dpo", *arguments, "--overwrite", "--loader.packing", "cut"]) == 2
+    assert "loader.packing" in capsys.readouterr().err

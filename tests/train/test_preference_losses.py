@@ -1,0 +1,97 @@
+"""Losses of preferences against float64 transcriptions of the papers' equations, and against TRL's own trainers."""
+
+import math
+
+import pytest
+import torch
+
+from lockstep.train.preference_losses import (
+    Answers,
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kto_divergence,
+    kto_loss,
+    simpo_loss,
+)
+
+BETA, MARGIN, SMOOTHING = 0.3, 0.4, 0.1
+CHOSEN, REJECTED = [-4.0, -30.5, -2.25, -11.0], [-6.0, -20.0, -2.5, -11.0]
+REFERENCE = [-5.0, -28.0, -3.0, -9.0], [-5.5, -24.0, -1.5, -9.0]
+LENGTHS = [3, 11, 2, 7], [4, 9, 2, 7]
+
+
+def _answers(which, dtype=torch.float32):
+    own = torch.tensor((CHOSEN, REJECTED)[which], dtype=dtype, requires_grad=True)
+    return Answers(own, torch.tensor(REFERENCE[which], dtype=dtype), torch.tensor(LENGTHS[which]))
+
+
+def _sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def _pairs():
+    return zip(CHOSEN, REJECTED, *REFERENCE, *LENGTHS)
+
+
+def _smoothed(x, smoothing):
+    return -(1 - smoothing) * math.log(_sigmoid(x)) - smoothing * math.log(_sigmoid(-x))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, SMOOTHING])
+def test_dpo_is_equation_7(smoothing):
+    found = dpo_loss(_answers(0), _answers(1), BETA, smoothing)
+    expected = [_smoothed(BETA * ((c - rc) - (r - rr)), smoothing) for c, r, rc, rr, _, _ in _pairs()]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)  # float32
+
+
+def test_ipo_is_equation_17_with_means_over_tokens():
+    found = ipo_loss(_answers(0), _answers(1), BETA)
+    expected = [((c - rc) / n - (r - rr) / m - 1 / (2 * BETA)) ** 2 for c, r, rc, rr, n, m in _pairs()]
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, SMOOTHING])
+def test_simpo_is_equation_6(smoothing):
+    found = simpo_loss(_answers(0), _answers(1), BETA, MARGIN, smoothing)
+    expected = [_smoothed(BETA * c / n - BETA * r / m - MARGIN, smoothing) for c, r, _, _, n, m in _pairs()]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("divergence", [0.0, 0.7])
+def test_kto_is_equation_8(divergence):
+    desirable = torch.tensor([True, False, False, True])
+    found = kto_loss(_answers(0), desirable, divergence, BETA, 1.5, 0.5)
+    expected = []
+    for good, c, reference in zip(desirable.tolist(), CHOSEN, REFERENCE[0]):
+        reward = BETA * (c - reference - divergence)
+        expected.append(1.5 * (1 - _sigmoid(reward)) if good else 0.5 * (1 - _sigmoid(-reward)))
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_divergence_is_a_mean_and_never_negative():
+    assert kto_divergence(6.0, 4) == 1.5 and kto_divergence(-6.0, 4) == 0.0
+
+
+def test_bradley_terry_is_the_log_odds_of_the_scores():
+    found = bradley_terry_loss(torch.tensor([1.0, -2.0, 90.0]), torch.tensor([0.5, 3.0, -90.0]))
+    assert found.tolist() == pytest.approx([-math.log(_sigmoid(0.5)), -math.log(_sigmoid(-5.0)), 0.0], rel=1e-6)
+
+
+def test_no_loss_has_a_gradient_through_the_reference_and_all_have_one_of_float64():
+    for loss in (
+        lambda c, r: dpo_loss(c, r, BETA, SMOOTHING),
+        lambda c, r: ipo_loss(c, r, BETA),
+        lambda c, r: simpo_loss(c, r, BETA, MARGIN),
+        lambda c, r: kto_loss(c, torch.tensor([True, False, True, False]), 0.2, BETA) + 0 * r.log_probs,
+    ):
+
+        def of_log_probs(own, others, loss=loss):
+            chosen, rejected = _answers(0, torch.float64), _answers(1, torch.float64)
+            return loss(
+                Answers(own, chosen.reference_log_probs, chosen.lengths),
+                Answers(others, rejected.reference_log_probs, rejected.lengths),
+            )
+
+        inputs = _answers(0, torch.float64).log_probs, _answers(1, torch.float64).log_probs
+        assert torch.autograd.gradcheck(of_log_probs, inputs)

@@ -1,0 +1,126 @@
+"""Loss and gradient of a batch of pairs equal those of TRL's own trainers, which run here."""
+
+import pytest
+import torch
+
+from lockstep import load_model
+from lockstep.config import DPOConfig
+from lockstep.data import load_tokenizer
+from lockstep.data.preferences import AnswerTokens, Example
+from lockstep.model import hugging_face_name
+from lockstep.parallel import World
+from lockstep.train.dpo import preference_losses
+from lockstep.train.preference_batches import answer_log_probs, preference_batch
+from lockstep.train.preference_losses import Answers, kto_divergence, simpo_loss
+
+PAIRS = [("3+4=", "7", "34 or so"), ("Say it twice: ", "it it", "it"), ("a", "b c d e", "f g")]
+REFERENCE = [(-20.0, -61.0), (-33.5, -38.0), (-40.0, -42.0)]
+LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
+
+
+def _examples(tokenizer):
+    examples = []
+    for number, ((prompt, *answers), reference) in enumerate(zip(PAIRS, REFERENCE)):
+        start = len(tokenizer.encode(prompt))
+        whole = [[*tokenizer.encode(prompt), *tokenizer.encode(answer), tokenizer.eos_id] for answer in answers]
+        sequences = tuple(AnswerTokens(tokens, list(range(start, len(tokens)))) for tokens in whole)
+        examples.append(Example(sequences, number != 1, number, reference))
+    return examples
+
+
+def _ours(folder, examples, loss, which="both", divergence=0.0, **settings):
+    model = load_model(folder, dtype="float32")
+    batch = preference_batch(examples, World(torch.device("cpu")), True, which)
+    assert which != "both" or sum(batch.row.left_out) > 0
+    log_probs, _ = answer_log_probs(model, batch)
+    config = DPOConfig(loss=loss, **settings)
+    found = preference_losses(config, log_probs, batch, divergence).mean()
+    found.backward()
+    return found.item(), {hugging_face_name(n): p.grad for n, p in model.named_parameters()}
+
+
+def _padded(examples, sides=(0, 1)):
+    """TRL's batch: all chosen sequences, then all rejected ones, padded on the right."""
+    sequences = [example.sequences[side] for side in sides for example in examples]
+    most = max(len(s.tokens) for s in sequences)
+    ids = torch.tensor([s.tokens + [0] * (most - len(s.tokens)) for s in sequences])
+    mask = torch.tensor([[int(i in s.scored) for i in range(most)] for s in sequences])
+    attention = torch.tensor([[1] * len(s.tokens) + [0] * (most - len(s.tokens)) for s in sequences])
+    return {"input_ids": ids, "attention_mask": attention, "completion_mask": mask}
+
+
+def _trainer(folder, tmp_path, rows, kind="DPO", **settings):
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", precompute_ref_log_probs=True,
+        disable_dropout=True, gradient_checkpointing=False, **settings,
+    )  # fmt: skip
+    rows = Dataset.from_list(rows)
+    return getattr(trl, f"{kind}Trainer")(model, args=arguments, train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_and_gradient_are_those_of_trl(model_folder, tmp_path, loss):
+    examples = _examples(load_tokenizer(model_folder))
+    rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
+    trainer = _trainer(model_folder, tmp_path, rows, beta=0.2, loss_type=LOSSES[loss])
+    trainer.model.train()
+    reference = torch.tensor(REFERENCE)
+    known = {"ref_chosen_logps": reference[:, 0], "ref_rejected_logps": reference[:, 1]}
+    theirs = trainer.compute_loss(trainer.model, _padded(examples) | known)
+    trainer.model.zero_grad()
+    theirs.backward()
+    _agree(_ours(model_folder, examples, loss, beta=0.2), theirs.item(), trainer.model)
+
+
+def test_kto_and_its_divergence_are_those_of_trl(model_folder, tmp_path):
+    examples = _examples(load_tokenizer(model_folder))
+    rows = [{"prompt": p, "completion": c, "label": e.desirable} for (p, c, _), e in zip(PAIRS, examples)]
+    settings = dict(beta=0.2, desirable_weight=1.5, undesirable_weight=0.5)
+    trainer = _trainer(model_folder, tmp_path, rows, "KTO", per_device_train_batch_size=2, **settings)
+    trainer.model.train()
+    reference = torch.tensor(REFERENCE)
+    batch = _padded(examples, [0]) | {f"KL_{name}": value for name, value in _padded(examples, [1]).items()}
+    batch |= {"label": [e.desirable for e in examples], "ref_logps": reference[:, 0], "ref_KL_logps": reference[:, 1]}
+    batch["label"] = torch.tensor(batch["label"])
+    theirs = trainer.compute_loss(trainer.model, batch)
+    trainer.model.zero_grad()
+    theirs.backward()
+    mixed = preference_batch(examples, World(torch.device("cpu")), True, "second")
+    with torch.no_grad():
+        log_probs, _ = answer_log_probs(load_model(model_folder, dtype="float32"), mixed)
+    divergence = kto_divergence(float((log_probs - reference[:, 1]).sum()), len(examples))
+    assert divergence > 0
+    _agree(_ours(model_folder, examples, "kto", "first", divergence, **settings), theirs.item(), trainer.model)
+
+
+def _agree(ours, theirs, their_model):
+    loss, gradients = ours
+    assert loss == pytest.approx(theirs, rel=1e-5)
+    expected = {name: p.grad for name, p in their_model.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        # Both sides sum in float32, in different orders.
+        assert torch.dist(gradient, expected[name]) <= 1e-4 * expected[name].norm(), name
+
+
+def test_simpo_is_that_of_trl():
+    from trl.experimental.cpo import CPOTrainer
+
+    chosen, rejected = torch.tensor([-4.0, -30.5, -2.25]), torch.tensor([-6.0, -20.0, -2.5])
+    lengths = torch.tensor([3, 11, 2]), torch.tensor([4, 9, 2])
+    trainer = CPOTrainer.__new__(CPOTrainer)
+    settings = dict(beta=2.0, simpo_gamma=0.8, alpha=0.0, label_smoothing=0.1, loss_type="simpo")
+    trainer.__dict__.update(settings)
+    trainer.__dict__["accelerator"] = type("Accelerator", (), {"device": torch.device("cpu")})
+    theirs = trainer.cpo_loss(chosen / lengths[0], rejected / lengths[1])[0]
+    none = torch.zeros(3)
+    ours = simpo_loss(Answers(chosen, none, lengths[0]), Answers(rejected, none, lengths[1]), 2.0, 0.8, 0.1)
+    assert torch.allclose(ours, theirs, rtol=1e-5)
