@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--shots", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--size", default="tiny")
     parser.add_argument("--batch-sizes", default="1,16", help="of the Hugging Face model; its best counts")
     arguments = parser.parse_args()
 
@@ -78,7 +79,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(str(folder / "model"), "5m", 2048, "float32")
+        write_model(str(folder / "model"), arguments.size, 2048, "float32")
         write_tasks(folder, arguments.questions, arguments.shots)
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         model = str(folder / "model")
@@ -105,7 +106,7 @@ def main() -> None:
                     seconds, found = run(lm, task)
                     best[title] = min(seconds, best.get(title, seconds))
                     answers[title] = [sample["resps"] for sample in found["samples"][task]]
-                    figures = {k: v for k, v in found["results"][task].items() if isinstance(v, float)}
+                    figures = {k: float(v) for k, v in found["results"][task].items() if isinstance(v, float)}
                     print(f"{task:12} {title:20} {seconds:8.2f} s  {figures}")
             peer = min(peers, key=lambda title: best[title])
             ratio = best[peer] / best["lockstep"]
