@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -217,7 +217,7 @@ class Checkpoints:
         if shape.lora is None:
             write_description(incomplete, shape, dtype, model_files, shape.num_parameters * dtype.itemsize)
         else:
-            write_adapter_description(incomplete, shape, self._base, digest(self._base))
+            write_adapter_description(incomplete, shape, self._base, self._base_digest)
         self.tokenizer.save(incomplete)
         (incomplete / STATE).write_text(json.dumps(state, indent=1))
         (incomplete / CONFIG).write_text(to_toml(self.config))
@@ -272,6 +272,11 @@ class Checkpoints:
     def _base(self) -> Path:
         """Of the run's adapter."""
         return base_folder(weights_folder(local_folder(self.config.model)))
+
+    @cached_property
+    def _base_digest(self) -> str:
+        """Computed once: the run leaves its base as it is."""
+        return digest(self._base)
 
     def _to_load(self, folder: Path) -> tuple[SafetensorsReader, Any]:
         if is_adapter_folder(folder) and self.trainer.model.config.lora is not None:
