@@ -58,6 +58,8 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             f"each rank takes two pieces of a sequence, so give at least {2 * config.parallel.context} tokens, or a "
             "smaller degree"
         )
+    if isinstance(config, SFTConfig) and config.dry_run:
+        yield "dry_run foresees pretrain and rl; lockstep pretrain --dry-run with this model and layout needs as much"
     if isinstance(config, RLConfig | SFTConfig) and not config.model:
         yield "model is empty; give a Hugging Face folder with --model DIR"
     if isinstance(config, SFTConfig) and not config.data:

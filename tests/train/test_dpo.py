@@ -185,5 +185,8 @@ def test_the_command_line_refuses_what_cannot_be(tmp_path, model_folder, capsys)
     assert 'loss = "dpo"' in (tmp_path / "run" / "config.toml").read_text()
     assert main(["dpo", *arguments, "--overwrite", "--loss", "ipo", "--label-smoothing", "0.1"]) == 2
     assert "label_smoothing is for dpo and simpo" in capsys.readouterr().err
+    for command in ("dpo", "sft"):
+        assert main([command, *arguments, "--dry-run", "1", "--overwrite"]) == 2
+        assert "dry_run foresees pretrain and rl" in capsys.readouterr().err
     assert main(["dpo", *arguments, "--overwrite", "--loader.packing", "cut"]) == 2
     assert "loader.packing" in capsys.readouterr().err
