@@ -55,12 +55,13 @@ from lockstep.rl.opening import (
 )
 from lockstep.rl.prompt_balance import write_prompts
 from lockstep.rl.reference import (
+    WithoutAdapter,
     assign_reference_scores,
     assign_teacher_scores,
+    is_own_base,
     load_reference,
     load_teacher,
     moving_average,
-    own_base,
 )
 from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rollouts import write_rollouts
@@ -136,7 +137,7 @@ def _reinforce(
     # In one process the engine samples from the very tensors that the trainer's forward reads.
     generators = open_generators(config, world, model, tokenizer, run.path, opened, timeline.moved)
     timeline.counters.append(lambda: generators.progress)
-    scored_by = own_base(config, generators.policy) or reference
+    scored_by = WithoutAdapter(generators.policy) if is_own_base(config) else reference
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     state = resumed_state(config, world, run, checkpoints, prompts, critic)
     start = state["step"]

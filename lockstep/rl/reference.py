@@ -30,7 +30,9 @@ START, AVERAGE = "start", "average"
 class WithoutAdapter:
     """The policy with its adapter switched off: the model that the run began with, without a second copy of it."""
 
-    def __init__(self, policy: Decoder):
+    def __init__(self, policy: ScoringModel):
+        """policy: as this rank computes with it alone."""
+        assert isinstance(policy, Decoder)
         self.policy = policy
 
     @property
@@ -53,11 +55,6 @@ class WithoutAdapter:
 def is_own_base(config: RLConfig) -> bool:
     """Whether the reference is the policy itself, its adapter switched off."""
     return bool(config.kl_coefficient and config.lora.rank and config.kl_reference == START)
-
-
-def own_base(config: RLConfig, policy: ScoringModel) -> WithoutAdapter | None:
-    """The reference where it is the policy's own base; `policy`: as this rank computes with it alone."""
-    return WithoutAdapter(policy) if is_own_base(config) and isinstance(policy, Decoder) else None
 
 
 def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
