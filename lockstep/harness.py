@@ -27,13 +27,14 @@ from lockstep.checkpoint import model_folder, open_model
 from lockstep.config import EngineConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.chat import ChatTemplateError, load_chat_template
-from lockstep.errors import UserError
+from lockstep.errors import UserError, closest
 from lockstep.generate import Engine, SamplingParams
 from lockstep.generate.engine import LOGITS_ELEMENTS
 from lockstep.ops.logprobs import logits_log_probs, row_factors
 from lockstep.shared_prefixes import Scored, packed_batches
 from lockstep.train.packing import pack_scored, predicting_states
 
+IGNORED = {"batch_size", "max_batch_size"}
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"}
 Request = tuple[Any, list[int], list[int]]
 """What it is called by, the context's tokens, and those of the continuation."""
@@ -44,8 +45,8 @@ class LockstepLM(TemplateLM):
     """`pretrained` is a Hugging Face folder, a run's folder or a model of the hub, as for every command.
 
     tokens_per_batch: of one forward pass, shared beginnings counted once. max_gen_toks: of a generation whose task
-    names no limit. Raises UserError for a model that cannot be used. Other arguments of lm-eval's, such as batch_size,
-    are accepted and change nothing.
+    names no limit. What lm-eval passes by itself, such as batch_size, changes nothing. Raises UserError for a model
+    that cannot be used, and for other arguments.
     """
 
     def __init__(
@@ -59,6 +60,12 @@ class LockstepLM(TemplateLM):
         **others: Any,
     ):
         super().__init__()
+        if unknown := sorted(others.keys() - IGNORED):
+            known = ("dtype", "device", "arithmetic", "tokens_per_batch", "max_gen_toks")
+            raise UserError(
+                f"model_args: {unknown[0]} is no argument of lockstep.{closest(unknown[0], known)} There are "
+                f"pretrained, {', '.join(known)}; an adapter's folder is given as pretrained"
+            )
         folder = model_folder(pretrained)
         self.model = open_model(folder, dtype, device or "", arithmetic)
         self.tokenizer = load_tokenizer(folder, self.model.config.vocab_size)

@@ -36,7 +36,7 @@ from lockstep.model import (
     write_adapter_description,
     write_description,
 )
-from lockstep.model.adapter_folder import digest, refuse_other_base
+from lockstep.model.adapter_folder import digest, refuse_other_adapter, refuse_other_base
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
@@ -279,8 +279,9 @@ class Checkpoints:
         return digest(self._base)
 
     def _to_load(self, folder: Path) -> tuple[SafetensorsReader, Any]:
-        if is_adapter_folder(folder) and self.trainer.model.config.lora is not None:
+        if is_adapter_folder(folder) and (lora := self.trainer.model.config.lora) is not None:
             refuse_other_base(folder, self._base)
+            refuse_other_adapter(folder, lora)
         # Only what the manifest lists, and so was compared.
         listed = listed_files(folder)
         groups = {g: fnmatch.filter(listed, f"{stem}*.safetensors") for g, stem in STEMS.items()}

@@ -19,6 +19,7 @@ HELP = {
     "/help": "show this",
     "/quit": "leave, as Ctrl-D does",
 }
+CUT = " (cut at its last token: --max-tokens or the context ends it)"
 KEYS = "Ctrl-C stops an answer; the arrow keys bring back what you said"
 
 
@@ -59,14 +60,18 @@ def chat(options: ChatOptions) -> None:
     print(f"/help lists the commands. {KEYS}.")
     while True:
         try:
-            line = input("> ").strip()
+            # A terminal's bytes that are not UTF-8 come as surrogates, which no tokenizer takes.
+            line = input("> ").encode(errors="surrogateescape").decode(errors="replace").strip()
+        except UnicodeDecodeError:
+            print("that is not UTF-8 text; write it again")
+            continue
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print("\n(Ctrl-D or /quit leaves)")
             continue
-        if line == "/quit":
+        if line.split()[:1] == ["/quit"]:
             return
         if line.startswith("/"):
             print(_command(line, talk))
@@ -75,7 +80,7 @@ def chat(options: ChatOptions) -> None:
                 with _interrupts() as interrupted:
                     for text in talk.answer(line, interrupted):
                         print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-                    print(" (stopped)" if interrupted else "")
+                    print(" (stopped)" if interrupted else CUT if talk.was_cut else "")
             except UserError as error:
                 print(f"lockstep: {printable(str(error))}", file=sys.stderr)
 
@@ -86,13 +91,13 @@ class Talk:
     def __init__(self, engine: Any, rendering: Any, options: ChatOptions):
         self._engine, self._rendering, self._options = engine, rendering, options
         self.system = options.system
-        self._turns = 0
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything but the system message."""
         from lockstep.rl.conversations.rendering import Transcript
 
+        self._turns, self.was_cut = 0, False
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self._transcript = Transcript(self._rendering)
 
@@ -120,6 +125,7 @@ class Talk:
         finally:
             self._engine.abort(request)
             completion = sample.completion()
+            self.was_cut = completion.finish_reason == "length"
             if completion.token_ids and completion.finish_reason != "error":
                 reply = self._transcript.add(completion.token_ids, completion.logprobs, completion.finish_reason)
                 self.messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
@@ -195,6 +201,8 @@ def open_talk(options: ChatOptions) -> Talk:
 def _command(line: str, talk: Talk) -> str:
     """Does what a line that begins with `/` asks; returns what to show."""
     name, _, rest = line.partition(" ")
+    if name == "/reset" and rest.strip():
+        return "/reset takes nothing after it; nothing was forgotten"
     if name == "/reset":
         talk.reset()
         return "(a new conversation)"

@@ -70,8 +70,10 @@ class EvalConfig:
             yield f"model names one twice ({', '.join(self.model)}); give each once"
         yield from greedy_problems("temperature", self.temperature, "samples_per_prompt", self.samples_per_prompt)
         for k in self.pass_at:
-            if not 1 <= k <= self.samples_per_prompt:
-                yield f"pass_at {k} needs at least {max(k, 1)} samples_per_prompt, not {self.samples_per_prompt}"
+            if k < 1:
+                yield f"pass_at is {k}; give numbers from 1 to samples_per_prompt"
+            elif k > self.samples_per_prompt:
+                yield f"pass_at {k} needs at least {k} samples_per_prompt, not {self.samples_per_prompt}"
 
 
 def greedy_problems(name: str, temperature: float | None, samples_name: str, samples: int) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ JSON_BYTES = 2**20
 _ONLY: dict[str, Any] = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
     "lora_bias": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None,
-    "layer_replication": None, "trainable_token_indices": None,
+    "layer_replication": None, "trainable_token_indices": None, "alora_invocation_tokens": None, "use_qalora": False,
+    "use_bdlora": None, "arrow_config": None, "kasa_config": None, "velora_config": None, "monteclora_config": None,
 }  # fmt: skip
 
 
@@ -65,10 +67,18 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     """The base's shape with the folder's adapter. Raises UserError for one that is of another kind or another base."""
     settings = _settings(folder)
     for key, value in _ONLY.items():
-        if (found := settings.get(key, value)) != value and found:
+        if (found := settings.get(key, value)) != value and found not in (None, False, [], ""):
+            # What peft writes where nothing is set is as good as nothing.
+            if found == {} and key.endswith("_pattern"):
+                continue
             raise UserError(f"{folder / SETTINGS}: {key} is {found!r:.100}; only {value!r} is supported")
+    if (start := settings.get("init_lora_weights")) not in (None, True, False, "gaussian", "orthogonal", "eva"):
+        raise UserError(
+            f"{folder / SETTINGS}: init_lora_weights is {start!r:.100}, which changes the base's weights; convert the "
+            "adapter with peft's save_pretrained(path_initial_model_for_weight_conversion=…)"
+        )
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not alpha > 0:
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not 0 < alpha < math.inf:
         raise UserError(
             f"{folder / SETTINGS}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; both are numbers above 0"
         )
@@ -105,6 +115,19 @@ def refuse_other_base(folder: Path, base: Path | None = None) -> None:
             f"adapter's base {recorded}; give its own base as base_model_name_or_path in {SETTINGS}, or delete {OWN} "
             "there to use it with this one all the same"
         )
+
+
+def refuse_other_adapter(folder: Path, lora: Lora) -> None:
+    """Raises UserError where the folder's adapter is not one of `lora`: a run cannot go on with another."""
+    settings = _settings(folder)
+    names = {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.modules)}
+    found = settings.get("r"), settings.get("lora_alpha"), sorted(_modules(folder, _shapes(folder)))
+    for (name, own), theirs in zip(names.items(), found):
+        if own != theirs:
+            raise UserError(
+                f"{folder}: was trained with {name} {theirs!s:.200}, not {own!s:.200}; resume with the same adapter, "
+                "or begin another run"
+            )
 
 
 def digest(folder: Path) -> str:

@@ -21,7 +21,7 @@ from lockstep.parallel import apply_compile
 from lockstep.rl.collect import evaluate as sample_and_grade
 from lockstep.rl.conversations.rendering import open_rendering
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.estimates import Estimate, estimate, randomization_test
+from lockstep.rl.estimates import Estimate, estimate, randomization_test, randomization_test_of_means
 from lockstep.rl.figures import Figures, figures_of
 from lockstep.rl.opening import named_environment
 from lockstep.rl.prompts import examples_of
@@ -109,7 +109,8 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
 def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparison:
     """Pairs the models' results by prompt, where all `samples` of both count.
 
-    Right answers are compared by the exact paired randomization test, rewards by a normal approximation (paired z).
+    Right answers are compared by the exact paired randomization test, rewards by the same, with random
+    signs where there are many.
     """
     against = model.model, baseline.model
     if baseline.figures.right and model.figures.right:
@@ -120,19 +121,11 @@ def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparis
     else:
         pairs = zip(model.rewards_by_prompt, baseline.rewards_by_prompt)
         differences = [own - other for own, other in pairs if own is not None and other is not None]
-        p_value, test, measure = _paired_z(differences), "paired z test", "reward"
+        p_value = randomization_test_of_means(differences) if differences else None
+        test, measure = "paired randomization test", "reward"
     difference = estimate([[each] for each in differences]) if differences else None
     better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     return Comparison(*against, measure, len(differences), difference, better, worse, p_value, test)
-
-
-def _paired_z(differences: Sequence[float]) -> float | None:
-    if len(differences) < 2:
-        return None
-    mean = estimate([[each] for each in differences])
-    if not mean.standard_error:
-        return 1.0 if mean.mean == 0 else 0.0
-    return math.erfc(abs(mean.mean) / mean.standard_error / math.sqrt(2))
 
 
 def _settings(config: EvalConfig) -> RLConfig:

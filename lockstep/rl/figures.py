@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from lockstep.errors import UserError
 from lockstep.rl.environment import Environment
 from lockstep.rl.estimates import Estimate, estimate, pass_at_k
 from lockstep.rl.rollouts import Rollout, episodes_of
@@ -48,9 +49,16 @@ def figures_of(rollouts: Sequence[Rollout], environment: Environment, pass_at: S
     graded = [[r.rewards for r in own if not r.failure] for own in prompts]
     graded = [own for own in graded if own]
     names = graded[0][0] if graded else {}
+    if other := next((rewards for own in graded for rewards in own if rewards.keys() != names.keys()), None):
+        raise UserError(
+            f"the rewards of {type(environment).__name__} are {', '.join(names)} for one example, but "
+            f"{', '.join(other)} for another; give every example the same names"
+        )
     knows = any(r.rewards and environment.knows_correct(r.rewards) for own in counting for r in own)
     right = [(sum(not r.failure and environment.is_correct(r.rewards) for r in own), len(own)) for own in counting]
-    enough = {k: [pass_at_k(count, own, k) for own, count in right if count >= k] for k in pass_at}
+    # The same prompts for every k.
+    whole = [(own, count) for own, count in right if count >= max(pass_at, default=1)]
+    enough = {k: [pass_at_k(count, own, k) for own, count in whole] for k in pass_at}
     totals = [[r.reward for r in own] for own in counting if own]
     last = [rows[-1] for rows in episodes]
     return Figures(

@@ -38,6 +38,10 @@ class ExpertBalance:
                 "train.router_bias_rate moves the biases of a router's choice, which this model does not have; set "
                 "train.router_auxiliary instead"
             )
+        if config.router_bias_rate and model.config.lora is not None:
+            raise UserError(
+                "train.router_bias_rate moves weights of the base, which an adapter leaves as they are; leave it out"
+            )
         if (config.router_auxiliary or config.router_z) and experts is None:
             raise UserError("train.router_auxiliary and train.router_z are for mixtures of experts; the model is dense")
         for router in self.routers.values():

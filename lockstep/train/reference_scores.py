@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.checkpoint import weights_folder
 from lockstep.config import DPOConfig
 from lockstep.data import TokenizedCorpus
 from lockstep.data.preferences import Example, read_example
-from lockstep.model import ScoringModel
+from lockstep.model import ScoringModel, base_folder
 from lockstep.observe import Progress, log
 from lockstep.train.packing import split_by_tokens
 from lockstep.train.preference_batches import PreferenceBatch, answer_log_probs, preference_batch, shares_prompts
@@ -117,9 +118,18 @@ def data_digest(corpus: TokenizedCorpus) -> str:
 
 def model_digest(config: DPOConfig) -> str:
     """Of what decides over the bits: the model's files by size and time, the arithmetic and how the data are read."""
-    files = sorted(Path(config.model).glob("*.safetensors"))
-    described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    settings = [config.dtype, config.arithmetic, config.parallel.reduction_chunks, config.loss == "kto"]
+    described = []
+    if (given := Path(config.model)).is_dir():
+        given = weights_folder(given)
+        folders = sorted({given, base_folder(given)})
+        files = [path for folder in folders for path in sorted(folder.iterdir())]
+        described = [
+            (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in files
+            if path.suffix in (".safetensors", ".json")
+        ]
+    settings = [config.model, config.seed, config.dtype, config.arithmetic, config.compile.backend]
+    settings += [config.parallel.reduction_chunks, config.loss == "kto"]
     return hashlib.sha256(json.dumps([described, *settings, config.sequence_length]).encode()).hexdigest()
 
 

@@ -1,6 +1,7 @@
 """`lockstep chat` as a user has it: the real command in a pseudo-terminal, with its keys."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -78,6 +79,8 @@ def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_fo
         terminal.type("\x1b[A\x1b[A\x1b[A\x1b[A\x1b[A\n")  # the arrow up brings back what was said first
         terminal.until("hello there")
         terminal.until(r"\n> ")
+        terminal.type("/reset now\n")
+        terminal.until(r"nothing was forgotten\r\n> ")
         terminal.type("\x03")
         terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ")
         terminal.type("\x04")
@@ -105,8 +108,13 @@ def test_what_was_said_stays_the_tokens_that_were_sampled_and_a_reset_forgets_it
     assert (row.prompt_ids + row.token_ids)[: len(sampled)] == sampled and row.turns == 2
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
     assert talk.messages[2]["content"] == said
+    assert talk.was_cut
     talk.reset()
-    assert talk.messages == [{"role": "system", "content": "Be kind."}] and talk._transcript.rows == []
+    assert (
+        talk._turns == 0
+        and talk.messages == [{"role": "system", "content": "Be kind."}]
+        and talk._transcript.rows == []
+    )
     assert talk._transcript.rendering is not None and isinstance(talk._transcript, Transcript)
 
 
@@ -128,3 +136,11 @@ def test_a_model_without_a_template_and_impossible_settings_are_refused(chat_fol
     assert "has no chat template" in capsys.readouterr().err
     assert main(["chat", "--model", str(chat_folder), "--top-p", "0"]) == 2
     assert "top_p is 0.0" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_end_no_conversation(chat_folder, capfd, monkeypatch):  # noqa: F811
+    for errors in ("strict", "surrogateescape"):
+        lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n/quit now\n"), "utf-8", errors)
+        monkeypatch.setattr("sys.stdin", lines)
+        assert main(["chat", "--model", str(chat_folder), "--max-tokens", "2"]) == 0
+    assert "Traceback" not in capfd.readouterr().err

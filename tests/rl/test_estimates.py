@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.rl.estimates import estimate, pass_at_k, randomization_test
+from lockstep.rl.estimates import estimate, pass_at_k, randomization_test, randomization_test_of_means
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -44,3 +44,17 @@ def test_with_one_sample_per_prompt_it_is_mcnemars_exact_test(better, worse):
     tail = sum(math.comb(discordant, i) for i in range(min(better, worse) + 1)) / 2**discordant
     expected = min(1.0, 2 * tail)
     assert randomization_test([1] * better + [-1] * worse + [0] * 7) == pytest.approx(expected, rel=1e-9)
+
+
+@given(st.lists(st.integers(-4, 4), max_size=9))
+def test_means_are_compared_as_whole_numbers_are(differences):
+    of_means = randomization_test_of_means([difference / 7 for difference in differences])
+    assert of_means == pytest.approx(randomization_test(differences), abs=1e-12)
+
+
+def test_few_prompts_show_little_and_many_are_drawn_from():
+    assert randomization_test_of_means([0.25, 0.25]) == 0.5
+    differences = [1, 2, -1, 3, 1, 1, -2, 2, 1, 3, -1, 2, 1, 1, -3, 2, 1, 2, 0, 1]
+    exact, drawn = randomization_test(differences), randomization_test_of_means(differences)
+    assert 0 < drawn != exact and abs(drawn - exact) < 4 * math.sqrt(exact * (1 - exact) / 20_000)
+    assert randomization_test_of_means([1.0] * 100) == 1 / 20_001

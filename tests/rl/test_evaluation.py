@@ -130,7 +130,7 @@ def test_without_right_answers_mean_rewards_are_compared_and_there_is_no_pass_at
     assert not evaluation.results[0].figures.pass_at
     (compared,) = evaluation.comparisons
     rewards = [result.rewards_by_prompt for result in evaluation.results]
-    assert compared.measure == "reward" and compared.test == "paired z test"
+    assert compared.measure == "reward" and compared.test == "paired randomization test"
     assert compared.difference.mean == pytest.approx(sum(b - a for a, b in zip(*rewards)) / 40)
 
 
@@ -147,9 +147,13 @@ def test_a_completion_whose_reward_failed_is_left_out_or_no_right_answer():
     rollouts = [rollout(0, True), rollout(0, False), rollout(1, True), rollout(1, False, "raised", False)]
     figures = figures_of(rollouts, Task(), (1, 2))
     assert figures.right == [(1, 2), (1, 1)] and figures.failed == {"raised": 1}
-    assert figures.pass_at[1].mean == 0.75 and figures.pass_at[2].mean == 1.0
+    assert figures_of(rollouts, Task()).pass_at[1].mean == 0.75
+    assert figures.pass_at[1].mean == 0.5 and figures.pass_at[2].mean == 1.0  # of the prompt that has two
     rollouts[3] = rollout(1, False, "raised", True)
     assert figures_of(rollouts, Task()).pass_at[1].mean == 0.5
+    rollouts[0].rewards = {"right": 1.0}
+    with pytest.raises(UserError, match="are right for one example, but correct for another"):
+        figures_of(rollouts, Task())
 
 
 def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders):  # noqa: F811

@@ -32,6 +32,7 @@ from lockstep.parallel import apply_compile
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES
 from lockstep.rl.controller import reinforce
+from lockstep.train import Trainer
 from lockstep.train.sft import finetune
 from tests.parallel.launch import launch
 
@@ -188,7 +189,14 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"use_dora": True}, "use_dora is True"), ({"r": 0}, "r is 0"), ({"bias": "all"}, "bias is 'all'")],
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"r": 0}, "r is 0"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"kasa_config": {}}, "kasa_config is {}"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
+        ({"lora_alpha": float("inf")}, "lora_alpha inf"),
+    ],
 )
 def test_adapters_of_other_kinds_are_refused(folders, change, said):
     settings_file = folders[1] / "adapter_config.json"
@@ -264,6 +272,27 @@ def test_a_run_is_not_resumed_on_other_weights(tmp_path, model_folder):
     save_file({name: 2 * value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="is an adapter for other weights"):
         finetune(replace(config, steps=4, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (LoraConfig(rank=4, alpha=64.0), "was trained with lora.alpha 16.0, not 64.0"),
+        (LoraConfig(rank=4, targets=("q_proj",)), r"was trained with lora.targets \['layers.0.mlp.down_proj"),
+    ],
+)
+def test_a_run_is_not_resumed_with_another_adapter(tmp_path, model_folder, other, said):
+    config = _sft(tmp_path, model_folder, steps=1)
+    finetune(config)
+    with pytest.raises(UserError, match=said):
+        finetune(replace(config, steps=2, resume=True, lora=other))
+
+
+def test_biases_of_a_frozen_router_do_not_move():
+    shape = preset("deepseek_v3:micro", 128)
+    model = build_model(replace(shape, lora=lora_of(shape, 2, 16.0, ("o_proj",))), "float32")
+    with pytest.raises(UserError, match="router_bias_rate moves weights of the base"):
+        Trainer(model, TrainConfig(router_bias_rate=0.1), 1)
 
 
 def _finetune_on_a_rank(config):
