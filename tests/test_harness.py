@@ -120,6 +120,15 @@ def test_every_figure_is_that_of_the_hugging_face_backend(tmp_path, tasks, model
 
 
 @needs_lm_eval
+def test_an_argument_that_is_not_known_is_named(model_folder):
+    from lockstep.errors import UserError
+    from lockstep.harness import LockstepLM
+
+    with pytest.raises(UserError, match='dytpe is no argument of lockstep. Did you mean "dtype"'):
+        LockstepLM(str(model_folder), dytpe="bfloat16", batch_size=1)
+
+
+@needs_lm_eval
 def test_a_continuations_log_probability_has_the_trainers_bits_however_it_was_packed(model_folder):
     from lockstep.harness import LockstepLM
 

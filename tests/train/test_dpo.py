@@ -125,6 +125,15 @@ def test_equal_and_long_pairs_are_named_counted_and_left_out(tmp_path, model_fol
     assert "pairs.jsonl:14: has " in caplog.text
 
 
+def test_an_answer_without_a_token_that_can_be_scored_is_named(model_folder):
+    tokenizer = load_tokenizer(model_folder)
+    tokenizer.eos_id = None
+    for line in ({"prompt": "", "chosen": "a", "rejected": "b"}, {"prompt": "", "completion": "a", "label": True}):
+        encoder = PreferenceEncoder(tokenizer, None, 100, paired="chosen" in line)
+        (encoded,) = encoder.encode([Conversation("a.jsonl:1", line)])
+        assert encoded.problem == "a.jsonl:1: its answer has no token that can be scored; give it a prompt"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
