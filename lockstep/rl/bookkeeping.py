@@ -138,12 +138,15 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
 def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) -> dict[str, float]:
     """What `figures_of` finds of held-out completions as `validation/…`; the accuracy is pass@1.
 
-    Of several completions of each prompt also pass@k, of as many as there are.
+    Of several completions of each prompt also pass@k, of as many as there are, over the prompts that have so many.
     """
     samples = max(Counter(rows[-1].group for rows in episodes_of(rollouts)).values(), default=1)
-    figures = figures_of(rollouts, environment, sorted({1, samples}))
+    figures = figures_of(rollouts, environment)
+    pass_at = figures.pass_at
+    if samples > 1:
+        pass_at = pass_at | figures_of(rollouts, environment, [samples]).pass_at
     metrics = {f"validation/{_escaped(name)}": own.mean for name, own in figures.rewards.items()}
-    for k, own in figures.pass_at.items():
+    for k, own in pass_at.items():
         name = "accuracy" if k == 1 else f"pass@{k}"
         metrics[f"validation/{name}"] = own.mean
         if own.standard_error is not None:

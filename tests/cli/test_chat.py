@@ -31,13 +31,18 @@ class Terminal:
     def type(self, text):
         os.write(self._descriptor, text.encode())
 
-    def until(self, wanted, seconds=120.0):
-        """What is shown up to a match of `wanted`, which is taken from what is still to be seen."""
+    def until(self, wanted, seconds=120.0, pressing=""):
+        """What is shown up to a match of `wanted`, which is taken from what is still to be seen.
+
+        pressing: typed every second until then.
+        """
         end = time.monotonic() + seconds
         while not (found := re.search(wanted, self.seen)):
             assert time.monotonic() < end, self.seen
             if select.select([self._descriptor], [], [], 1.0)[0]:
                 self.seen += os.read(self._descriptor, 65536).decode(errors="replace")
+            else:
+                self.type(pressing)
         shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return shown
 
@@ -81,8 +86,9 @@ def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_fo
         terminal.until(r"\n> ")
         terminal.type("/reset now\n")
         terminal.until(r"nothing was forgotten\r\n> ")
+        # Python's readline shows its prompt, then waits; a Ctrl-C between the two does nothing until the next key.
         terminal.type("\x03")
-        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ")
+        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ", pressing="\x03")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     assert first

@@ -177,7 +177,8 @@ def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
     with server.http() as client:
         for answer, status in [
             (client.get("/v1/nothing"), 404),
-            (client.get("/"), 404),
+            (client.get("/nothing"), 404),
+            (client.post("/"), 405),
             (client.get("/v1/completions"), 405),
             (client.delete("/v1/models"), 405),
             (client.post("/v1/completions", content=b"{}"), 415),
