@@ -45,7 +45,7 @@ def lockstep_step(options: argparse.Namespace) -> Callable[[], object]:
         examples.append(Example((whole[0], whole[1]), False, number, (-1000.0, -1000.0)))
     import numpy as np
 
-    row = PreferenceRow(np.zeros(1), [1], np.zeros(1, dtype=bool), examples)
+    row = PreferenceRow(np.zeros(1), [1], np.zeros(1, dtype=bool), 0, examples)
     batch = StepRows([[row]], 1, len(examples), 1)
     trainer = Trainer(load_model(options.folder), TrainConfig(learning_rate=1e-6), 100)
     objective = PreferenceObjective(DPOConfig())

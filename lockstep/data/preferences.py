@@ -201,8 +201,8 @@ class PreferenceRows(Rows):
             for sequence in example.sequences if self.paired else example.sequences[:1]:
                 scored[np.array(sequence.scored, dtype=np.int64) + start] = True
                 start += len(sequence.tokens)
-        padding = [row.tokens.size - start] if start < row.tokens.size else []
-        return PreferenceRow(row.tokens, own + padding, scored, examples)
+        padding = row.tokens.size - start
+        return PreferenceRow(row.tokens, own + ([padding] if padding else []), scored, padding, examples)
 
 
 class LabelledRows(PreferenceRows):

@@ -32,6 +32,8 @@ class Row:
     """Of the sequences: each has its own positions, and attention stays within it."""
     scored: np.ndarray
     """Whether a token is a target; never a sequence's first."""
+    padding: int
+    """How many last tokens are no document's."""
 
 
 class Piece(NamedTuple):
@@ -145,7 +147,7 @@ class Rows:
         if not self.separate:
             lengths = [total]
         scored[np.cumsum([0, *lengths[:-1]])] = False
-        return Row(tokens, lengths, scored)
+        return Row(tokens, lengths, scored, total - held)
 
     def state(self) -> dict[str, Any]:
         """The whole position; JSON-able."""

@@ -39,12 +39,20 @@ class Block(nn.Module):
         self.mlp = feed_forward_of(config, index, dtype, device)
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Callable[..., Tensor], halves: Halves
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[..., Tensor],
+        halves: Halves,
+        row_counts: Tensor | None = None,
     ) -> Tensor:
         """`attend` takes queries, keys and values, and what the layer asks of attention beside them; `halves` calls the
-        two methods below, or what was made of them."""
+        two methods below, or what was made of them. `row_counts` are for the load of a mixture's experts."""
         attended = attend(*halves.before_attention(self, hidden, cos, sin), self.self_attn.terms())
-        return halves.after_attention(self, hidden, attended)
+        # Here, and not around all layers: one that recomputes calls this again in its backward.
+        with ops.counted_rows(row_counts):
+            return halves.after_attention(self, hidden, attended)
 
     def before_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         normed = ops.rms_norm(hidden, self.input_layernorm.weight, self.eps)
@@ -102,8 +110,9 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "tokens dim"]:
         """The residual stream after this module's blocks."""
         cos, sin = self.rotary(positions)
+        counts = getattr(attention, "row_counts", None)
         for index, block in enumerate(self.layers):
-            hidden = block(hidden, cos, sin, partial(attention, index), self.halves)
+            hidden = block(hidden, cos, sin, partial(attention, index), self.halves, counts)
         return hidden
 
     def reserve_positions(self, length: int) -> None:

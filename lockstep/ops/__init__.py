@@ -12,7 +12,7 @@ from lockstep.ops.clamped_experts import add_grouped_bias, clamped_experts
 from lockstep.ops.clamped_swiglu import clamped_swiglu
 from lockstep.ops.decode_attention import DecodeAttention
 from lockstep.ops.embedding import embedding
-from lockstep.ops.expert_load import ExpertLoad
+from lockstep.ops.expert_load import ExpertLoad, counted_rows
 from lockstep.ops.experts import combine, dispatch, experts, order_by_expert
 from lockstep.ops.exponential import exp, log
 from lockstep.ops.first_calls import call_once
@@ -60,6 +60,7 @@ __all__ = [
     "clamped_experts",
     "clamped_swiglu",
     "combine",
+    "counted_rows",
     "dispatch",
     "draw",
     "embedding",

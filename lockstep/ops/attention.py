@@ -133,6 +133,9 @@ class PagedAttention:
 class PackedAttention:
     """The trainer's attention: whole sequences one after the other, with a gradient. Further rows are padding."""
 
+    row_counts: Int[Tensor, "tokens"] | None = None
+    """What each row counts as where tokens are counted (`counted_rows`); None: once."""
+
     def __init__(self, lengths: list[int], device: str | torch.device = "cpu"):
         self.contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.starts = _starts(self.contexts)

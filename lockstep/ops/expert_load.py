@@ -1,16 +1,21 @@
 """How many tokens each expert of a router gets, and the penalties that even it out.
 
 The penalties are the gradients of two losses, added where the router's own gradient is computed, so that no loss needs
-to know of routers. They use the load of the step before, and are divided by its number of tokens, which all ranks know:
-so a token's gradient does not depend on the tokens beside it. Every row counts, those that are padding too.
+to know of routers. They are means over the step's tokens, whose number all ranks know before its first forward, and use
+the load of the step before: so a token's gradient does not depend on the tokens beside it. What each row counts as is
+said by `counted_rows`: padding counts nowhere, and a row that stands for several sequences counts once for each.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float32, Int
 from torch import Tensor
 
@@ -19,6 +24,20 @@ from lockstep.ops import plain
 _LOADS: WeakValueDictionary[int, ExpertLoad] = WeakValueDictionary()
 _numbers = itertools.count()
 _NONE = torch.tensor(-1)
+_counts: ContextVar[Tensor | None] = ContextVar("row_counts", default=None)
+
+
+@contextmanager
+def counted_rows(counts: Int[Tensor, "tokens"] | None) -> Iterator[None]:
+    """Within it, what each row of a forward pass counts as in its experts' load; None: once.
+
+    On ranks that share the rows it is the counts of all of them.
+    """
+    token = _counts.set(counts)
+    try:
+        yield
+    finally:
+        _counts.reset(token)
 
 
 class ExpertLoad:
@@ -33,38 +52,57 @@ class ExpertLoad:
         self.counted = torch.zeros(experts, dtype=torch.int64)
         """Of the tokens of this rank in this step, so far."""
         self.before = torch.zeros(experts, dtype=torch.int64)
-        """Of all tokens of the step before; zeros before there is one, and then nothing is penalised."""
+        """Of all tokens of the step before; zeros before there is one, and then no load is penalised."""
         self.auxiliary = 0.0
         """Weight of `experts · Σ share · mean probability`, lowest where the load is even (arXiv 2101.03961)."""
         self.z = 0.0
         """Weight of the mean square of the logits' log-sum-exp, arXiv 2202.08906, which keeps logits small."""
+        self.tokens = 0
+        """Of this step on all ranks: what the means are divided by; 0: nothing is penalised."""
+        self.part = (0, 1)
+        """Which of how many equal parts of a forward pass's rows come to this rank's router."""
 
     def __deepcopy__(self, memo: object) -> ExpertLoad:
         return ExpertLoad(len(self.counted), self.active)
 
-    def count(self, chosen: Int[Tensor, "tokens active"]) -> None:
-        """Adds the choices of some tokens."""
-        self.counted += chosen.flatten().bincount(minlength=len(self.counted)).to(self.counted.device)
+    def counts_of(self, rows: int) -> Int[Tensor, "rows"] | None:
+        """What this rank's rows count as, by `counted_rows`; None: each once."""
+        counts = _counts.get()
+        if counts is None:
+            return None
+        rank, ranks = self.part
+        own = counts.unflatten(0, (ranks, -1))[rank]
+        # A single row is compiled with another beside it, which counts for nothing.
+        return F.pad(own, (0, rows - len(own)))
+
+    def count(self, chosen: Int[Tensor, "tokens active"], counts: Int[Tensor, "tokens"] | None) -> None:
+        """Adds the choices of some tokens, each as often as `counts` says."""
+        each = torch.ones_like(chosen) if counts is None else counts[:, None].expand_as(chosen)
+        load = torch.zeros(len(self.counted), dtype=torch.int64, device=chosen.device)
+        self.counted += load.index_add_(0, chosen.flatten(), each.flatten()).to(self.counted.device)
 
     def end_step(self, total: Int[Tensor, "experts"]) -> None:
         """Begins the next step; `total` are the choices of this one on all ranks."""
         self.before.copy_(total)
         self.counted.zero_()
 
-    def penalty(self, logits: Float32[Tensor, "tokens experts"]) -> Float32[Tensor, "tokens experts"] | None:
-        """The penalties' gradient by `logits`; None where there is none."""
-        tokens = int(self.before.sum()) / self.active
-        if not tokens or not (self.auxiliary or self.z):
+    def penalty(
+        self, logits: Float32[Tensor, "tokens experts"], counts: Int[Tensor, "tokens"] | None = None
+    ) -> Float32[Tensor, "tokens experts"] | None:
+        """The penalties' gradient by `logits`, of rows that count as `counts` says; None where there is none."""
+        if not self.tokens or not (self.auxiliary or self.z):
             return None
         highest = logits.amax(-1, keepdim=True)
         powers = plain.exp(logits - highest)
         total = plain.row_sum(powers)[:, None]
         probabilities = powers / total
-        shares = (self.before / tokens).to(torch.float32).to(logits.device)
+        tokens_before = max(int(self.before.sum()) / self.active, 1.0)
+        shares = (self.before / tokens_before).to(torch.float32).to(logits.device)
         # d/dlogit of Σ share · probability: each probability times its share's excess over their mean by probability.
         excess = shares - plain.row_sum(shares * probabilities)[:, None]
         wanted = self.auxiliary * len(shares) * excess + 2 * self.z * (highest + plain.log(total))
-        return probabilities * wanted / tokens
+        gradient = probabilities * wanted / self.tokens
+        return gradient if counts is None else gradient * counts[:, None]
 
 
 def key_of(load: ExpertLoad | None) -> Int[Tensor, ""]:

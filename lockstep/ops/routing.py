@@ -69,7 +69,7 @@ def route(
 ) -> tuple[Float32[Tensor, "tokens active"], Int[Tensor, "tokens active"]]:
     """The weights of each token's experts, highest score first, and which they are (int64).
 
-    `load` counts the choices in the backward pass, and has penalties to add to the gradient.
+    `load` counts the choices in the backward pass, and has penalties to add to the gradient; see `counted_rows`.
 
     `bias` is added to sigmoid scores for the choice alone, and has no gradient: it balances the load (arXiv
     2408.15664). Of equal scores the expert with the lower number comes first.
@@ -81,9 +81,9 @@ def route(
         routing.groups_kept,
     )  # fmt: skip
     if torch.compiler.is_compiling():
-        return _opaque_route(logits, bias, key_of(load), *settings)
+        return _opaque_route(logits, bias, key_of(load), *settings)[:2]
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _Route.apply(logits, bias, load, settings)
+        return _Route.apply(logits, bias, load, None if load is None else load.counts_of(len(logits)), settings)
     return _route(logits, bias, *settings)
 
 
@@ -188,18 +188,24 @@ def _chain(x: Tensor) -> Tensor:
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, bias: Tensor | None, load: ExpertLoad | None, settings: tuple[Any, ...]
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor | None,
+        load: ExpertLoad | None,
+        counts: Tensor | None,
+        settings: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
         weights, chosen = keep("route", lambda: _route(logits, bias, *settings))
-        ctx.save_for_backward(logits, weights, chosen)
+        ctx.save_for_backward(logits, weights, chosen, counts)
         ctx.load, ctx.settings = load, settings
         ctx.mark_non_differentiable(chosen)
         return weights, chosen
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, weights, chosen = ctx.saved_tensors
-        return _route_gradient(grads[0], logits, weights, chosen, ctx.load, *ctx.settings[1:4]), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, weights, chosen, counts = ctx.saved_tensors
+        own = _route_gradient(grads[0], logits, weights, chosen, counts, ctx.load, *ctx.settings[1:4])
+        return own, None, None, None, None
 
 
 def _route_gradient(
@@ -207,6 +213,7 @@ def _route_gradient(
     logits: Tensor,
     weights: Tensor,
     chosen: Tensor,
+    counts: Tensor | None,
     load: ExpertLoad | None,
     scoring: int,
     normalize: int,
@@ -216,8 +223,8 @@ def _route_gradient(
     own = _weights_gradient(grad, logits, weights, chosen, scoring, normalize, scale)
     if load is None or native.is_pretending():  # whose choices have no values
         return own
-    load.count(chosen)
-    penalty = load.penalty(logits)
+    load.count(chosen, counts)
+    penalty = load.penalty(logits, counts)
     return own if penalty is None else own + penalty
 
 
@@ -271,28 +278,34 @@ library.differentiable(
 
 @library.operator(
     "route(Tensor logits, Tensor? bias, Tensor load, int active, int scoring, int normalize, float scale, int groups, "
-    "int kept) -> (Tensor, Tensor)",
+    "int kept) -> (Tensor, Tensor, Tensor)",
     fake=lambda logits, bias, load, active, *settings: (
         logits.new_empty(logits.shape[0], active),
         logits.new_empty(logits.shape[0], active, dtype=torch.int64),
+        logits.new_empty(logits.shape[0], dtype=torch.int64),
     ),
 )
-def _opaque_route(logits: Tensor, bias: Tensor | None, load: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    return _route(logits, bias, *settings)
+def _opaque_route(logits: Tensor, bias: Tensor | None, load: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The third are the rows' counts, for the gradient."""
+    known = load_of(load)
+    counts = None if known is None else known.counts_of(len(logits))
+    # A copy in any case: compiled code may write over what it has no more use for.
+    given = torch.ones(len(logits), dtype=torch.int64, device=logits.device) if counts is None else counts.clone()
+    return *_route(logits, bias, *settings), given
 
 
 @library.operator(
-    "route_gradient(Tensor grad, Tensor logits, Tensor weights, Tensor chosen, Tensor load, int scoring, "
-    "int normalize, float scale) -> Tensor",
+    "route_gradient(Tensor grad, Tensor logits, Tensor weights, Tensor chosen, Tensor counts, Tensor load, "
+    "int scoring, int normalize, float scale) -> Tensor",
     fake=lambda grad, logits, *others: torch.empty_like(logits),
 )
 def _opaque_route_gradient(
-    grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, load: Tensor, *settings: Any
+    grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor, load: Tensor, *settings: Any
 ) -> Tensor:
-    return _route_gradient(grad, logits, weights, chosen, load_of(load), *settings)
+    return _route_gradient(grad, logits, weights, chosen, counts, load_of(load), *settings)
 
 
-def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], *output, inputs[2])
     ctx.settings = inputs[4:7]
 
@@ -300,5 +313,5 @@ def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 library.differentiable(
     "route",
     _save_route,
-    lambda ctx, grad, _: (_opaque_route_gradient(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 8),
+    lambda ctx, grad, *_: (_opaque_route_gradient(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 8),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lockstep.ops.attention import Gradients, attend_or_train
@@ -25,6 +25,9 @@ class SharedPrefixAttention:
 
     Raises ValueError where a sequence leaves out more than there is, or all of itself.
     """
+
+    row_counts: Int[Tensor, "rows"] | None = None
+    """As in `PackedAttention`."""
 
     def __init__(self, lengths: Sequence[int], shared: Sequence[int], device: str | torch.device = "cpu"):
         self.pieces = PieceAttention(lengths, [(i, n, lengths[i]) for i, n in enumerate(shared)], device)

@@ -59,6 +59,9 @@ class ContextAttention:
     Each rank brings its tokens in the order of `rows`, padded to `padded_rows`.
     """
 
+    row_counts: Int[Tensor, "own"] | None = None
+    """As in `ops.PackedAttention`, of this rank's rows."""
+
     def __init__(
         self, lengths: Sequence[int], group: dist.ProcessGroup, device: str | torch.device = "cpu", multiple: int = 1
     ):

@@ -179,8 +179,8 @@ def _equally_long(rows: Sequence[Any]) -> list[Any]:
     padded = []
     for row in rows:
         missing = (0, total - row.tokens.shape[0])
-        tokens, positions = F.pad(row.tokens, missing), F.pad(row.positions, missing)
-        padded.append(dataclasses.replace(row, tokens=tokens, positions=positions))
+        longer = {name: F.pad(getattr(row, name), missing) for name in ("tokens", "positions", "counts")}
+        padded.append(dataclasses.replace(row, **longer))
     return padded
 
 

@@ -36,5 +36,6 @@ def shard_row(row: PackedRow, world: World) -> PackedRow:
         positions=F.pad(row.positions[attention.rows], (0, padding)),
         predictors=predictors[own],
         targets=row.targets[own],
+        counts=F.pad(row.counts[attention.rows], (0, padding)),
         attention=attention,
     )

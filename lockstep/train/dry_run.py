@@ -127,7 +127,7 @@ def imagined_step(
             for part in model.stages if isinstance(model, Pipeline) else (model,):
                 part.to_empty(device="cpu")
         trainer = Trainer(model, config.train, config.steps, world, beside)
-        for name in ("tokens", "positions", "predictors", "targets"):
+        for name in ("tokens", "positions", "predictors", "targets", "counts"):
             setattr(row, name, fake.from_tensor(getattr(row, name)))
         tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
         tracker.track_external(model)
@@ -266,4 +266,4 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _row(length: int) -> Row:
-    return Row(np.zeros(length, dtype=np.int64), [length], np.arange(length) > 0)
+    return Row(np.zeros(length, dtype=np.int64), [length], np.arange(length) > 0, padding=0)

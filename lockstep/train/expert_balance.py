@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ class ExpertBalance:
             raise UserError("train.router_auxiliary and train.router_z are for mixtures of experts; the model is dense")
         for router in self.routers.values():
             router.load.auxiliary, router.load.z = config.router_auxiliary, config.router_z
+            router.load.part = (world.coordinate("tensor"), world.degrees["tensor"])
+        self.penalised = bool(config.router_auxiliary or config.router_z)
+
+    def begin_step(self, microbatches: Sequence[Any]) -> None:
+        """Before a step's first forward: every rank learns how many tokens all ranks' micro-batches have."""
+        if not self.penalised:
+            return
+        # The ranks of a pipeline and of a tensor axis have the same ones.
+        first = self.world.coordinate("pipeline") == 0
+        own = sum(int(getattr(each, "row", each).counts.sum()) for each in microbatches) if first else 0
+        tokens = int(self.world.sum([own])[0])
+        for router in self.routers.values():
+            router.load.tokens = tokens
 
     def end_step(self, updated: bool) -> dict[str, float]:
         """After a step's last backward: every rank learns of the load, and biases move if weights were `updated`."""

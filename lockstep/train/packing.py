@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ class PackedRow:
     """Rows whose next token is scored."""
     targets: Int[Tensor, "targets"]
     """That next token."""
+    counts: Int[Tensor, "tokens"]
+    """How many of the sequences' tokens each row stands for: 0 of padding, several of a start that sequences share."""
     attention: ops.Attention | None = None
     """How its tokens attend; None: each to its own sequence up to itself, all of which is here."""
     left_out: list[int] | None = None
@@ -34,12 +37,18 @@ class PackedRow:
     all of its own; None: all are here."""
 
     def attend(self) -> ops.Attention:
-        """How its tokens attend: `attention`, or what its sequences say."""
-        if self.attention is not None:
-            return self.attention
-        if self.left_out and any(self.left_out):
-            return ops.SharedPrefixAttention(self.lengths, self.left_out, self.tokens.device)
-        return ops.PackedAttention(self.lengths, self.tokens.device)
+        """How its tokens attend: `attention`, or what its sequences say. It tells the model what each row counts as."""
+        attention: Any = self.attention
+        if attention is None and self.left_out and any(self.left_out):
+            attention = ops.SharedPrefixAttention(self.lengths, self.left_out, self.tokens.device)
+        elif attention is None:
+            attention = ops.PackedAttention(self.lengths, self.tokens.device)
+        attention.row_counts = self.counts
+        return attention  # type: ignore[no-any-return]
+
+    def idle(self) -> PackedRow:
+        """The same row for a rank that has nothing left to compute where others do: it counts for nothing."""
+        return replace(self, counts=torch.zeros_like(self.counts))
 
 
 def pack(
@@ -63,7 +72,15 @@ def pack(
     thresholds = torch.tensor([f for f, n in zip(firsts, lengths) for _ in range(n)] + [1] * padding)
     is_target = positions >= thresholds
     rows = is_target.nonzero()[:, 0]
-    return PackedRow(tokens.to(device), positions.to(device), lengths, (rows - 1).to(device), tokens[rows].to(device))
+    counts = torch.tensor([1] * total + [0] * padding)
+    return PackedRow(
+        tokens=tokens.to(device),
+        positions=positions.to(device),
+        lengths=lengths,
+        predictors=(rows - 1).to(device),
+        targets=tokens[rows].to(device),
+        counts=counts.to(device),
+    )
 
 
 def pack_scored(
@@ -82,12 +99,17 @@ def pack_scored(
     positions: list[int] = []
     lengths: list[int] = []
     predictors: list[int] = []
+    counts: list[int] = []
+    lead = 0  # where the last sequence begins that leaves out nothing
     for number, (sequence, targets, first) in enumerate(zip(sequences, scored, left_out or [0] * len(sequences))):
         if targets and targets[0] <= first:
             raise ValueError(f"sequence {number} lacks the predictor of token {targets[0]}: {first} are left out")
         # The last target's own row would predict what nobody scores.
         length = targets[-1] if targets else len(sequence)
         predictors += [len(tokens) + target - 1 - first for target in targets]
+        lead = lead if first else len(tokens)
+        counts[lead : lead + first] = [count + 1 for count in counts[lead : lead + first]]
+        counts += [1] * (length - first)
         tokens += sequence[first:length]
         positions += range(first, length)
         lengths.append(length)
@@ -99,6 +121,7 @@ def pack_scored(
         lengths=lengths,
         predictors=torch.tensor(predictors, dtype=torch.int64, device=device),
         targets=torch.tensor(chosen, dtype=torch.int64, device=device),
+        counts=torch.tensor(counts + padding, device=device),
         left_out=None if left_out is None else list(left_out),
     )
 
@@ -111,8 +134,16 @@ def pack_rows(rows: Sequence[Row], device: str | torch.device = "cpu") -> Packed
     tokens = torch.from_numpy(np.concatenate([*(row.tokens for row in rows), tail]))
     positions = torch.from_numpy(np.concatenate([*(np.arange(n) for n in lengths), tail]))
     targets = torch.from_numpy(np.concatenate([row.scored for row in rows]).nonzero()[0])
+    counts = torch.from_numpy(
+        np.concatenate([*(np.arange(len(row.tokens)) < len(row.tokens) - row.padding for row in rows), tail > 0])
+    ).long()
     return PackedRow(
-        tokens.to(device), positions.to(device), lengths, (targets - 1).to(device), tokens[targets].to(device)
+        tokens=tokens.to(device),
+        positions=positions.to(device),
+        lengths=lengths,
+        predictors=(targets - 1).to(device),
+        targets=tokens[targets].to(device),
+        counts=counts.to(device),
     )
 
 

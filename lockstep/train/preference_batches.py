@@ -54,6 +54,7 @@ def preference_batch(
         left_out if share_prompts and sequences else None,
         world.device,
     )
+    row = row if sequences else row.idle()
     return PreferenceBatch(shard_row(row, world), list(examples), [len(s.scored) for s in sequences])
 
 

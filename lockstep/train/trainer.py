@@ -90,6 +90,7 @@ class Trainer:
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
         self.optimizer.begin(learning_rate, len(held))
+        self.balance.begin_step(held)
         TRAFFIC.clear()
         with self._order():
             loss = self._sum(self.accumulate(held, loss_of))

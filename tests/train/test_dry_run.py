@@ -60,7 +60,7 @@ def _real(parallel: ParallelConfig, dtype: str = "bfloat16", shape=SHAPE):
     with PeakMemory() as peak:
         model = parallel_model(shape, resolve_dtype(dtype), world, parallel, CompileConfig(), fill)
         trainer = Trainer(model, config.train, 1, world)
-        row = Row(np.arange(64), [64], np.arange(64) > 0)
+        row = Row(np.arange(64), [64], np.arange(64) > 0, padding=0)
         with CollectiveLog(world.group_names) as log:
             held = [shard_row(pack_rows([row, row]), world) for _ in range(2)]
             trainer.accumulate(held, NextTokenLoss(126))

@@ -154,7 +154,7 @@ def test_a_loaders_rows_pack_to_the_bits_of_their_sequences_and_padding_does_not
 
 def test_a_micro_batch_of_padding_has_a_gradient_of_zero():
     model = build_model(preset("qwen3:micro"), dtype="float32")
-    padding = Row(np.zeros(16, dtype=np.int64), [16], np.zeros(16, dtype=bool))
+    padding = Row(np.zeros(16, dtype=np.int64), [16], np.zeros(16, dtype=bool), padding=16)
     NextTokenLoss(3)(model, pack_rows([padding])).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 

@@ -45,7 +45,7 @@ def own_batches(batches: Sequence[PolicyBatch], world: World, model: TrainableMo
         count = _fitting(model, count)
     own = list(batches[world.data_rank :: world.data_size])
     shortest = min(batches, key=lambda batch: len(batch.row.tokens))
-    own += [replace(shortest, idle=True)] * (count - len(own))
+    own += [replace(shortest, idle=True, row=shortest.row.idle())] * (count - len(own))
     return [replace(batch, row=shard_row(batch.row, world)) for batch in own]
 
 
