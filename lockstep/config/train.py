@@ -17,7 +17,7 @@ class TrainConfig:
     """Optimizer, schedule and batch shape."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the matrices of the layers, AdamW for embedding, head and norms."""
+    """`muon`: Muon for the matrices of the layers, each expert's by itself, AdamW for embedding, head and norms."""
     learning_rate: Annotated[float, Above(0)] = 1e-3
     """Peak learning rate, of AdamW and Muon alike."""
     warmup_steps: Annotated[int, AtLeast(0)] = 10

@@ -36,7 +36,10 @@ def muon_update(
     weight_decay: float,
     config: TrainConfig,
 ) -> None:
-    """One step of every master, a matrix each, in place. Of sharded ones every rank orthogonalises its share, whole."""
+    """One step of every master, in place: a matrix, or the stacked matrices of experts, each by itself.
+
+    Of sharded ones every rank orthogonalises its share, whole.
+    """
     beta, dtype = config.muon_momentum, resolve_dtype(config.muon_dtype)
     updates = []
     for grad, state in zip(grads, states):
@@ -47,7 +50,7 @@ def muon_update(
     for master, update in zip(masters, map_whole_matrices(orthogonalize, updates, masters)):
         own = local_values(master)
         own.mul_(1 - learning_rate * weight_decay)
-        own.sub_(update.to(own.dtype) * (learning_rate * RMS * math.sqrt(max(master.shape))))
+        own.sub_(update.to(own.dtype) * (learning_rate * RMS * math.sqrt(max(master.shape[-2:]))))
 
 
 def _between(start: Tensor, end: Tensor, share: float, dtype: torch.dtype) -> Tensor:
@@ -57,11 +60,14 @@ def _between(start: Tensor, end: Tensor, share: float, dtype: torch.dtype) -> Te
     return start.lerp(end, share)
 
 
-def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+def orthogonalize(matrix: Float[Tensor, "*experts rows columns"]) -> Float[Tensor, "*experts rows columns"]:
     """Nearly U·Vᵀ of the singular value decomposition, by five quintic Newton–Schulz iterations.
 
-    Singular values end between about 0.7 and 1.2; the iteration bears bfloat16.
+    Singular values end between about 0.7 and 1.2; the iteration bears bfloat16. Stacked matrices are each taken by
+    itself.
     """
+    if matrix.ndim > 2:
+        return _each(matrix)
     a, b, c = COEFFICIENTS
     wide = matrix.shape[0] <= matrix.shape[1]
     x = matrix if wide else matrix.T
@@ -73,6 +79,27 @@ def orthogonalize(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows 
         # Fused additions round once, which counts in bfloat16.
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide else x.T
+
+
+def _each(matrices: Float[Tensor, "experts rows columns"]) -> Float[Tensor, "experts rows columns"]:
+    """On a GPU all at once, for their products are small; on a CPU one after the other, with the bits of each alone."""
+    if matrices.device.type == "cpu":
+        out = torch.empty_like(matrices)
+        for index, matrix in enumerate(matrices):
+            out[index] = orthogonalize(matrix)
+        return out
+    return _together(matrices)
+
+
+def _together(matrices: Float[Tensor, "experts rows columns"]) -> Float[Tensor, "experts rows columns"]:
+    a, b, c = COEFFICIENTS
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    x = matrices if wide else matrices.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT
 
 
 def _portable(x: Tensor, wide: bool) -> Tensor:

@@ -14,6 +14,9 @@ from lockstep.config import TrainConfig
 from lockstep.errors import UserError, closest
 from lockstep.model.stored import is_float32
 
+MATRICES = (2, 3)
+"""Dimensions of a matrix, and of the stacked ones of experts: what Muon trains."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -41,7 +44,7 @@ def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[s
             raise UserError(f'train.rules "{rule}": no parameter is named so.{hint}')
         for name in matching:
             settings[name] = dataclasses.replace(settings[name], **changes)
-            if settings[name].optimizer == "muon" and len(shapes[name]) != 2:
+            if settings[name].optimizer == "muon" and len(shapes[name]) not in MATRICES:
                 raise UserError(f'train.rules "{rule}": {name} is not a matrix, which Muon needs; use adamw for it')
     return settings
 
@@ -50,7 +53,7 @@ def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
     if is_float32(name):
         return Settings(frozen=True)  # moved by the load, not by a gradient
     bias = name.endswith("bias")  # of experts there is a row of each
-    muon = config.optimizer == "muon" and len(shape) == 2 and name.startswith("layers.") and not bias
+    muon = config.optimizer == "muon" and len(shape) in MATRICES and name.startswith("layers.") and not bias
     decayed = len(shape) > 1 and not bias
     return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if decayed else 0.0)
 

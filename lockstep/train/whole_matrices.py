@@ -25,7 +25,8 @@ def map_whole_matrices(
 
     `placed` tells how each matrix lies: a DTensor of its shape and placements, or a plain tensor for a matrix that
     this process has whole. The ranks of a mesh take the matrices in turn, so none computes another's work; all must
-    call this with the same matrices in the same order. `function` keeps the shape.
+    call this with the same matrices in the same order. `function` keeps the shape. Of stacked matrices, which it takes
+    each by itself, ranks that hold whole ones keep those.
     """
     results: list[Tensor] = list(parts)
     sharded: dict[DeviceMesh, list[int]] = defaultdict(list)
@@ -38,9 +39,13 @@ def map_whole_matrices(
         with unset_fake_temporarily():  # a dry run's: meshes are made of real numbers
             group = (mesh._flatten() if mesh.ndim > 1 else mesh).get_group()
         size = mesh.size()
+        places_of = {i: _places(placed[i].shape, mesh, placed[i].placements, group) for i in indices}  # type: ignore[attr-defined]
+        for index in [i for i in indices if _holds_matrices(placed[i].shape, places_of[i])]:
+            results[index] = function(parts[index])
+            indices.remove(index)
         for start in range(0, len(indices), size):
             batch = indices[start : start + size]
-            places = [_places(placed[i].shape, mesh, placed[i].placements, group) for i in batch]  # type: ignore[attr-defined]
+            places = [places_of[i] for i in batch]
             new = _map_batch(function, [parts[i] for i in batch], [placed[i].shape for i in batch], places, group)
             for index, part in zip(batch, new):
                 results[index] = part
@@ -80,6 +85,12 @@ def _exchange(sent: list[Tensor], sizes: list[int], group: dist.ProcessGroup) ->
     received = sent[0].new_empty(sum(sizes))
     dist.all_to_all_single(received, torch.cat(sent), sizes, [s.numel() for s in sent], group=group)
     return list(received.split(sizes))
+
+
+def _holds_matrices(shape: torch.Size, places: list[Place]) -> bool:
+    """Whether a tensor is cut between its stacked matrices alone, on every rank."""
+    cut = [tuple(s.stop - s.start for s in place[1:]) for place in places]
+    return len(shape) > 2 and all(sizes == tuple(shape[1:]) for sizes in cut)
 
 
 def _numel(place: Place) -> int:

@@ -13,8 +13,9 @@ from lockstep.model import initialize, preset
 from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import MasterOptimizer, Trainer, make_schedule, pack
 from lockstep.train.gradient_norm import gradient_norms, local_squares, squares_by_device
-from lockstep.train.muon import orthogonalize
+from lockstep.train.muon import _together, muon_state, muon_update, orthogonalize
 from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.whole_matrices import map_whole_matrices
 from tests.parallel.launch import launch
 from tests.parallel.training import train, whole
 
@@ -294,3 +295,60 @@ def test_muons_iteration_in_float32_is_the_published_one(shape):
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     expected = x if shape[0] < shape[1] else x.T
     assert (orthogonalize(matrix) - expected).abs().max() < 1e-5  # float32, some hundred roundings of values below 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 24, 40), (3, 40, 24)])
+def test_muon_trains_each_of_stacked_matrices_as_one_that_is_alone(dtype, shape):
+    draw = torch.Generator().manual_seed(0)
+    config = TrainConfig(optimizer="muon", muon_dtype=dtype)
+    stacked = torch.randn(shape, generator=draw)
+    alone = [matrix.clone() for matrix in stacked]
+    states = muon_state(stacked, torch.float32), [muon_state(matrix, torch.float32) for matrix in alone]
+    for _ in range(2):
+        # Of other sizes, as of experts with many tokens and with few.
+        grad = torch.randn(shape, generator=draw) * torch.tensor([1.0, 1e-3, 50.0])[:, None, None]
+        muon_update([stacked], [grad], [states[0]], 0.1, 0.1, config)
+        muon_update(alone, list(grad), states[1], 0.1, 0.1, config)
+    assert all(map(torch.equal, stacked, alone))
+    # All at once, as on a GPU, they are the same up to float32's rounding.
+    wide = grad / grad.norm()
+    torch.testing.assert_close(_together(wide), orthogonalize(wide), rtol=0, atol=1e-5)
+
+
+def test_muon_is_the_default_of_experts_and_not_of_their_biases():
+    model = build_model(preset("gpt_oss:micro", 258), "float32", seed=0)
+    settings = MasterOptimizer(model, TrainConfig(optimizer="muon")).settings
+    experts = "layers.0.mlp.experts."
+    kinds = {name: settings[experts + name].optimizer for name in ("gate_up_proj", "down_proj", "down_proj_bias")}
+    assert kinds == {"gate_up_proj": "muon", "down_proj": "muon", "down_proj_bias": "adamw"}
+
+
+def stacked_over_ranks(dimension):
+    """This rank's part of stacked matrices that are orthogonalised, against the same part of those of one process."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    world = open_world(ParallelConfig(), "cpu")
+    mesh = world.mesh["data_shard"]
+    matrices = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
+    placed = distribute_tensor(matrices, mesh, [Shard(dimension)])
+    (part,) = map_whole_matrices(orthogonalize, [placed.to_local()], [placed])
+    expected = distribute_tensor(orthogonalize(matrices), mesh, [Shard(dimension)]).to_local()
+    close_world(world)
+    return torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_stacked_matrices_are_orthogonalized_whole_wherever_ranks_cut_them(dimension):
+    assert launch(2, stacked_over_ranks, dimension) == [True, True]
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(expert=2)])
+def test_muon_of_experts_follows_one_process_over_ranks(layout):
+    def trace(ranks, layout):
+        rest = (True, SETTINGS["muon"], None, False, 2)
+        return launch(ranks, train, layout, "float32", 3, "qwen3_moe:micro", 258, *rest)
+
+    (alone,) = trace(1, ParallelConfig())
+    for found in trace(2, layout):
+        assert found.losses == pytest.approx(alone.losses, rel=1e-5)  # whose sums over tokens round in another order
