@@ -186,18 +186,12 @@ def _expert(entry: Any, place: tuple[slice, ...]) -> Tensor:
 
 
 def _quantized(name: str, files: dict[str, Path], opened: dict[Path, Any]) -> tuple[torch.Size, Callable[[], Tensor]]:
-    if name + SCALES not in files:
-        raise UserError(f"{files[name + BLOCKS]}: tensor {name + SCALES} is missing; the download may be incomplete")
+    """Of names and shapes that `check_tensors` has seen."""
     blocks, scales = (opened[files[name + end]].get_slice(name + end) for end in (BLOCKS, SCALES))
-    sizes = scales.get_shape()
-    if len(sizes) != 3 or blocks.get_shape() != [*sizes, BLOCK // 2]:
-        raise UserError(
-            f"{files[name + BLOCKS]}: tensor {name + BLOCKS} has shape {blocks.get_shape()}, and its scales {sizes}; "
-            "the download may be incomplete"
-        )
-    experts, inputs, outputs = sizes[0], sizes[2] * BLOCK, sizes[1]
+    experts, outputs, count = scales.get_shape()
+    inputs = count * BLOCK
     place = slice(0, experts), slice(0, inputs), slice(0, outputs)
-    return torch.Size((experts, inputs, outputs)), lambda: Mxfp4(blocks, scales)[place]
+    return torch.Size((experts, inputs, outputs)), lambda: Mxfp4(name, blocks, scales)[place]
 
 
 def _check(source: Path, weights: Weights) -> None:

@@ -176,7 +176,7 @@ def check_tensors(
 
 def _dequantized(part: Stored, local: Tensor, place: tuple[slice, ...], slices: dict[str, Any]) -> Iterator[Source]:
     """One expert after the other: what is read at once is held in bfloat16 beside its bytes."""
-    tensor = Mxfp4(slices[part.name + BLOCKS], slices[part.name + SCALES])
+    tensor = Mxfp4(part.name, slices[part.name + BLOCKS], slices[part.name + SCALES])
     for own, expert in enumerate(range(place[0].start, place[0].stop)):
         yield Source(part.of(local[own]), part.place((slice(expert, expert + 1), *place[1:])), tensor)
 

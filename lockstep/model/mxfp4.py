@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from lockstep.errors import UserError
+
 BLOCK = 32
 """Numbers that share a scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -18,29 +20,32 @@ BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the lower three bits; the fourth is the sign."""
 BIAS = 127
+NAN = 255
+"""The scale that stands for no number."""
 
 
 def dequantized(
     blocks: UInt8[Tensor, "experts out blocks half"], scales: UInt8[Tensor, "experts out blocks"]
 ) -> Float[Tensor, "experts out in"]:
-    """In bfloat16, which has them all exactly: two bits of a number, and a power of two. A scale of 255 is NaN.
+    """In bfloat16, which has them all exactly: two bits of a number, and a power of two. A scale of `NAN` is NaN.
 
     Of a byte the lower four bits come first.
     """
     table = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)], dtype=torch.bfloat16)
     numbers = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
-    powers = torch.where(scales == 255, torch.nan, torch.exp2(scales.double() - BIAS)).bfloat16()
+    powers = torch.where(scales == NAN, torch.nan, torch.exp2(scales.double() - BIAS)).bfloat16()
     return (numbers * powers[..., None]).flatten(-2)
 
 
 class Mxfp4:
     """An expert's weights `[experts, in, out]` in a file, of which a place is read at a time: as a tensor's slice is.
 
-    The file has them as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales.
+    The file has them as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales. Reading a place
+    raises UserError, with `name`, for a scale that is NaN: no weight is, so the file is damaged.
     """
 
-    def __init__(self, blocks: Any, scales: Any):
-        self.blocks, self.scales = blocks, scales
+    def __init__(self, name: str, blocks: Any, scales: Any):
+        self.name, self.blocks, self.scales = name, blocks, scales
 
     def __getitem__(self, place: tuple[slice, slice, slice]) -> Tensor:
         experts, inputs, outputs = place
@@ -51,5 +56,11 @@ class Mxfp4:
         parts = []
         for expert in range(experts.start, experts.stop):
             own = (slice(expert, expert + 1), outputs, whole)
-            parts.append(dequantized(self.blocks[own], self.scales[own])[..., inside].mT)
+            scales = self.scales[own]
+            if (scales == NAN).any():
+                raise UserError(
+                    f"tensor {self.name}{SCALES} has a scale byte of {NAN} for expert {expert}, which MXFP4 defines as "
+                    "NaN; the file is damaged or was quantised from weights that were not finite: download it again"
+                )
+            parts.append(dequantized(self.blocks[own], scales)[..., inside].mT)
         return torch.cat(parts)

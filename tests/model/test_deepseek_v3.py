@@ -116,7 +116,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantised .'fp8'.*Convert the folder first"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weights are quantised .'fp8'.*Convert .*: fp8 is float8_e4m3.*fp8_cast_bf16.py",
+        ),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
         ({"kv_lora_rank": None}, "key kv_lora_rank is missing"),
         ({"kv_lora_rank": 0}, "kv_rank is 0; it must be at least 1"),
@@ -169,5 +172,6 @@ def test_layers_of_both_kinds_are_compiled_once_for_engine_and_trainer():
 
 def test_the_published_model_has_its_number_of_weights():
     config = preset("deepseek_v3:671b")
+    # Published as 671B and 37B, so to three digits and to two.
     assert config.num_parameters == pytest.approx(671e9, rel=1e-3)
     assert config.num_active_parameters == pytest.approx(37.6e9, rel=5e-3)  # with embedding and head

@@ -166,7 +166,7 @@ def test_the_engine_gives_the_trainers_bits(tmp_path, dtype):
             dict(quantization_config={"quant_method": "gptq"}),
             r"'gptq'\), which is not read \(read are mxfp4, .*dequantize",
         ),
-        (dict(quantization_config="fp8"), r"'fp8'\), which is not read"),
+        (dict(quantization_config="fp8"), r"'fp8'\), which is not read.*float8_e4m3.*fp8_cast_bf16.py"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, values, message):
@@ -181,6 +181,7 @@ def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, values, mes
     [
         ("no_scales", r"gate_up_proj_scales is missing"),
         ("floats", r"down_proj_blocks is F32; only U8 are read"),
+        ("nan", r"layers.1.mlp.experts.down_proj_scales has a scale byte of 255 for expert 2"),
         ("shape", r"down_proj_scales has shape \[6, 64, 2\], but config.json asks for \[6, 64, 3\]"),
     ],
 )
@@ -191,6 +192,8 @@ def test_damaged_mxfp4_is_named(tmp_path, damage, message):
         del tensors[path + "gate_up_proj_scales"]
     elif damage == "floats":
         tensors[path + "down_proj_blocks"] = tensors[path + "down_proj_blocks"].float()
+    elif damage == "nan":
+        tensors[path + "down_proj_scales"][2, 3, 1] = 255
     else:
         tensors[path + "down_proj_scales"] = tensors[path + "down_proj_scales"][..., :2].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -223,7 +226,7 @@ def test_any_place_of_an_mxfp4_tensor_can_be_read():
     blocks = torch.randint(256, (3, 10, 4, 16), generator=draw, dtype=torch.uint8)
     scales = torch.randint(120, 130, (3, 10, 4), generator=draw, dtype=torch.uint8)
     whole = dequantized(blocks, scales).mT
-    tensor = Mxfp4(blocks, scales)
+    tensor = Mxfp4("down_proj", blocks, scales)
     for experts, inputs, outputs in [
         ((0, 3), (0, 128), (0, 10)),
         ((1, 2), (31, 33), (3, 4)),

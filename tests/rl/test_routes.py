@@ -385,11 +385,13 @@ def test_a_server_says_the_routes_that_an_engine_here_says(tmp_path):
         whole = server.complete(**body, return_routes="whole").json()
         without = server.complete(**body).json()
         wrong = server.complete(**body, return_routes=True)
+        alone = server.complete(**body | {"return_token_ids": False}, return_routes="digest")
     assert [choice["routes"] for choice in answer["choices"]] == [c.routes for c in expected]
     assert [list(map(shortened, choice["routes"])) for choice in whole["choices"]] == [c.routes for c in expected]
     assert all(choice["routes"] != other["routes"] for choice, other in zip(answer["choices"], whole["choices"]))
     assert not any("routes" in choice for choice in without["choices"])
     assert wrong.status_code == 400 and "return_routes" in wrong.text
+    assert alone.status_code == 400 and "give return_token_ids: true with it" in alone.json()["error"]["message"]
 
 
 @pytest.mark.slow

@@ -92,6 +92,12 @@ class SamplingRequest(BaseModel):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        if self.return_routes and not self.return_token_ids:
+            raise ApiError(
+                400,
+                "return_routes has the routes of the token ids that are returned; give return_token_ids: true with it",
+                "return_routes",
+            )
         if self.temperature and self.temperature < 0.01:
             raise ApiError(
                 400, "temperature is below 0.01; give 0, which takes the likeliest token, or more", "temperature"

@@ -135,6 +135,17 @@ def _short(number: int) -> str:
     return str(number) if abs(number) < 10**20 else "a number of more than 20 digits"
 
 
+_FROM_OTHERS = (
+    'load it in transformers with dequantize=True in its quantization config and dtype="bfloat16", and call '
+    "save_pretrained"
+)
+_FROM_FP8 = (
+    "fp8 is float8_e4m3 with a float32 scale for each block (weight_scale_inv). DeepSeek's inference/fp8_cast_bf16.py "
+    "writes the folder in bfloat16 (then take quantization_config out of its config.json); so does transformers: load "
+    'it with quantization_config=FineGrainedFP8Config(dequantize=True) and dtype="bfloat16", and call save_pretrained'
+)
+
+
 def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str) -> None:
     quantization = values.get("quantization_config") or {}
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -142,8 +153,8 @@ def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str)
         raise UserError(
             f"{where}: the weights are quantised ({method!r:.100}), which is not read"
             + (f" (read are {', '.join(read)}, and unquantised floats)" if read else "; only unquantised floats are")
-            + ". Convert the folder first: load it in transformers with dequantize=True in its quantization config and "
-            'dtype="bfloat16", and call save_pretrained'
+            + ". Convert the folder first: "
+            + (_FROM_FP8 if method == "fp8" else _FROM_OTHERS)
         )
 
 
