@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lockstep.commands.terminal import printable
+from lockstep.commands.terminal import in_encoding, printable
 from lockstep.config import Arithmetic, CompileConfig, RanksConfig
 from lockstep.errors import RunStopped, SaidByRank0, UserError, closest
 
@@ -376,7 +376,7 @@ def evaluate(arguments: list[str]) -> int:
     config = _parse(EvalConfig, arguments, "eval")
     refuse_ranks("eval")
     evaluation = run(config)
-    print(printable(as_text(evaluation)))
+    print(in_encoding(printable(as_text(evaluation)), sys.stdout.encoding))
     print(f"\nresults: {evaluation.path}")
     return 0
 

@@ -124,7 +124,7 @@ def _reinforce(
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
-    reward_model = load_reward_model(config, environment, world)
+    reward_model = load_reward_model(config, environment, world.device)
     rendering = open_rendering(config, environment, tokenizer, model)
     critic = make_critic(config, model)
     beside = critic.parameters_by_name() if critic else {}

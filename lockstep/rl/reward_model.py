@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.config import RLConfig
@@ -15,7 +16,6 @@ from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
 from lockstep.model import Decoder, load_model, read_config, resolve_dtype
-from lockstep.parallel import World
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.scoring import score_groups
 from lockstep.rl.conversations.rendering import Rendering
@@ -77,7 +77,7 @@ class RewardModel:
         return [self._without_special(own) for own in value] if isinstance(value, list) else value
 
 
-def load_reward_model(config: RLConfig, environment: Environment, world: World) -> RewardModel | None:
+def load_reward_model(config: RLConfig, environment: Environment, device: torch.device) -> RewardModel | None:
     """The run's, whole on every rank; None without one. Raises UserError for a folder that has none, and where an
     environment has no rewards of its own and there is no reward model either."""
     if not config.reward_model:
@@ -93,7 +93,7 @@ def load_reward_model(config: RLConfig, environment: Environment, world: World) 
             f"reward_model {folder}: is a language model, whose head gives no score; train one with lockstep "
             "reward-model, or give a folder of transformers' …ForSequenceClassification with one label"
         )
-    model = load_model(folder, resolve_dtype(config.dtype), world.device).requires_grad_(False)
+    model = load_model(folder, resolve_dtype(config.dtype), device).requires_grad_(False)
     return RewardModel(model, load_tokenizer(folder, model.config.vocab_size), load_chat_template(folder))
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import lockstep
 from lockstep import load_model
 from lockstep.checkpoint import folder_if_model
 from lockstep.cli import main
-from lockstep.config import ParallelConfig, RewardModelConfig, RLConfig, TrainConfig
+from lockstep.config import EvalConfig, ParallelConfig, RewardModelConfig, RLConfig, TrainConfig
 from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
@@ -231,3 +232,16 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, folders):
     reinforce(config, Words())
     reinforce(replace(config, steps=2, resume=True), Words())
     assert _rollouts(tmp_path / "stopped", 2) == _rollouts(whole, 2)
+
+
+def test_eval_has_the_figures_of_the_runs_validation(tmp_path, folders):
+    run = reinforce(_config(tmp_path / "run", folders, steps=1), Words())
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    config = EvalConfig(
+        model=(str(run),), reward_model=str(folders[1]), examples=2, max_new_tokens=6, output=str(tmp_path / "eval")
+    )
+    (result,) = lockstep.evaluate(config, Words()).results
+    assert result.figures.reward.mean == last["validation/reward"]
+    assert result.figures.rewards["reward_model"].mean == last["validation/reward_model"]
+    with pytest.raises(UserError, match="has no rewards of its own; give --reward-model"):
+        lockstep.evaluate(replace(config, reward_model="", overwrite=True), Words())
