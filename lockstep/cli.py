@@ -1,5 +1,5 @@
-"""One command: lockstep demo | pretrain | sft | dpo | data | rl | replay | generate | chat | eval | serve | parity |
-compare | convert | why | doctor.
+"""One command: lockstep demo | pretrain | sft | dpo | reward-model | data | rl | replay | generate | chat | eval |
+serve | parity | compare | convert | why | doctor.
 
 Bad input ends with one clear message and exit code 2, without a traceback.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from lockstep.commands.terminal import printable
+from lockstep.commands.terminal import in_encoding, printable
 from lockstep.config import Arithmetic, CompileConfig, RanksConfig
 from lockstep.errors import RunStopped, SaidByRank0, UserError, closest
 
@@ -155,6 +155,8 @@ MOST_USED = {
     "  --validation-data --resume",
     "dpo": "--model --data --loss --beta --output --epochs --tokens-per-step --sequence-length --train.learning-rate\n"
     "  --validation-data --resume",
+    "reward-model": "--model --data --output --epochs --tokens-per-step --sequence-length --train.learning-rate\n"
+    "  --validation-data --resume",
     "rl": "--model --environment --algorithm --data --output --steps --prompts-per-step --samples-per-prompt\n"
     "  --max-new-tokens --train.learning-rate --validation-every --resume --dry-run",
 }
@@ -218,6 +220,18 @@ def dpo(arguments: list[str]) -> int:
     from lockstep.train.dpo import prefer
 
     _print_next(prefer(_run_config("dpo", DPOConfig, arguments)), "serve --model {folder}")
+    return 0
+
+
+def reward_model(arguments: list[str]) -> int:
+    """a model that scores answers, learnt from chosen and rejected ones: a reward for rl"""
+    from lockstep.config import RewardModelConfig
+    from lockstep.train.reward_model import train_reward_model
+
+    config = _run_config("reward-model", RewardModelConfig, arguments)
+    _print_next(
+        train_reward_model(config), "rl --reward-model {folder} --environment prompts --model MODEL --data DATA"
+    )
     return 0
 
 
@@ -362,7 +376,7 @@ def evaluate(arguments: list[str]) -> int:
     config = _parse(EvalConfig, arguments, "eval")
     refuse_ranks("eval")
     evaluation = run(config)
-    print(printable(as_text(evaluation)))
+    print(in_encoding(printable(as_text(evaluation)), sys.stdout.encoding))
     print(f"\nresults: {evaluation.path}")
     return 0
 
@@ -603,6 +617,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "pretrain": pretrain,
     "sft": sft,
     "dpo": dpo,
+    "reward-model": reward_model,
     "data": data,
     "rl": rl,
     "generator": generator,

@@ -42,5 +42,5 @@ def test_documented_commands_exist():
     from lockstep.cli import COMMANDS
 
     for page in PAGES:
-        for command in re.findall(r"^lockstep (\w+)", page.read_text(), flags=re.M):
+        for command in re.findall(r"^lockstep ([\w-]+)", page.read_text(), flags=re.M):
             assert command in COMMANDS, f"{page.name} names lockstep {command}"

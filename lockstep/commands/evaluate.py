@@ -47,7 +47,8 @@ def _sentence(compared: Comparison) -> str:
         return f"{models}: no prompt has completions of both that all count"
     sign = "+" * (compared.difference.mean >= 0)
     p_value = "too few prompts to test" if compared.p_value is None else f"p = {compared.p_value:.2g} ({compared.test})"
+    left_out = f" ({compared.left_out} left out, whose rewards failed)" if compared.left_out else ""
     return (
         f"{models}: {compared.measure} {sign}{compared.difference.text()}, better on {compared.better} of "
-        f"{compared.prompts} prompts, worse on {compared.worse}; {p_value}"
+        f"{compared.prompts} prompts, worse on {compared.worse}{left_out}; {p_value}"
     )

@@ -7,6 +7,16 @@ import re
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def in_encoding(text: str, encoding: str | None) -> str:
+    """What a terminal of that encoding can show: +/- for ± where it has none, and ? for anything else it has not."""
+    name = encoding or "utf-8"
+    try:
+        text.encode(name)
+    except UnicodeEncodeError:
+        return text.replace("±", "+/-").encode(name, "replace").decode(name)
+    return text
+
+
 def printable(text: str) -> str:
     """Control characters but tabs and line feeds as `\\x1b`: they could rewrite what a terminal shows."""
     return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

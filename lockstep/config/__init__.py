@@ -16,7 +16,7 @@ from lockstep.config.faults import FaultConfig
 from lockstep.config.lora import LoraConfig
 from lockstep.config.observe import ObserveConfig
 from lockstep.config.parallel import ParallelConfig
-from lockstep.config.preferences import DPOConfig, PreferenceConfig
+from lockstep.config.preferences import DPOConfig, PreferenceConfig, RewardModelConfig
 from lockstep.config.recompute import RecomputeConfig
 from lockstep.config.rewards import RewardConfig
 from lockstep.config.runs import PretrainConfig, RLConfig, ServeConfig, SFTConfig
@@ -48,6 +48,7 @@ __all__ = [
     "RanksConfig",
     "RecomputeConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "SFTConfig",
     "ServeConfig",
     "TrainConfig",

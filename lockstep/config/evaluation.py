@@ -33,6 +33,10 @@ class EvalConfig:
     """Completions of each prompt."""
     pass_at: tuple[int, ...] = ()
     """The k of pass@k, at most samples_per_prompt; empty: 1, 2, 4 … and samples_per_prompt."""
+    reward_model: str = ""
+    """Folder of a model that scores completions, as for `rl`."""
+    reward_model_weight: Annotated[float, AtLeast(0)] = 1.0
+    """Of its score in the total reward."""
     max_new_tokens: Annotated[int, Above(0)] = 32
     """Completions are cut here and count as truncated."""
     chat: Literal["auto", "always", "never"] = "auto"

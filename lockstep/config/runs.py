@@ -108,11 +108,12 @@ class RLConfig:
     """Llama 3 or Qwen3 to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
     hub."""
     environment: str = "digit_sum"
-    """`alphabet_sort`, `calculator`, `code`, `digit_sum`, `gsm8k`, `math` or `retrieval`; `gymnasium:ID` or
-    `verifiers:TASKSET`; or `FILE.py:Class` for a task of your own."""
+    """`alphabet_sort`, `calculator`, `code`, `digit_sum`, `gsm8k`, `math`, `prompts` or `retrieval`;
+    `gymnasium:ID` or `verifiers:TASKSET`; or `FILE.py:Class` for a task of your own."""
     data: str = ""
-    """The environment's data. code, math: a folder with train.jsonl and validation.jsonl, or one .jsonl file; gsm8k: a
-    folder with train.jsonl and test.jsonl; retrieval: as code, with `documents` beside; verifiers: a .toml file."""
+    """The environment's data. code, math, prompts: a folder with train.jsonl and validation.jsonl, or one .jsonl file;
+    gsm8k: a folder with train.jsonl and test.jsonl; retrieval: as code, with `documents` beside; verifiers: a .toml
+    file."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
     steps: Annotated[int, Above(0)] = 100
@@ -193,6 +194,10 @@ class RLConfig:
     """`kl_reference = "average"`: the share of the average that a step keeps."""
     teacher: str = ""
     """Folder of the model to distil from, with the same vocabulary (algorithm distillation)."""
+    reward_model: str = ""
+    """Folder of a model that scores completions, from `lockstep reward-model`: one more reward, named reward_model."""
+    reward_model_weight: Annotated[float, AtLeast(0)] = 1.0
+    """Of its score in the total reward."""
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the policy's entropy, in nats, that is taken off the loss."""
     off_policy: Literal["", "none", "truncate", "mask"] = ""

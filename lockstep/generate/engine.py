@@ -31,7 +31,7 @@ from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
 from lockstep.generate.stragglers import stragglers
 from lockstep.model import Decoder, check_token_ids
-from lockstep.model.checkpoint import copy_weights, sources_of_weights
+from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
@@ -76,6 +76,7 @@ class Engine:
     ):
         if not isinstance(model, Decoder):
             raise UserError(f"an Engine samples from a Decoder, not from {model!r:.60}; load it with load_model")
+        refuse_score_head(model.config, "the model")
         if sharded_over_data(model):
             raise UserError(
                 "an Engine reads weights where they lie, but these are sharded over data ranks, which gather them for "

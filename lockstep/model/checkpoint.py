@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -26,11 +26,11 @@ from lockstep.model.config import ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.families import from_hugging_face, is_ignored, to_hugging_face
-from lockstep.model.initialize import initialize_adapter
+from lockstep.model.initialize import initialize_some
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
-from lockstep.model.stored import Stored, found_as, is_adapter, is_float32, stored_as
+from lockstep.model.stored import Stored, found_as, is_adapter, is_float32, is_score_head, stored_as
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 QUANTIZED = ("U8",)
@@ -77,6 +77,19 @@ def load_weights(model: TrainableModel, path: str | Path) -> None:
     copy_weights(sources_of_weights(model, path))
 
 
+class Added(NamedTuple):
+    """What a model has beyond the folder that it begins from."""
+
+    fields: tuple[str, ...]
+    """Of its ModelConfig."""
+    names: Callable[[str], bool]
+    """Whether a parameter is one of them."""
+
+
+ADAPTER = Added(("lora",), is_adapter)
+SCORE_HEAD = Added(("score_head", "tie_embeddings"), is_score_head)
+
+
 class Source(NamedTuple):
     """Values of a parameter that this rank holds, and the place of a file's tensor that they come from."""
 
@@ -95,24 +108,33 @@ def begin_adapter(model: TrainableModel, path: str | Path, seed: int) -> None:
 
     Raises UserError as `load_weights` does.
     """
-    copy_weights(sources_of_weights(model, path, without_adapter=True))
-    initialize_adapter(model, seed)
+    copy_weights(sources_of_weights(model, path, ADAPTER))
+    initialize_some(model, seed, ADAPTER.names)
 
 
-def sources_of_weights(model: TrainableModel, path: str | Path, without_adapter: bool = False) -> list[Source]:
-    """What `load_weights` checks, and then copies; `without_adapter`: the base's weights only. Raises UserError."""
+def begin_score_head(model: TrainableModel, path: str | Path, seed: int) -> None:
+    """Fills a model that has a score head with a language model's weights, and the head with fresh ones.
+
+    Raises UserError as `load_weights` does.
+    """
+    copy_weights(sources_of_weights(model, path, SCORE_HEAD))
+    initialize_some(model, seed, SCORE_HEAD.names)
+
+
+def sources_of_weights(model: TrainableModel, path: str | Path, added: Added | None = None) -> list[Source]:
+    """What `load_weights` checks, and then copies; what is `added` is not looked for. Raises UserError."""
     folder = Path(path)
     try:
         config = read_config(folder)
         for field in dataclasses.fields(config):
             new, own = getattr(config, field.name), getattr(model.config, field.name)
             # What ends a text, and how sums are cut, belongs to the folder that the model came from.
-            of_folder = ("bos_token_id", "eos_token_ids", "reduction_chunks", *(["lora"] if without_adapter else []))
+            of_folder = ("bos_token_id", "eos_token_ids", "reduction_chunks", *(added.fields if added else ()))
             if new != own and field.name not in of_folder:
                 raise UserError(
                     f"{folder}: {field.name} is {new}, but {own} in the loaded model; give a folder of that model"
                 )
-        return check_tensors(model, folder, tensor_files(folder), without_adapter)
+        return check_tensors(model, folder, tensor_files(folder), added)
     except UserError:
         raise
     except Exception as error:  # nothing has changed yet: whatever it is, the folder is at fault
@@ -127,7 +149,7 @@ def copy_weights(sources: list[Source]) -> None:
 
 
 def check_tensors(
-    model: TrainableModel, folder: Path, files: dict[str, Path], without_adapter: bool = False
+    model: TrainableModel, folder: Path, files: dict[str, Path], added: Added | None = None
 ) -> list[Source]:
     """Where each of the model's tensors comes from, file by file. Raises UserError where one is not there as it should.
 
@@ -135,7 +157,7 @@ def check_tensors(
     """
     if is_adapter_folder(folder):
         refuse_other_base(folder)
-    parameters = [(n, p) for n, p in model.named_parameters() if not (without_adapter and is_adapter(n))]
+    parameters = [(n, p) for n, p in model.named_parameters() if not (added and added.names(n))]
     wanted = list(_wanted(parameters, files))
     shapes = {name: shape for part, parameter in wanted for name, shape in part.tensors(parameter.shape).items()}
     # A model may hold some of the layers only.
@@ -250,6 +272,15 @@ def read_config(folder: Path) -> ModelConfig:
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         values["eos_token_id"] = eos
     return from_hugging_face(values, str(path))
+
+
+def refuse_score_head(config: ModelConfig, name: str) -> None:
+    """Raises UserError, naming the model, where it is a reward model, which has no next token to give."""
+    if config.score_head:
+        raise UserError(
+            f"{name}: is a reward model, whose head scores a text and gives no next token; give a language model here, "
+            "and the reward model as lockstep rl --reward-model"
+        )
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -131,6 +131,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | Yarn | None = None
     max_positions: int = 32768
     tie_embeddings: bool = True
+    score_head: bool = False
+    """The head gives one number, the score of a text that ends at the token, in place of logits: a reward model."""
     qk_norm: bool = False
     """Normalise each head's queries and keys (Qwen3)."""
     attention_bias: bool = False
@@ -162,6 +164,8 @@ class ModelConfig:
                 f"model: {self.num_heads} heads do not divide into {self.num_kv_heads} key-value heads; "
                 "choose a divisor of num_attention_heads"
             )
+        if self.score_head and self.tie_embeddings:
+            raise UserError("model: a score head has a weight of its own; set tie_embeddings to False")
         if self.rotary_dim % 2:
             name = "head_dim" if self.latent is None else "rope_dim"
             raise UserError(f"model: {name} is {self.rotary_dim}; rotary embedding needs an even one")
@@ -249,8 +253,8 @@ class ModelConfig:
             if self.experts.clamped:
                 routed += met(self.experts) * (2 * self.experts.intermediate_size + self.dim)
             layers += len(self.mixtures) * (routed + router)
-        embeddings = self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        return embeddings + layers + self.dim
+        head = 0 if self.tie_embeddings else self.dim * (1 if self.score_head else self.vocab_size)
+        return self.vocab_size * self.dim + layers + self.dim + head
 
     @property
     def _attention_parameters(self) -> int:

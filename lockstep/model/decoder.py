@@ -81,7 +81,9 @@ class Decoder(nn.Module):
         self.embed_tokens = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
         self.layers = nn.ModuleList(Block(config, i, dtype, device) for i in range(config.num_layers))
         self.norm = layers.Weight(config.dim, dtype=dtype, device=device)
-        if not config.tie_embeddings:
+        if config.score_head:
+            self.score = layers.Weight(1, config.dim, dtype=dtype, device=device)
+        elif not config.tie_embeddings:
             self.lm_head = layers.Weight(config.vocab_size, config.dim, dtype=dtype, device=device)
         self.rotary = RotaryTables(config)
         if config.lora is not None:
@@ -129,8 +131,10 @@ class Decoder(nn.Module):
         return ops.linear(hidden, self.head_weight)
 
     @property
-    def head_weight(self) -> Float[Tensor, "vocab dim"]:
-        """The output projection: the embedding's own weight where they are tied."""
+    def head_weight(self) -> Float[Tensor, "outputs dim"]:
+        """The output projection: the embedding's own weight where they are tied, of a reward model its score's."""
+        if self.config.score_head:
+            return self.score.weight
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight
 
     @property

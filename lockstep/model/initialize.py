@@ -17,7 +17,7 @@ from lockstep.model.dtypes import resolve_dtype
 from lockstep.model.normal import normal, uniform
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
-from lockstep.model.stored import is_adapter
+from lockstep.model.stored import is_adapter, is_score_head
 
 BLOCK = 1 << 16
 """Elements drawn from one seed, in whole rows: the smallest piece of a parameter that can be drawn by itself."""
@@ -40,10 +40,18 @@ def build_model(
     return model
 
 
-@torch.no_grad()
 def initialize(model: TrainableModel, seed: int) -> None:
     """Fills the weights of a Decoder, or of a part of one, in place; of a sharded parameter this rank's shard."""
+    initialize_some(model, seed, lambda name: True)
+
+
+@torch.no_grad()
+def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bool]) -> None:
+    """As `initialize`, only of the parameters whose names are `wanted`. An adapter's A is uniform between ±1/√in, as
+    `peft` begins, and its B zeros; a score head is normal(0, 1/(dim + 1)) (arXiv 2009.01325, appendix B)."""
     for name, parameter in model.named_parameters():
+        if not wanted(name):
+            continue
         if parameter.ndim == 1 or name.endswith("_bias"):
             parameter.fill_(1.0 if name.endswith(".weight") else 0.0)
             continue
@@ -51,21 +59,13 @@ def initialize(model: TrainableModel, seed: int) -> None:
         if is_adapter(name):
             _begin_adapter(name, parameter, seed)
             continue
-        deviation, key = _standard_deviation(name, model.config.num_layers), f"{seed}/{name}"
+        deviation, key = _standard_deviation(name, model.config), f"{seed}/{name}"
         if parameter.ndim == 2:
             _draw(local, place, parameter.shape[1], deviation, key)
             continue
         for expert in range(place[0].start, place[0].stop):
             own = local[expert - place[0].start]
             _draw(own, place[1:], parameter.shape[2], deviation, f"{key}/{expert}")
-
-
-@torch.no_grad()
-def initialize_adapter(model: TrainableModel, seed: int) -> None:
-    """Fills the weights of the model's adapter in place: A uniform between ±1/√in, as `peft` begins, and B zeros."""
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            _begin_adapter(name, parameter, seed)
 
 
 def _begin_adapter(name: str, parameter: Tensor, seed: int) -> None:
@@ -76,9 +76,11 @@ def _begin_adapter(name: str, parameter: Tensor, seed: int) -> None:
         _draw(local, place, inputs, 2 / math.sqrt(inputs), f"{seed}/{name}", uniform)
 
 
-def _standard_deviation(name: str, num_layers: int) -> float:
+def _standard_deviation(name: str, config: ModelConfig) -> float:
+    if is_score_head(name):
+        return 1 / math.sqrt(config.dim + 1)
     into_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
-    return 0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02
+    return 0.02 / math.sqrt(2 * config.num_layers) if into_residual else 0.02
 
 
 def _draw(

@@ -18,12 +18,18 @@ TRANSPOSED = ("gate_up_proj", "down_proj")
 
 PEFT_PREFIX = "base_model.model.model."
 """Before a layer's name in an adapter's file: `peft` wraps the model."""
+HEADS = ("lm_head.", "score.")
 CHOICE_BIAS = "e_score_correction_bias"
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter is one of a low-rank adapter's."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
+
+
+def is_score_head(name: str) -> bool:
+    """Whether a parameter is the head of a reward model."""
+    return name == "score.weight"
 
 
 def is_float32(name: str) -> bool:
@@ -76,7 +82,7 @@ def hugging_face_name(name: str) -> str:
     adapter's as `peft` names it."""
     if is_adapter(name):
         return f"{PEFT_PREFIX}{name}"
-    return name if name.startswith("lm_head.") else f"model.{name}"
+    return name if name.startswith(HEADS) else f"model.{name}"
 
 
 def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:

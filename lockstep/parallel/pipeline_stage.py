@@ -28,7 +28,9 @@ class Stage(Decoder):
             del self.embed_tokens
         if not self.is_last:
             del self.norm
-            if not config.tie_embeddings:
+            if config.score_head:
+                del self.score
+            elif not config.tie_embeddings:
                 del self.lm_head
 
     def forward(

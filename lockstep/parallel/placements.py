@@ -59,6 +59,7 @@ LLAMA3: dict[str, Placement] = {
     "mlp.down_proj.weight": COLUMNS,
     "norm.weight": COPY,
     "lm_head.weight": ROWS,
+    "score.weight": COPY,
 }
 QWEN3: dict[str, Placement] = LLAMA3 | {"self_attn.q_norm.weight": COPY, "self_attn.k_norm.weight": COPY}
 # What is compressed, and the one key made of it, every rank has; heads are cut.

@@ -171,6 +171,7 @@ RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfi
     },
     "sft": {"chat": chat},
     "dpo": {},
+    "reward-model": {},
     "rl": {
         "digit_sum": digit_sum,
         **DIGIT_SUMS,

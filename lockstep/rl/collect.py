@@ -35,7 +35,7 @@ from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards import Grader, Outcome, failures, grade_here, totals
-from lockstep.rl.rollouts import Rollout, episodes_of, of_versions
+from lockstep.rl.rollouts import OVERLONG, Rollout, episodes_of, of_versions
 
 
 def collect(
@@ -111,7 +111,7 @@ def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> No
     for rows in episodes_of(rollouts) if share > 0 else ():
         penalty = overlong_penalty(max(rollout.longest_reply() for rollout in rows), limit, share)
         for rollout in rows:
-            rollout.rewards["overlong"] = penalty
+            rollout.rewards[OVERLONG] = penalty
             rollout.reward += penalty
 
 

@@ -63,6 +63,7 @@ from lockstep.rl.reference import (
     load_teacher,
     moving_average,
 )
+from lockstep.rl.reward_model import assign_scores, load_reward_model
 from lockstep.rl.rewards import Outcome, refuse_too_many
 from lockstep.rl.rollouts import write_rollouts
 from lockstep.rl.routes import refuse_replay_without_experts
@@ -123,6 +124,7 @@ def _reinforce(
     tokenizer = load_tokenizer(config.model, model.config.vocab_size)
     reference = load_reference(config, world, tokenizer)
     teacher = load_teacher(config, world, tokenizer)
+    reward_model = load_reward_model(config, environment, world.device)
     rendering = open_rendering(config, environment, tokenizer, model)
     critic = make_critic(config, model)
     beside = critic.parameters_by_name() if critic else {}
@@ -171,6 +173,8 @@ def _reinforce(
             judged = sampling.evaluate(held_out)
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
+        if reward_model:
+            assign_scores(validation, reward_model, rendering, config, replicas, timeline.moved)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
         return validation_metrics(validation, environment)
 
@@ -205,6 +209,9 @@ def _reinforce(
                     stopwatch.begin("time/wait", everyone)
                     drawn, graded = replicas.everyones(asked, drawn, graded)
                     outcomes += graded
+                    if reward_model:
+                        stopwatch.begin("time/reward", patience=sampling.grading_seconds)
+                        assign_scores(drawn, reward_model, rendering, config, replicas, timeline.moved)
                     timeline.message = f"{len(drawn)} rollouts, graded"
                     stopwatch.begin("time/train")
                     ledger.add(drawn, places)

@@ -261,6 +261,9 @@ def _with_generator(
         note("reference model", _bytes(reference.parameters()))
     if config.teacher:
         note("teacher", _bytes(_frozen(_shape(config.teacher), config, world, fake).parameters()))
+    if config.reward_model:
+        scored = Decoder(_shape(config.reward_model), resolve_dtype(config.dtype), "meta")
+        note("reward model", _bytes(scored.parameters()))
     if sampling:
         with fake, pretending():
             engine = Engine(sampling, replace(config.engine, cuda_graphs="none"))

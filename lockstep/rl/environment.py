@@ -38,6 +38,8 @@ class Environment:
     reward_weights: ClassVar[Mapping[str, float]] = {}
     """Weights of named rewards in the total that is trained on; a name that is not here weighs 1."""
 
+    has_rewards: ClassVar[bool] = True
+    """Whether completions are rewarded here; where not, a reward model alone rewards them."""
     in_workers: ClassVar[bool] = False
     """Whether a built-in task's rewards and conversations may take long or fail, and so run in worker processes where
     `rewards.isolate` is auto, as those of a FILE.py:Class do."""
@@ -54,6 +56,8 @@ class Environment:
 
     def reward(self, example: Example, completion: str) -> float | dict[str, float]:
         """How good a completion is: one number, or several by name. It may be a coroutine (`async def`)."""
+        if not self.has_rewards:
+            return {}
         if self.rewards:
             # What a coroutine function returns here is awaited by the caller.
             return {name: function(example, completion) for name, function in self.rewards.items()}  # type: ignore

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import model_folder, open_model
+from lockstep.checkpoint import folder_if_model, model_folder, open_model
 from lockstep.config import EvalConfig, RLConfig, validate
 from lockstep.data import load_tokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine
+from lockstep.model import choose_dtype, open_device
 from lockstep.observe import Progress, announce, start_line
 from lockstep.parallel import apply_compile
 from lockstep.rl.collect import evaluate as sample_and_grade
@@ -25,6 +26,7 @@ from lockstep.rl.estimates import Estimate, estimate, randomization_test, random
 from lockstep.rl.figures import Figures, figures_of
 from lockstep.rl.opening import named_environment
 from lockstep.rl.prompts import examples_of
+from lockstep.rl.reward_model import RewardModel, assign_scores, load_reward_model
 from lockstep.rl.rewards import Grader
 from lockstep.rl.rewards.workers import open_grader
 from lockstep.rl.rollouts import Rollout, episodes_of, write_rollouts
@@ -53,7 +55,9 @@ class Comparison:
     measure: str
     """`pass@1`, or `reward` where the environment does not know of right answers."""
     prompts: int
-    """Those that are compared: all completions of both models count."""
+    """Those that are compared: all completions of both models count, or for `reward` one of each."""
+    left_out: int
+    """The others."""
     difference: Estimate | None
     """The model's mean less the baseline's; the standard error is that of the paired differences. None: no prompts."""
     better: int
@@ -89,14 +93,15 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     settings, environment = named_environment(_settings(config), environment)
     examples = examples_of(environment, config.split)[: config.examples or None]
     folders = [model_folder(model) for model in config.model]
+    reward_model = _reward_model(config, settings, environment)
     output = _open_output(config)
     results = []
     with open_grader(settings, environment, is_given, output) as grader:
         for number, (name, folder) in enumerate(zip(config.model, folders), 1):
             own = dataclasses.replace(settings, model=str(folder))
-            rollouts = _judged(config, own, name, folder, examples, environment, grader)
+            rollouts = _judged(config, own, name, folder, examples, environment, grader, reward_model)
             completions = output / f"completions_{number}.jsonl"
-            write_rollouts(completions, rollouts)
+            _write_completions(completions, rollouts)
             figures = figures_of(rollouts, environment, _ks(config))
             _refuse_failures(figures, config, rollouts)
             results.append(ModelResult(name, figures, completions, _by_prompt(rollouts, len(examples))))
@@ -125,7 +130,8 @@ def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparis
         test, measure = "paired randomization test", "reward"
     difference = estimate([[each] for each in differences]) if differences else None
     better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return Comparison(*against, measure, len(differences), difference, better, worse, p_value, test)
+    left_out = len(model.rewards_by_prompt) - len(differences)
+    return Comparison(*against, measure, len(differences), left_out, difference, better, worse, p_value, test)
 
 
 def _settings(config: EvalConfig) -> RLConfig:
@@ -133,6 +139,16 @@ def _settings(config: EvalConfig) -> RLConfig:
     taken = {field.name for field in dataclasses.fields(EvalConfig)} & {f.name for f in dataclasses.fields(RLConfig)}
     taken -= {"model", "samples_per_prompt"}
     return RLConfig(**{name: getattr(config, name) for name in taken}, validation_samples=config.samples_per_prompt)
+
+
+def _reward_model(config: EvalConfig, settings: RLConfig, environment: Environment) -> RewardModel | None:
+    """In the dtype that is asked for, or its own."""
+    device = open_device(config.device)
+    if not config.reward_model:
+        return load_reward_model(settings, environment, device)
+    folder = folder_if_model(config.reward_model)
+    dtype: Any = choose_dtype(config.dtype, folder, device)[0]
+    return load_reward_model(dataclasses.replace(settings, reward_model=folder, dtype=dtype), environment, device)
 
 
 def _judged(
@@ -143,6 +159,7 @@ def _judged(
     examples: Sequence[Example],
     environment: Environment,
     grader: Grader,
+    reward_model: RewardModel | None,
 ) -> list[Rollout]:
     """One model's graded completions; the model is gone afterwards."""
     model = open_model(folder, config.dtype, config.device, config.arithmetic)
@@ -159,7 +176,10 @@ def _judged(
     with Progress("eval", len(examples)) as bar:
         for start in range(0, len(examples), part):
             numbers = range(start, min(start + part, len(examples)))
-            rollouts += sample_and_grade(examples, environment, engine, tokenizer, settings, grader, rendering, numbers)
+            own = sample_and_grade(examples, environment, engine, tokenizer, settings, grader, rendering, numbers)
+            if reward_model:
+                assign_scores(own, reward_model, rendering, settings)
+            rollouts += own
             bar.advance(len(numbers))
     return rollouts
 
@@ -201,6 +221,13 @@ def _open_output(config: EvalConfig) -> Path:
     return output
 
 
+def _write_completions(path: Path, rollouts: Sequence[Rollout]) -> None:
+    try:
+        write_rollouts(path, rollouts)
+    except RunStopped as error:
+        raise _unwritten(path, error.__cause__) from error
+
+
 def _write(evaluation: Evaluation) -> None:
     """eval.json, whole or not at all."""
     path = evaluation.path
@@ -211,7 +238,12 @@ def _write(evaluation: Evaluation) -> None:
     except OSError as error:
         with suppress(OSError):
             partial_path.unlink(missing_ok=True)
-        raise RunStopped(f"{path}: cannot be written ({error.strerror}); free some space", exit_code=1) from error
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: BaseException | None) -> RunStopped:
+    why = error.strerror if isinstance(error, OSError) else error
+    return RunStopped(f"{path}: cannot be written ({why}); free some space, or give another --output", exit_code=1)
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

@@ -54,8 +54,10 @@ def figures_of(rollouts: Sequence[Rollout], environment: Environment, pass_at: S
             f"the rewards of {type(environment).__name__} are {', '.join(names)} for one example, but "
             f"{', '.join(other)} for another; give every example the same names"
         )
-    knows = any(r.rewards and environment.knows_correct(r.rewards) for own in counting for r in own)
-    right = [(sum(not r.failure and environment.is_correct(r.rewards) for r in own), len(own)) for own in counting]
+    knows = any(environment.knows_correct(given) for own in counting for r in own if (given := r.own_rewards()))
+    right = [
+        (sum(not r.failure and environment.is_correct(r.own_rewards()) for r in own), len(own)) for own in counting
+    ]
     # The same prompts for every k.
     whole = [(own, count) for own, count in right if count >= max(pass_at, default=1)]
     enough = {k: [pass_at_k(count, own, k) for own, count in whole] for k in pass_at}

@@ -62,7 +62,8 @@ def _made(kind: type[Environment], data: str, skip_bad_lines: bool) -> Environme
     where = f"{file or kind.__module__}: {kind.__name__}"
     converses = issubclass(kind, ConversationEnvironment)
     for method in ("examples", "reward"):
-        others = method == "reward" and (kind.rewards or (converses and converses_or_grades(kind)))
+        elsewhere = kind.rewards or not kind.has_rewards or (converses and converses_or_grades(kind))
+        others = method == "reward" and elsewhere
         if getattr(kind, method) is getattr(Environment, method) and not others:
             name = "lockstep.rl.ConversationEnvironment" if converses else "lockstep.rl.Environment"
             also = ", `converse` or `grade`" if converses and method == "reward" else ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.data.encode import half_a_pair
 from lockstep.errors import UserError
 from lockstep.observe import log
 from lockstep.parallel import World
@@ -143,9 +144,20 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
             f'{kind.__name__}.examples("{split}") yields a prompt of the type {type(other.prompt).__name__}; it must '
             "be text, which the model's chat template renders as a user's message"
         )
+    if broken := next((e for e in examples if not _is_text(e.prompt)), None):
+        raise UserError(f'{kind.__name__}.examples("{split}"), {broken.name!r:.80}: {half_a_pair(broken.prompt)}')
     if said := _repeated(examples):
         log.warning('%s.examples("%s") yields %s', kind.__name__, split, said)
     return examples
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written at all."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _repeated(examples: Sequence[Example]) -> str:

@@ -15,6 +15,9 @@ from lockstep.generate.routes import shortened
 from lockstep.rl.environment import Example
 from lockstep.rl.rewards.calling import Outcome
 
+OVERLONG, REWARD_MODEL = "overlong", "reward_model"
+"""Rewards that are not the environment's, by their names."""
+
 
 @dataclass
 class Conversation:
@@ -113,6 +116,10 @@ class Rollout:
     def staleness(self, version: int) -> list[int]:
         """How many versions behind `version` the weights were that each sampled token comes from."""
         return [version - own for own in self.versions or [self.version] * self.num_sampled]
+
+    def own_rewards(self) -> dict[str, float]:
+        """Those that the environment gave."""
+        return {name: value for name, value in self.rewards.items() if name not in (OVERLONG, REWARD_MODEL)}
 
     def longest_reply(self) -> int:
         """Sampled tokens that stand together, at most."""

@@ -167,6 +167,11 @@ def target_log_prob_sum(model: ScoringModel, row: PackedRow, weight: float) -> F
     return ops.log_prob_sum(predicting_states(model, row), model.head_weight, row.targets, weight)
 
 
+def target_scores(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets"]:
+    """A reward model's score, in float32, of the text before each target."""
+    return ops.linear(predicting_states(model, row).float(), model.head_weight.float())[:, 0]
+
+
 def predicting_states(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets dim"]:
     """The hidden states that the targets are predicted from."""
     if row.lengths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.model import ScoringModel
 from lockstep.parallel import World
 from lockstep.train.context import shard_row
-from lockstep.train.packing import PackedRow, pack_scored, target_log_probs
+from lockstep.train.packing import PackedRow, pack_scored, target_log_probs, target_scores
 
 Which = Literal["both", "first", "second"]
 
@@ -71,11 +71,25 @@ def answer_log_probs(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float
     Each answer's sum has the same bits in any company. Ranks that share a row each have all sums, and the gradient of
     their own tokens: one of them counts them.
     """
-    log_probs, _ = target_log_probs(model, batch.row)
-    shared = getattr(batch.row.attention, "shared_targets", None)
-    if shared is not None:
-        log_probs = shared.whole(log_probs)
+    log_probs, counts = _of_all_ranks(target_log_probs(model, batch.row)[0], batch.row)
     if not batch.lengths:
-        return log_probs.sum()[None][:0] + 0.0 * log_probs.sum(), shared is None or shared.is_first
-    sums = torch.stack([ops.total(part) for part in log_probs.split(batch.lengths)])
-    return sums, shared is None or shared.is_first
+        return log_probs.sum()[None][:0] + 0.0 * log_probs.sum(), counts
+    return torch.stack([ops.total(part) for part in log_probs.split(batch.lengths)]), counts
+
+
+def end_scores(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float[Tensor, "sequences"], bool]:
+    """A reward model's score of each sequence, as `answer_log_probs`; the sequences are `ending`."""
+    scores, counts = _of_all_ranks(target_scores(model, batch.row), batch.row)
+    return (scores if batch.lengths else scores[:0] + 0.0 * scores.sum()), counts
+
+
+def ending(example: Example) -> Example:
+    """The example with sequences whose one target stands after the last token, where the whole text is known."""
+    first, second = (AnswerTokens([*s.tokens, 0], [len(s.tokens)]) for s in example.sequences)
+    return replace(example, sequences=(first, second))
+
+
+def _of_all_ranks(own: Float[Tensor, "own"], row: PackedRow) -> tuple[Float[Tensor, "targets"], bool]:
+    """What this rank and those that share the row have of its targets, and whether this rank counts it."""
+    shared = getattr(row.attention, "shared_targets", None)
+    return (own, True) if shared is None else (shared.whole(own), shared.is_first)

@@ -48,6 +48,7 @@ from lockstep.model import (
     load_weights,
     preset,
     read_config,
+    refuse_score_head,
     resolve_dtype,
 )
 from lockstep.observe import (
@@ -442,6 +443,7 @@ def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
 def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
     """This rank's part of a model with fresh weights, or of a folder's. Raises UserError for rows too long for it."""
     shape = model_shape(config, tokenizer)
+    refuse_score_head(shape, config.model)
     check_length(config, shape)
     fill: Callable[[TrainableModel], None] = partial(initialize, seed=config.seed)
     if folder := Path(config.model).is_dir():

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -31,20 +32,21 @@ class Terminal:
     def type(self, text):
         os.write(self._descriptor, text.encode())
 
-    def until(self, wanted, seconds=120.0, pressing=""):
-        """What is shown up to a match of `wanted`, which is taken from what is still to be seen.
-
-        pressing: typed every second until then.
-        """
+    def until(self, wanted, seconds=120.0):
+        """What is shown up to a match of `wanted`, which is taken from what is still to be seen."""
         end = time.monotonic() + seconds
         while not (found := re.search(wanted, self.seen)):
             assert time.monotonic() < end, self.seen
             if select.select([self._descriptor], [], [], 1.0)[0]:
                 self.seen += os.read(self._descriptor, 65536).decode(errors="replace")
-            else:
-                self.type(pressing)
         shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return shown
+
+
+def _as_from_a_terminal():
+    """Ctrl-C reaches the process, also where the tests run in a shell's background, which ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
@@ -54,8 +56,7 @@ def chatting(folder, *options):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "dumb"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-        # So that Ctrl-C reaches it as from a keyboard.
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_as_from_a_terminal,
     )  # fmt: skip
     os.close(theirs)
     terminal = Terminal(process, ours)
@@ -86,9 +87,8 @@ def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_fo
         terminal.until(r"\n> ")
         terminal.type("/reset now\n")
         terminal.until(r"nothing was forgotten\r\n> ")
-        # Python's readline shows its prompt, then waits; a Ctrl-C between the two does nothing until the next key.
         terminal.type("\x03")
-        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ", pressing="\x03")
+        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     assert first

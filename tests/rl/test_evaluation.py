@@ -3,16 +3,20 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import lockstep
 from lockstep.cli import main
+from lockstep.commands.evaluate import _sentence
+from lockstep.commands.terminal import in_encoding
 from lockstep.config import EvalConfig, RewardConfig
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.figures import figures_of
+from lockstep.rl.evaluation import ModelResult, compare
+from lockstep.rl.figures import Figures, figures_of
 from lockstep.rl.rollouts import Rollout
 from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
 
@@ -201,3 +205,38 @@ def test_a_benchmark_file_without_answers_is_refused_by_file_and_line(
 def test_settings_that_make_no_sense_are_refused(tmp_path, changes, said):
     with pytest.raises(UserError, match=said):
         lockstep.evaluate(replace(_eval(tmp_path, "x"), **changes), Early())
+
+
+def test_a_prompt_that_is_no_text_is_named(tmp_path, folders):  # noqa: F811
+    class Broken(Early):
+        def examples(self, split):
+            yield Example("whole", id="a:1")
+            yield Example("half \ud800 of it", id="a:2")
+
+    with pytest.raises(UserError, match="'a:2': a text holds half a surrogate pair after 'half '; mend it"):
+        lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, folders, monkeypatch):  # noqa: F811
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lockstep.rl.rollouts.json.dumps", full)
+    with pytest.raises(RunStopped, match=r"completions_1.jsonl: cannot be written \(No space left on device\); free"):
+        lockstep.evaluate(_eval(tmp_path, folders[0], examples=2), Early())
+    assert not list((tmp_path / "eval").iterdir())
+
+
+def test_a_comparison_says_how_many_prompts_it_left_out():
+    def result(name, right):
+        figures = Figures(3, 3, right, {}, None, {}, {}, 0.0, 0.0)
+        return ModelResult(name, figures, Path(name), [1.0] * 3)
+
+    compared = compare(result("a", [(1, 1), (0, 1), (0, 0)]), result("b", [(1, 1), (1, 1), (1, 1)]), 1)
+    assert (compared.prompts, compared.left_out, compared.better) == (2, 1, 1)
+    assert "better on 1 of 2 prompts, worse on 0 (1 left out, whose rewards failed); p" in _sentence(compared)
+
+
+def test_a_terminal_that_lacks_a_character_is_shown_another():
+    assert in_encoding("0.4 ± 0.1 é", "utf-8") == "0.4 ± 0.1 é"
+    assert in_encoding("0.4 ± 0.1 é", "ascii") == "0.4 +/- 0.1 ?"

@@ -67,6 +67,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise UserError(f"{where}: architectures is {architectures!r:.100}; it must be a list with one name")
     known = {module.ARCHITECTURE: name for name, module in FAMILIES.items()}
+    known |= {_scoring(name): family for name, family in known.items()}
     if architectures[0] not in known:
         raise UserError(
             f'{where}: architecture "{architectures[0]}" is not supported.{closest(architectures[0], known)} '
@@ -98,6 +99,9 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     fields.setdefault("num_kv_heads", fields["num_heads"])
     fields.setdefault("head_dim", fields["dim"] // fields["num_heads"])
     fields.setdefault("tie_embeddings", False)
+    if architectures[0] != module.ARCHITECTURE:
+        _refuse_classes(values, where)
+        fields |= {"score_head": True, "tie_embeddings": False}
     eos = values.get("eos_token_id")
     if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [0 if eos is None else eos])):
         raise UserError(f"{where}: eos_token_id is {eos!r:.100}; it must be a token id or a list of them")
@@ -129,6 +133,22 @@ def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:
         made = [math.inf]
     if not all(map(math.isfinite, made)):
         raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are no numbers; check them")
+
+
+def _scoring(architecture: str) -> str:
+    """The name in transformers of an architecture whose head gives scores."""
+    return architecture.replace("ForCausalLM", "ForSequenceClassification")
+
+
+def _refuse_classes(values: dict[str, Any], where: str) -> None:
+    """Raises UserError for a head with several outputs."""
+    # transformers writes no num_labels, but the labels' names, and two of them by default.
+    labels = values.get("id2label", {"0": "", "1": ""})
+    count = values.get("num_labels", len(labels) if isinstance(labels, dict) else labels)
+    if count != 1:
+        raise UserError(
+            f"{where}: the head has {count!r:.40} outputs; only reward models are read, whose head has one (num_labels)"
+        )
 
 
 def _short(number: int) -> str:
@@ -208,7 +228,8 @@ def _rope_parameters(scaling: RopeScaling | Yarn | None) -> dict[str, Any]:
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
     """Tensors of a folder that the model has no use for: copies, and what a family leaves out."""
-    if name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight"):
+    without_logits = config.tie_embeddings or config.score_head
+    if name.endswith("rotary_emb.inv_freq") or (without_logits and name == "lm_head.weight"):
         return True
     module = FAMILIES[config.family]
     return hasattr(module, "is_ignored") and module.is_ignored(name, config)
@@ -231,7 +252,7 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
     eos = list(config.eos_token_ids)
     scaling = _rope_parameters(config.rope_scaling)
     return {
-        "architectures": [module.ARCHITECTURE],
+        "architectures": [_scoring(module.ARCHITECTURE) if config.score_head else module.ARCHITECTURE],
         "model_type": module.MODEL_TYPE,
         **values,
         **(module.write_experts(config) if config.experts is not None else {}),
@@ -242,6 +263,7 @@ def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling if config.rope_scaling is not None else None,
         "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
+        **({"id2label": {"0": "score"}, "label2id": {"score": 0}} if config.score_head else {}),
         "torch_dtype": dtype,
         "dtype": dtype,
     }

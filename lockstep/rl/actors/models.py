@@ -18,6 +18,7 @@ from lockstep.model import (
     load_weights,
     read_config,
     refuse_few_bytes,
+    refuse_score_head,
     resolve_dtype,
 )
 from lockstep.model.decoder import Block
@@ -32,6 +33,7 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
     """This rank's part of the policy, laid out as `config.parallel` says. Raises UserError as `parallel_model` does."""
     folder = local_folder(config.model)
     shape = read_config(folder)
+    refuse_score_head(shape, config.model)
     refuse_few_bytes(folder, shape)
     fill: Callable[[TrainableModel], None] = partial(load_weights, path=folder)
     if config.lora.rank:
@@ -82,6 +84,7 @@ def frozen_model(folder: str, config: RLConfig, world: World) -> Decoder:
     """A folder's model in the run's dtype, cut over the tensor axis alone: one that only samples, or only scores."""
     path = local_folder(folder)
     shape = read_config(path)
+    refuse_score_head(shape, folder)
     refuse_few_bytes(path, shape)
     parallel = ParallelConfig(tensor=config.parallel.tensor, reduction_chunks=config.parallel.reduction_chunks)
     fill = partial(load_weights, path=path)

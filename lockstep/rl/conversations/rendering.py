@@ -79,10 +79,8 @@ class Rendering:
 
         A prompt that holds a special token is taken as rendered already, and encoded as it is, unless `chat` is always.
         """
-        if self.template is None:
-            return self.tokenizer.encode(example.prompt)
-        if self.keeps_rendered and self._tokens_in_text.search(example.prompt):
-            if not self._warned:
+        if self.is_rendered(example.prompt):
+            if self.template is not None and not self._warned:
                 self._warned = True
                 log.warning(RENDERED, example.name)
             return self.tokenizer.encode(example.prompt)
@@ -90,6 +88,10 @@ class Rendering:
             return self.tokens(self.text([{"role": "user", "content": example.prompt}]))
         except ChatTemplateError as error:
             raise UserError(f"example {example.name}: {error}") from error
+
+    def is_rendered(self, prompt: str) -> bool:
+        """Whether a single prompt is read as it is, and not as what a user says."""
+        return self.template is None or (self.keeps_rendered and bool(self._tokens_in_text.search(prompt)))
 
     def text(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the model speaks, special tokens' names in it written as `tokens` reads them.

@@ -10,6 +10,7 @@ from lockstep.rl.environments.digit_sum import DigitSum
 from lockstep.rl.environments.gsm8k import GSM8K
 from lockstep.rl.environments.gymnasium_adapter import gymnasium_game
 from lockstep.rl.environments.math_jsonl import Math
+from lockstep.rl.environments.prompts import Prompts
 from lockstep.rl.environments.retrieval import Retrieval
 from lockstep.rl.environments.verifiers_adapter import verifiers_tasks
 
@@ -20,6 +21,7 @@ ENVIRONMENTS: dict[str, type[Environment]] = {
     "digit_sum": DigitSum,
     "gsm8k": GSM8K,
     "math": Math,
+    "prompts": Prompts,
     "retrieval": Retrieval,
 }
 

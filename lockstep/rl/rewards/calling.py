@@ -168,7 +168,7 @@ def about(environment: Environment, example: Example, problem: str, method: str 
 def outcome_of(value: Any, environment: Environment, example: Example, method: str = "reward") -> Outcome:
     """Rewards by name, of what `method` returned: finite numbers of at most LARGEST, or INVALID."""
     rewards = value if isinstance(value, dict) else {"reward": value}
-    if not rewards:
+    if not rewards and environment.has_rewards:
         return failure(INVALID, about(environment, example, "returned no reward", method))
     checked: dict[str, float] = {}
     for name, value_of_name in rewards.items():

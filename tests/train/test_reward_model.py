@@ -1,0 +1,192 @@
+"""`lockstep reward-model`: scores learnt from pairs, a folder that transformers loads, ranks that agree with one."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep import Engine, load_model, save_model
+from lockstep.checkpoint import folder_if_model
+from lockstep.cli import main
+from lockstep.config import CheckpointConfig, ParallelConfig, RewardModelConfig
+from lockstep.data import load_tokenizer
+from lockstep.data.preferences import AnswerTokens, Example
+from lockstep.errors import UserError
+from lockstep.model import hugging_face_name, read_config
+from lockstep.parallel import World
+from lockstep.train.preference_batches import end_scores, ending, preference_batch
+from lockstep.train.preference_losses import bradley_terry_loss
+from lockstep.train.reward_model import train_reward_model
+from tests.parallel.launch import launch
+from tests.train.test_dpo import PAIRS, _config, _file, _metrics
+
+
+def _reward_config(tmp_path, folder, name, lines=PAIRS, **changes):
+    of_dpo = vars(_config(tmp_path, folder, name, lines))
+    shared = {key: of_dpo[key] for key in ("output", "model", "data", "dtype", "steps", "tokens_per_step", "train")}
+    options = shared | dict(sequence_length=64, checkpoint=CheckpointConfig(every=2))
+    return RewardModelConfig(**(options | changes))
+
+
+def _score(model, texts):
+    """Of each alone, by the model's own forward pass."""
+    batch = [Example((AnswerTokens(t, [1]), AnswerTokens(t, [1])), False, 0) for t in texts]
+    with torch.no_grad():
+        return [
+            end_scores(model, preference_batch([ending(e)], World(torch.device("cpu")), False, "first"))[0].item()
+            for e in batch
+        ]
+
+
+def test_a_run_learns_and_transformers_scores_as_it_does(tmp_path, model_folder):
+    from transformers import AutoModelForSequenceClassification
+
+    held_out = _file(tmp_path, PAIRS, "held.jsonl")
+    run = train_reward_model(_reward_config(tmp_path, model_folder, "run", steps=8, validation_data=held_out))
+    assert _metrics(run)[0] > 0.5 and _metrics(run)[-1] < 0.1 and _metrics(run, "scores/accuracy")[-1] == 1.0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["validation/scores/accuracy"] == 1.0 and last["validation/loss"] < 0.1
+    margin = last["validation/scores/chosen"] - last["validation/scores/rejected"]
+    assert last["validation/scores/margin"] == pytest.approx(margin) and margin > 2
+
+    folder = folder_if_model(str(run))
+    model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
+    assert model.config.score_head and read_config(Path(folder)).score_head
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    texts = [
+        [*tokenizer.encode(p["prompt"] + p[kind]), tokenizer.eos_id] for p in PAIRS for kind in ("chosen", "rejected")
+    ]
+    ours = _score(model, texts)
+    with torch.no_grad():
+        expected = [theirs(torch.tensor([t])).logits.item() for t in texts]
+    assert ours == pytest.approx(expected, abs=1e-4)
+    assert all(chosen > rejected for chosen, rejected in zip(ours[::2], ours[1::2]))
+
+
+@pytest.mark.parametrize("centering", [0.0, 0.5])
+def test_loss_and_gradient_are_those_of_trl(tmp_path, model_folder, centering):
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+    config = _reward_config(tmp_path, model_folder, "run", steps=1, centering=centering)
+    folder = train_reward_model(replace(config, train=replace(config.train, learning_rate=1e-12)))
+    folder = Path(folder_if_model(str(folder)))
+    tokenizer = load_tokenizer(folder)
+    model = load_model(folder, dtype="float32")
+    answers = [(p["prompt"], p["chosen"], p["rejected"]) for p in PAIRS[:3]]
+    examples = [
+        Example(tuple(AnswerTokens([*tokenizer.encode(p + a), tokenizer.eos_id], [1]) for a in both), False, number)
+        for number, (p, *both) in enumerate(answers)
+    ]
+    batch = preference_batch([ending(e) for e in examples], World(torch.device("cpu")), True)
+    assert sum(batch.row.left_out) > 0
+    chosen, rejected = end_scores(model, batch)[0].view(-1, 2).T
+    loss = (bradley_terry_loss(chosen, rejected) + centering * (chosen + rejected).square()).mean()
+    loss.backward()
+
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    own = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
+    theirs.config.pad_token_id = 300  # in none of the texts
+    arguments = trl.RewardConfig(
+        output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", disable_dropout=True,
+        gradient_checkpointing=False, center_rewards_coefficient=centering or None,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in answers])
+    trainer = trl.RewardTrainer(theirs, args=arguments, train_dataset=rows, processing_class=own)
+    theirs.config.pad_token_id = 300
+    sequences = [e.sequences[side].tokens for side in (0, 1) for e in examples]
+    most = max(map(len, sequences))
+    assert all(300 not in s for s in sequences)
+    ids = torch.tensor([s + [300] * (most - len(s)) for s in sequences])
+    mask = torch.tensor([[1] * len(s) + [0] * (most - len(s)) for s in sequences])
+    their_loss = trainer.compute_loss(theirs, {"input_ids": ids, "attention_mask": mask})
+    theirs.zero_grad()
+    their_loss.backward()
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    found = {hugging_face_name(n): p.grad for n, p in model.named_parameters()}
+    assert found.keys() == expected.keys() and "score.weight" in found
+    for name, gradient in found.items():
+        # Both sides sum in float32, in different orders.
+        assert torch.dist(gradient, expected[name]) <= 1e-4 * expected[name].norm(), name
+
+
+def test_a_run_resumes_to_the_same_bits_and_another_begins_from_it(tmp_path, model_folder):
+    whole = train_reward_model(_reward_config(tmp_path, model_folder, "whole"))
+    losses = _metrics(whole)
+    assert len(set(losses)) == 4
+    stopped = tmp_path / "stopped"
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoints" / "step_00000004")
+    train_reward_model(_reward_config(tmp_path, model_folder, "stopped", resume=True))
+    assert _metrics(stopped) == losses
+    further = train_reward_model(_reward_config(tmp_path, whole, "further", steps=1))
+    assert _metrics(further)[0] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(data_shard=2), ParallelConfig(context=2), ParallelConfig(pipeline=2)]
+)
+def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
+    one = train_reward_model(_reward_config(tmp_path, model_folder, "one", steps=3))
+    config = _reward_config(tmp_path, model_folder, "two", steps=3, parallel=parallel)
+    launch(2, _train, config)
+    # The step's sums are added in another order, in float32.
+    assert _metrics(tmp_path / "two") == pytest.approx(_metrics(one), rel=1e-4)
+    assert _metrics(tmp_path / "two", "scores/margin") == pytest.approx(_metrics(one, "scores/margin"), rel=1e-3)
+
+
+def _train(config):
+    train_reward_model(config)
+
+
+def test_a_reward_model_is_no_language_model_and_says_so(tmp_path, model_folder, capsys):
+    run = train_reward_model(_reward_config(tmp_path, model_folder, "run", steps=1))
+    folder = str(run)
+    for command in (
+        ["generate", "--model", folder, "--prompt", "a"],
+        ["sft", "--model", folder, "--data", _file(tmp_path, [{"prompt": "a", "completion": "b"}], "a.jsonl")],
+        ["rl", "--model", folder, "--output", str(tmp_path / "rl")],
+    ):
+        assert main(command) == 2, command
+        assert "is a reward model, whose head scores a text" in capsys.readouterr().err, command
+    with pytest.raises(UserError, match="is a reward model"):
+        Engine(load_model(folder_if_model(str(run))))
+    config = json.loads((Path(folder_if_model(str(run))) / "config.json").read_text())
+    config["id2label"] = {"0": "a", "1": "b"}
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="the head has 2 outputs"):
+        load_model(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora.rank", "2"], "leave lora.rank out"),
+        (["--parallel.tensor", "2"], "which parallel.tensor does not do so far"),
+        (["--centering", "-1"], "centering is -1"),
+        (["--model", "qwen3:micro"], "qwen3:micro: no such folder"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, model_folder, capsys, options, message):
+    data = _file(tmp_path, PAIRS)
+    command = ["reward-model", "--model", str(model_folder), "--data", data, "--output", str(tmp_path / "run")]
+    assert main(command + options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_is_written_and_read_as_it_was(tmp_path, model_folder):
+    run = train_reward_model(_reward_config(tmp_path, model_folder, "run", steps=1))
+    model = load_model(folder_if_model(str(run)))
+    save_model(model, tmp_path / "again")
+    again = load_model(tmp_path / "again")
+    assert again.config == model.config
+    for (name, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
