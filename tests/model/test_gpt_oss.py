@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, ops, save_model, score
+from lockstep import build_model, load_model, save_model
 from lockstep.checkpoint.convert import convert
 from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.model.families.gpt_oss import shortest_turn
 from lockstep.model.mxfp4 import Mxfp4, dequantized
-from tests.model.test_against_transformers import TOLERANCE
+from tests.model.mixture_checks import change, check_engine, check_folder
 
 SIZES = dict(
     vocab_size=101,
@@ -59,21 +59,9 @@ def theirs(folder, **settings):
         dict(num_attention_heads=8, num_key_value_heads=8, head_dim=64, num_local_experts=4, num_experts_per_tok=4),
     ],
 )
-@torch.no_grad()
 def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tensor(tmp_path, settings):
     model = theirs(tmp_path / "theirs", **settings)
-    ours = load_model(tmp_path / "theirs")
-    tokens = torch.randint(101, (90,), generator=torch.Generator().manual_seed(1))
-    hidden = ours(tokens, torch.arange(90), ops.PackedAttention([90]))
-    torch.testing.assert_close(ours.logits(hidden), model(tokens[None]).logits[0], rtol=TOLERANCE, atol=TOLERANCE)
-
-    save_model(ours, tmp_path / "ours")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
-    before.pop("lm_head.weight", None) if settings.get("tie_word_embeddings") else None
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    ours, again = check_folder(model, tmp_path, 90, settings.get("tie_word_embeddings"))
     for key in ("layer_types", "sliding_window", "rope_parameters", "num_local_experts", "num_experts_per_tok"):
         kept = {k: v for k, v in (theirs_of(again, key)).items() if theirs_of(model, key).get(k, v) != v}
         assert not kept, key
@@ -101,11 +89,6 @@ def quantized(folder, **settings):
         folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     )
     return tensors, plain
-
-
-def change(folder, **values):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
@@ -138,18 +121,7 @@ def test_every_number_of_mxfp4_at_every_scale():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_gives_the_trainers_bits(tmp_path, dtype):
     theirs(tmp_path)
-    model = load_model(tmp_path, dtype=dtype)
-    generator = torch.Generator().manual_seed(2)
-    shared = torch.randint(101, (80,), generator=generator).tolist()
-    prompts = [shared[:3], shared, [*shared, 5, 6], shared[7:39]]
-    params = SamplingParams(max_tokens=25, temperature=0.9, n=2, seed=3, ignore_eos=True)
-    engine = Engine(model, EngineConfig(cache_tokens=1024, max_tokens_per_step=24))
-    groups = engine.generate(prompts, params)
-    sequences = [p + list(c.token_ids) for p, group in zip(prompts, groups) for c in group]
-    scores = iter(score(model, sequences, temperature=0.9))
-    for prompt, group in zip(prompts, groups):
-        for completion in group:
-            assert torch.equal(next(scores)[len(prompt) - 1 :], torch.tensor(completion.logprobs))
+    check_engine(load_model(tmp_path, dtype=dtype), 80, 25)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 """Mixtures of experts: the logits of transformers, its folders in and out, and the same bits in the engine."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lockstep import Engine, EngineConfig, SamplingParams, load_model, ops, save_model, score
+from lockstep import load_model
 from lockstep.checkpoint.convert import convert
 from lockstep.errors import UserError
 from lockstep.model import preset
-from tests.model.test_against_transformers import TOLERANCE
+from tests.model.mixture_checks import change, check_engine, check_folder
 
 SIZES = dict(
     vocab_size=101,
@@ -49,21 +47,9 @@ def theirs(folder, **settings):
         dict(norm_topk_prob=True, decoder_sparse_step=2, tie_word_embeddings=True),
     ],
 )
-@torch.no_grad()
 def test_a_folder_of_transformers_gives_its_logits_and_comes_back_tensor_by_tensor(tmp_path, settings):
     model = theirs(tmp_path / "theirs", **settings)
-    ours = load_model(tmp_path / "theirs")
-    tokens = torch.randint(101, (70,), generator=torch.Generator().manual_seed(1))
-    hidden = ours(tokens, torch.arange(70), ops.PackedAttention([70]))
-    torch.testing.assert_close(ours.logits(hidden), model(tokens[None]).logits[0], rtol=TOLERANCE, atol=TOLERANCE)
-
-    save_model(ours, tmp_path / "ours")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
-    before.pop("lm_head.weight", None) if settings.get("tie_word_embeddings") else None
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    check_folder(model, tmp_path, 70, settings.get("tie_word_embeddings"))
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -94,23 +80,7 @@ def test_experts_in_one_tensor_are_read(tmp_path, fused):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_gives_the_trainers_bits(tmp_path, dtype):
     theirs(tmp_path)
-    model = load_model(tmp_path, dtype=dtype)
-    generator = torch.Generator().manual_seed(2)
-    shared = torch.randint(101, (40,), generator=generator).tolist()
-    prompts = [shared[:3], shared, [*shared, 5, 6], shared[7:19]]
-    params = SamplingParams(max_tokens=17, temperature=0.9, n=2, seed=3, ignore_eos=True)
-    engine = Engine(model, EngineConfig(cache_tokens=1024, max_tokens_per_step=24))
-    groups = engine.generate(prompts, params)
-    sequences = [p + list(c.token_ids) for p, group in zip(prompts, groups) for c in group]
-    scores = iter(score(model, sequences, temperature=0.9))
-    for prompt, group in zip(prompts, groups):
-        for completion in group:
-            assert torch.equal(next(scores)[len(prompt) - 1 :], torch.tensor(completion.logprobs))
-
-
-def change(folder, **values):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
+    check_engine(load_model(tmp_path, dtype=dtype), 40, 17)
 
 
 @pytest.mark.parametrize(

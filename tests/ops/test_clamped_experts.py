@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lockstep import ops
 from lockstep.ops.bias import add_bias
-from tests.ops.test_experts import starts_of
+from tests.ops.test_experts import check_gradients, check_rows_depend_on_themselves, starts_of
 from tests.ops.test_linear import DTYPES, cancelling
 
 
@@ -27,41 +27,19 @@ def mixture(seed, tokens, experts, active, dtype, dim=32, inner=24):
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, data):
-    experts = data.draw(st.sampled_from([1, 3, 8]))
-    active, tokens = data.draw(st.integers(1, min(experts, 4))), data.draw(st.integers(2, 24))
-    x, weights, chosen, *rest = mixture(data.draw(st.integers(0, 99)), tokens, experts, active, dtype)
-    whole = ops.clamped_experts(x, weights, chosen, *rest)
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
-    assert torch.equal(ops.clamped_experts(x[order], weights[order], chosen[order], *rest), whole[order])
-    count = data.draw(st.integers(1, tokens))
-    assert torch.equal(ops.clamped_experts(x[:count], weights[:count], chosen[:count], *rest), whole[:count])
+    check_rows_depend_on_themselves(data, ops.clamped_experts, mixture, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_those_of_float64(dtype):
-    generator = torch.Generator().manual_seed(4)
-    shapes = [(30, 32), (30, 2), (5, 48, 32), (5, 48), (5, 32, 24), (5, 32)]
-    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
-    # The weights are float32 in any dtype, as a router gives them.
-    inputs = [(t if i == 1 else t.to(dtype)).requires_grad_() for i, t in enumerate(inputs)]
-    chosen = torch.rand(30, 5, generator=generator).argsort(-1)[:, :2]
-    out = ops.clamped_experts(inputs[0], inputs[1], chosen, *inputs[2:])
-    grad = torch.randn(out.shape, generator=generator).to(dtype)
-    got = torch.autograd.grad(out, inputs, grad)
-
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    y, w, gate_up, gate_up_bias, down, down_bias = wide
-    ones = []
-    for first, of_first, second, of_second in zip(gate_up, gate_up_bias, down, down_bias):
-        both = y @ first.T + of_first
+    def expert(y, gate_up, gate_up_bias, down, down_bias):
+        both = y @ gate_up.T + gate_up_bias
         gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
-        ones.append((up + 1) * gate * torch.sigmoid(1.702 * gate) @ second.T + of_second)
-    expected = sum(w[:, j, None] * torch.stack(ones, 1)[torch.arange(len(y)), chosen[:, j]] for j in range(2))
-    want = torch.autograd.grad(expected, wide, grad.double())
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate) @ down.T + down_bias
+
     # Roundings of the dtype itself, a few of them in a row; what is near a bound may fall on either side of it.
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
-    for a, b in zip((out, *got), (expected, *want)):
-        assert (a.detach().double() - b).abs().max() <= tolerance * b.detach().abs().max()
+    check_gradients(ops.clamped_experts, expert, [(5, 48, 32), (5, 48), (5, 32, 24), (5, 32)], dtype, tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

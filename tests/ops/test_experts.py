@@ -77,18 +77,43 @@ def test_starts_that_are_not_of_these_rows_are_refused(wrong):
         ops.grouped_linear(torch.zeros(4, 8), torch.zeros(3, 8, 8), torch.tensor(wrong))
 
 
+def check_rows_depend_on_themselves(data, experts_of, mixture, dtype):
+    """Some of the tokens, and all in another order, of a random mixture, through `experts_of`."""
+    experts = data.draw(st.sampled_from([1, 3, 8]))
+    active, tokens = data.draw(st.integers(1, min(experts, 4))), data.draw(st.integers(2, 24))
+    x, weights, chosen, *matrices = mixture(data.draw(st.integers(0, 99)), tokens, experts, active, dtype)
+    whole = experts_of(x, weights, chosen, *matrices)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    assert torch.equal(experts_of(x[order], weights[order], chosen[order], *matrices), whole[order])
+    count = data.draw(st.integers(1, tokens))
+    assert torch.equal(experts_of(x[:count], weights[:count], chosen[:count], *matrices), whole[:count])
+
+
+def check_gradients(experts_of, expert, shapes, dtype, tolerance):
+    """Of `experts_of` against float64; `expert`: of all rows one expert's output, by its slices of `shapes`."""
+    generator = torch.Generator().manual_seed(4)
+    drawn = [torch.randn(shape, generator=generator) for shape in ((30, 32), (30, 2), *shapes)]
+    # The weights are float32 in any dtype, as a router gives them.
+    inputs = [(t if i == 1 else t.to(dtype)).requires_grad_() for i, t in enumerate(drawn)]
+    chosen = torch.rand(30, 5, generator=generator).argsort(-1)[:, :2]
+    out = experts_of(inputs[0], inputs[1], chosen, *inputs[2:])
+    grad = torch.randn(out.shape, generator=generator).to(dtype)
+    got = torch.autograd.grad(out, inputs, grad)
+
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    y, w, *others = wide
+    ones = [expert(y, *own) for own in zip(*others)]
+    expected = sum(w[:, j, None] * torch.stack(ones, 1)[torch.arange(len(y)), chosen[:, j]] for j in range(2))
+    want = torch.autograd.grad(expected, wide, grad.double())
+    for a, b in zip((out, *got), (expected, *want)):
+        assert (a.detach().double() - b).abs().max() <= tolerance * b.detach().abs().max()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_tokens_bits_depend_on_that_token_alone(form, dtype, data):
-    experts = data.draw(st.sampled_from([1, 3, 8]))
-    active, tokens = data.draw(st.integers(1, min(experts, 4))), data.draw(st.integers(2, 24))
-    x, weights, chosen, *matrices = mixture(data.draw(st.integers(0, 99)), tokens, experts, active, dtype)
-    whole = ops.experts(x, weights, chosen, *matrices)
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
-    assert torch.equal(ops.experts(x[order], weights[order], chosen[order], *matrices), whole[order])
-    count = data.draw(st.integers(1, tokens))
-    assert torch.equal(ops.experts(x[:count], weights[:count], chosen[:count], *matrices), whole[:count])
+    check_rows_depend_on_themselves(data, ops.experts, mixture, dtype)
 
 
 def test_a_sum_in_the_order_of_the_experts_would_be_noticed():
@@ -157,25 +182,12 @@ def test_of_equal_scores_the_lower_expert_comes_first_and_a_nan_last(form):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_a_mixture_are_those_of_float64(dtype):
-    generator = torch.Generator().manual_seed(4)
-    shapes = [(30, 32), (5, 48, 32), (5, 48, 32), (5, 32, 48)]
-    tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-    weights = torch.rand(30, 2, generator=generator).requires_grad_()
-    chosen = torch.rand(30, 5, generator=generator).argsort(-1)[:, :2]
-    inputs = [tensors[0], weights, *tensors[1:]]
-    out = ops.experts(inputs[0], weights, chosen, *inputs[2:])
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    got = torch.autograd.grad(out, inputs, grad)
+    def expert(y, gate, up, down):
+        return torch.nn.functional.silu(y @ gate.T) * (y @ up.T) @ down.T
 
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    y, w, gate, up, down = wide
-    ones = [torch.nn.functional.silu(y @ g.T) * (y @ u.T) @ d.T for g, u, d in zip(gate, up, down)]
-    expected = sum(w[:, j, None] * torch.stack(ones, 1)[torch.arange(len(y)), chosen[:, j]] for j in range(2))
-    want = torch.autograd.grad(expected, wide, grad.double())
     # Roundings of the dtype itself, a few of them in a row.
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for a, b in zip((out, *got), (expected, *want)):
-        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
+    check_gradients(ops.experts, expert, [(5, 48, 32), (5, 48, 32), (5, 32, 48)], dtype, tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from lockstep import build_model
 from lockstep.config import CompileConfig, RLConfig, TrainConfig
 from lockstep.model import ModelConfig
-from lockstep.parallel import apply_compile
+from lockstep.parallel import World, apply_compile
+from lockstep.parallel.world import AXES
 from lockstep.rl import Example
+from lockstep.rl.actors.shares import own_batches
 from lockstep.rl.batch import packing_metrics, policy_batches
 from lockstep.rl.critic import assign_values, make_critic
 from lockstep.rl.microbatches import microbatches
@@ -168,3 +170,18 @@ def test_metrics_say_what_is_computed():
     assert packing_metrics([batch]) == {
         "rollout/microbatches": 1, "rollout/padding": 1 - 36 / 40, "rollout/prompt_tokens_shared": 12 / 28,
     }  # fmt: skip
+
+
+class LastOfFour(World):
+    data_rank = 3
+
+
+def test_rows_count_as_the_rollouts_tokens_however_they_are_cut_and_shared_and_those_of_idle_ranks_for_nothing():
+    rollouts = _rollouts([(10, [5, 7, 3, 9]), (4, [6, 6])])
+    tokens = sum(len(r.prompt_ids) + len(r.token_ids) - 1 for r in rollouts)  # the last one predicts nothing
+    for budget in (1, 25, 40, 1000):
+        batches = policy_batches(rollouts, RLConfig(model="m"), budget=budget)
+        assert sum(int(batch.row.counts.sum()) for batch in batches) == tokens
+    world = LastOfFour(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"data_shard": 4})
+    (idle,) = own_batches(batches, world, build_model(SHAPE, "float32"))
+    assert idle.idle and not idle.row.counts.any() and len(idle.row.counts) == len(idle.row.tokens)
