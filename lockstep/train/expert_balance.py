@@ -51,6 +51,8 @@ class ExpertBalance:
 
     def begin_step(self, microbatches: Sequence[Any]) -> None:
         """Before a step's first forward: every rank learns how many tokens all ranks' micro-batches have."""
+        for router in self.routers.values():
+            router.load.counted.zero_()  # of what ran backward outside of a step, as compiled layers are compared
         if not self.penalised:
             return
         # The ranks of a pipeline and of a tensor axis have the same ones.
