@@ -18,8 +18,9 @@ SHAPE = deepseek_v3.config(
     dim=64, num_layers=2, num_heads=4, intermediate_size=96,
 )  # fmt: skip
 BIAS = "layers.1.mlp.gate.e_score_correction_bias"
-# A step that bfloat16 would round away beside 0.01.
-SETTINGS = {"router_bias_rate": 1e-5, "learning_rate": 1e-4}
+# A step that bfloat16 would round away beside 0.01. Weights hardly move: their gradients round in another order over
+# ranks, and one token that then takes another expert may turn a load that is exactly the mean into one below it.
+SETTINGS = {"router_bias_rate": 1e-5, "learning_rate": 1e-12}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
