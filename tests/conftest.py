@@ -21,6 +21,8 @@ jaxtyping.jaxtyped = tests.typechecker.checked_once_a_kind(jaxtyping.jaxtyped)
 install_import_hook("lockstep", "tests.typechecker.check")
 
 
+from lockstep.observe.garbage import GarbageCollection  # noqa: E402
+
 LONGEST = [
     "rl/test_parity_matrix.py",
     "parallel/test_compile.py",
@@ -37,6 +39,20 @@ LONGEST = [
 def pytest_collection_modifyitems(items):
     places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+@pytest.fixture(autouse=True)
+def without_whole_collections(request, monkeypatch):
+    """A run looks through all that is alive before its first step, once; beside all that tests import that takes
+    longer than the steps of most of them."""
+    from lockstep.observe import observer
+
+    if request.module.__name__ != "tests.observe.test_observer":
+        monkeypatch.setattr(observer, "GarbageCollection", lambda every: GarbageCollection(0))
+
+
+def pytest_runtest_setup():
+    tests.typechecker.test[0] += 1
 
 
 def pytest_configure():
