@@ -142,7 +142,10 @@ def _drafts(model, config, prompts, params, groups):
 DRAFTS = ["n-grams", "history", "first layers", *(f"oracle, {name}" for name in SPOILS)]
 
 
-@pytest.mark.parametrize("dtype, compiled", [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    "dtype, compiled",
+    [("float32", False), ("bfloat16", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", DRAFTS)
 @settings(max_examples=3, deadline=None)
 @given(

@@ -150,7 +150,8 @@ def test_gpt_oss_has_the_bits_of_one_process(ranks, parallel, dtype, determinist
     assert_bits_of_one_process(ranks, parallel, dtype, deterministic, shape=GPT_OSS)
 
 
-@pytest.mark.parametrize("parallel", [pytest.param(P(), marks=pytest.mark.slow), P(tensor=2)], ids=named)
+@pytest.mark.parametrize("parallel", [P(), P(tensor=2)], ids=named)
+@pytest.mark.slow
 def test_compiled_layers_have_the_bits_of_one_process(parallel):
     assert_bits_of_one_process(2, parallel, "bfloat16", True, compiled="inductor")
 

@@ -101,14 +101,16 @@ def test_it_foresees_a_real_step(parallel):
     "ranks, parallel, dtype, shape",
     [
         (1, ParallelConfig(), "float32", SHAPE),
-        (1, ParallelConfig(), "bfloat16", SHAPE),
-        (1, ParallelConfig(), "float32", WIDE),
-        (2, ParallelConfig(), "float32", SHAPE),
-        (2, EACH, "float32", SHAPE),
+        pytest.param(1, ParallelConfig(), "bfloat16", SHAPE, marks=pytest.mark.slow),
+        pytest.param(1, ParallelConfig(), "float32", WIDE, marks=pytest.mark.slow),
+        pytest.param(2, ParallelConfig(), "float32", SHAPE, marks=pytest.mark.slow),
+        pytest.param(2, EACH, "float32", SHAPE, marks=pytest.mark.slow),
         (2, ParallelConfig(), "bfloat16", SHAPE),
-        (4, ParallelConfig(tensor=2), "float32", SHAPE),
+        pytest.param(4, ParallelConfig(tensor=2), "float32", SHAPE, marks=pytest.mark.slow),
         (4, ParallelConfig(tensor=2), "float32", WIDE),
-        (4, ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), "float32", SHAPE),
+        pytest.param(
+            4, ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), "float32", SHAPE, marks=pytest.mark.slow
+        ),
         (2, ParallelConfig(pipeline=2), "float32", SHAPE),
     ],
 )

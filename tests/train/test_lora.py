@@ -241,7 +241,7 @@ def _adapter(run):
     return load_file(newest_folder(run) / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_fine_tuning_resumes_with_the_same_bits_and_saves_the_adapter_alone(tmp_path, model_folder, dtype, capsys):
     config = _sft(tmp_path, model_folder, dtype=dtype)
     whole = finetune(config)

@@ -158,7 +158,7 @@ def test_an_orthogonalized_matrix_has_singular_values_near_one():
         assert values.min() > 0.6 and values.max() < 1.3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_moments_in_bfloat16_learn_as_float32_ones_do(optimizer):
     trainer, narrow = _trained(20, learning_rate=1e-2, optimizer=optimizer, moments_dtype="bfloat16")
     _, wide = _trained(20, learning_rate=1e-2, optimizer=optimizer)

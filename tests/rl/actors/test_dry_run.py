@@ -103,14 +103,19 @@ def foreseen(config, ranks):
 @pytest.mark.parametrize(
     ("ranks", "parallel", "changes"),
     [
-        (1, ParallelConfig(), {}),
+        pytest.param(1, ParallelConfig(), {}, marks=pytest.mark.slow),
         (1, ParallelConfig(), dict(dtype="float32", kl_coefficient=0.1, entropy_coefficient=0.1)),
         (2, ParallelConfig(), dict(kl_coefficient=0.1, kl_reference="average")),
-        (2, ParallelConfig(), dict(actors=ActorsConfig(keep_copy=False))),
-        (2, ParallelConfig(tensor=2), {}),
+        pytest.param(2, ParallelConfig(), dict(actors=ActorsConfig(keep_copy=False)), marks=pytest.mark.slow),
+        pytest.param(2, ParallelConfig(tensor=2), {}, marks=pytest.mark.slow),
         (2, ParallelConfig(tensor=2), dict(dtype="float32")),  # generators read the trainers' own weights
-        (1, ParallelConfig(), dict(actors=SEPARATE, kl_coefficient=0.1)),
-        (2, ParallelConfig(), dict(actors=SEPARATE, kl_coefficient=0.1, kl_reference="average")),
+        pytest.param(1, ParallelConfig(), dict(actors=SEPARATE, kl_coefficient=0.1), marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            ParallelConfig(),
+            dict(actors=SEPARATE, kl_coefficient=0.1, kl_reference="average"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_its_memory_is_the_peak_of_each_stage_of_a_real_step(folder, tmp_path, ranks, parallel, changes):
@@ -153,7 +158,7 @@ def real_transfer(config):
         (3, ParallelConfig()),
     ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_bytes_of_a_weight_sync_are_those_of_a_real_one(folder, tmp_path, ranks, parallel, dtype):
     config = config_of(folder, tmp_path / "run", parallel, dtype=dtype)
     sizes, *_ = launch(ranks, real_transfer, config)
@@ -203,7 +208,7 @@ def generator_foreseen(config, ranks):
     return found.peaks, found.read
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_memory_of_a_separate_generator_is_that_of_a_real_one(folder, tmp_path, tensor):
     actors = dataclasses.replace(SEPARATE, tensor=tensor)
     config = config_of(folder, tmp_path / "run", ParallelConfig(), actors=actors)

@@ -109,7 +109,9 @@ def lines(folder, step):
     return [json.loads(line) for line in (folder / f"rollouts/step_{step:08}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("name", "algorithm"), [("qwen3", "grpo"), ("llama3_1", "ppo"), (None, "gspo")])
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("qwen3", "grpo"), pytest.param("llama3_1", "ppo", marks=pytest.mark.slow), (None, "gspo")]
+)
 def test_a_run_of_conversations_trains_with_every_bit_compared(
     tmp_path, chat_model, model_folder, task, name, algorithm
 ):
