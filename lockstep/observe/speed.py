@@ -41,14 +41,16 @@ MEASURED_SECONDS = 0.1
 def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
     """Multiplications and additions to train on sequences of these lengths, recomputation left out.
 
-    Each weight of a product costs a token 2 forward and 4 backward. Causal attention adds its two products over the
+    Each weight of a product costs a token 2 forward and 4 backward, or 2 where an adapter is trained in its place, whose
+    own are left out: a hundredth. Causal attention adds its two products over the
     pairs that are not masked (arXiv 2204.02311, appendix B, which counts all pairs).
     """
     lengths = list(lengths)
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
     pairs = sum(_pairs(n, config.window(layer)) for layer in range(config.num_layers) for n in lengths)
     attention = 12 * config.num_heads * config.head_dim * pairs
-    return 6 * (config.num_active_parameters - looked_up) * sum(lengths) + attention
+    each = 6 if config.lora is None else 4
+    return each * (config.num_active_parameters - looked_up) * sum(lengths) + attention
 
 
 def _pairs(length: int, window: int) -> int:

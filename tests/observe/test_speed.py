@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.model import build_model, preset
+from lockstep.model import build_model, lora_of, preset
 from lockstep.observe import peak_flops, training_flops
 
 
@@ -20,6 +20,9 @@ def test_every_product_is_counted_attention_included():
     forward = 2 * matrices * 7 + attention
     # Norms are no products, but by custom all parameters count.
     assert training_flops(config, lengths) == 3 * forward + 6 * norms * 7
+    # The weights beside an adapter have no gradients.
+    adapted = replace(config, lora=lora_of(config, 4, 8.0, "*"))
+    assert training_flops(adapted, lengths) == 3 * forward + 6 * norms * 7 - 2 * (matrices + norms) * 7
 
 
 def test_a_window_has_fewer_pairs():

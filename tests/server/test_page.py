@@ -80,6 +80,8 @@ def test_a_conversation_streams_its_answer_and_the_next_question_is_asked_with_i
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 8}
     said = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     assert browser.execute_script("return messages[1].content") == said and said
+    notes = [element.text for element in browser.find_elements("class name", "note")]
+    assert notes == ["cut at its limit of tokens"]
     _say(browser, "more")
     _wait(browser, lambda: _answered(browser))
     roles = browser.execute_script("return messages.map((message) => message.role)")
@@ -112,6 +114,7 @@ def test_stop_ends_the_answer_at_the_server_too_and_keeps_what_was_said(server, 
         server.wait_until(server.all_pages_free)
     finally:
         server.engine.step = step
+    assert [element.text for element in browser.find_elements("class name", "note")] == ["stopped"]
     kept = browser.execute_script("return messages[1].content")
     assert kept and kept == browser.execute_script("return document.querySelector('.assistant p').textContent")
 
