@@ -41,9 +41,9 @@ MEASURED_SECONDS = 0.1
 def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
     """Multiplications and additions to train on sequences of these lengths, recomputation left out.
 
-    Each weight of a product costs a token 2 forward and 4 backward, or 2 where an adapter is trained in its place, whose
-    own are left out: a hundredth. Causal attention adds its two products over the
-    pairs that are not masked (arXiv 2204.02311, appendix B, which counts all pairs).
+    Each weight of a product costs a token 2 forward and 4 backward, or 2 where an adapter is trained in its place,
+    whose own are left out: a hundredth. Causal attention adds its two products over the pairs that are not masked
+    (arXiv 2204.02311, appendix B, which counts all pairs).
     """
     lengths = list(lengths)
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
