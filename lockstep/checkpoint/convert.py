@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -86,8 +87,17 @@ def convert(
     kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
     if kind not in (torch.bfloat16, torch.float32):
         raise UserError(f"{source}: tensors are {DTYPES[kind]}; give --dtype bfloat16 or float32")
-    unfinished = target.with_name(target.name + ".partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        _write_folder(target, source, weights, kind, max_file_bytes)
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror}); free some space there, or give another folder"
+        ) from error
+
+
+def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtype, max_file_bytes: int) -> None:
+    """The whole folder under a name that nobody else has, and then under its own."""
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
     unfinished.mkdir(parents=True)
     try:
         files = _write(unfinished, weights, kind, max_file_bytes)

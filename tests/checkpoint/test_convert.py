@@ -205,3 +205,21 @@ def test_parts_that_are_compressed_or_no_pickles_are_refused(tmp_path, pickled):
     said = "its parts are compressed" if kind else "pop from empty list"
     with pytest.raises(UserError, match=rf"consolidated\.00\.pth: cannot be read as plain tensors .{said}"):
         convert(tmp_path, tmp_path / "converted")
+
+
+def test_a_disk_that_is_full_is_named_and_nobody_elses_folder_is_touched(tmp_path, monkeypatch):
+    save_model(build_model(preset("llama3:tiny", 100), dtype="bfloat16"), tmp_path / "model")
+    theirs = tmp_path / "out.partial"
+    theirs.mkdir()
+    (theirs / "mine").write_text("precious")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lockstep.checkpoint.convert.bytes_of", full)
+        with pytest.raises(UserError, match=r"out: cannot be written \(No space left on device\); free some space"):
+            convert(tmp_path / "model", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out.partial"}
+    convert(tmp_path / "model", tmp_path / "out")
+    assert (theirs / "mine").read_text() == "precious" and (tmp_path / "out" / "config.json").is_file()
