@@ -40,6 +40,7 @@ def open_model(
     lacks the instructions to compute as the run did, a warning names both arithmetics; one that would be emulated has
     to be asked for. Raises UserError for what cannot be had.
     """
+    model.refuse_score_head(model.read_config(folder), str(folder))
     place = open_device(device) if world is None else world.device
     trained_in = trained_arithmetic(folder)
     slow = ops.is_emulated(trained_in)

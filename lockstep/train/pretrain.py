@@ -400,6 +400,7 @@ def foresee(config: PretrainConfig) -> DryRun:
     config = replace(config, model=folder_if_model(config.model))
     folder = Path(config.model)
     shape = read_config(folder) if folder.is_dir() else preset(config.model)
+    refuse_score_head(shape, config.model)
     check_length(config, shape)
     if config.lora.rank:
         shape = adapted(shape, config.lora, config.model)

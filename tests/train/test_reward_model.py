@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import Engine, load_model, save_model
+from lockstep import Engine, build_model, load_model, save_model
 from lockstep.checkpoint import folder_if_model
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, ParallelConfig, RewardModelConfig
 from lockstep.data import load_tokenizer
 from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.errors import UserError
-from lockstep.model import hugging_face_name, read_config
+from lockstep.model import hugging_face_name, preset, read_config
+from lockstep.model.families import FAMILIES
 from lockstep.parallel import World
 from lockstep.train.preference_batches import end_scores, ending, preference_batch
 from lockstep.train.preference_losses import bradley_terry_loss
@@ -152,10 +153,12 @@ def test_a_reward_model_is_no_language_model_and_says_so(tmp_path, model_folder,
     for command in (
         ["generate", "--model", folder, "--prompt", "a"],
         ["sft", "--model", folder, "--data", _file(tmp_path, [{"prompt": "a", "completion": "b"}], "a.jsonl")],
+        ["pretrain", "--model", folder, "--dry-run", "2"],
         ["rl", "--model", folder, "--output", str(tmp_path / "rl")],
     ):
         assert main(command) == 2, command
-        assert "is a reward model, whose head scores a text" in capsys.readouterr().err, command
+        said = capsys.readouterr().err
+        assert folder in said and "is a reward model, whose head scores a text" in said, command
     with pytest.raises(UserError, match="is a reward model"):
         Engine(load_model(folder_if_model(str(run))))
     config = json.loads((Path(folder_if_model(str(run))) / "config.json").read_text())
@@ -190,3 +193,17 @@ def test_a_model_is_written_and_read_as_it_was(tmp_path, model_folder):
     assert again.config == model.config
     for (name, one), (_, other) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_scores_as_transformers_does(tmp_path, family):
+    from transformers import AutoModelForSequenceClassification
+
+    shape = replace(preset(f"{family}:micro", 258), score_head=True, tie_embeddings=False)
+    model = build_model(shape, "float32", seed=1)
+    save_model(model, tmp_path)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    texts = [[5, 6, 7, 8, 9, 10, 11] * 3, [100, 3, 7]]
+    with torch.no_grad():
+        expected = [theirs(torch.tensor([t])).logits.item() for t in texts]
+    assert _score(model, texts) == pytest.approx(expected, abs=1e-5)
