@@ -34,7 +34,7 @@ from lockstep.rl.conversations.play import play, sampling_params, unfit
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards import Grader, Outcome, failures, grade_here, totals
+from lockstep.rl.rewards import Grader, Outcome, failures, grade_here, refuse_none, totals
 from lockstep.rl.rollouts import OVERLONG, Rollout, episodes_of, of_versions
 
 
@@ -94,6 +94,7 @@ def assign_rewards(
         outcomes = grade_conversations(environment, episodes, config, grader)
     else:
         outcomes = grader(jobs)
+    outcomes = [refuse_none(outcome, environment) for outcome in outcomes]
     if said := failures(outcomes):
         log.warning("%s", said)
     for rows, graded in zip(episodes, totals(environment, jobs, outcomes)):

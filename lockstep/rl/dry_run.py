@@ -20,6 +20,7 @@ from lockstep.model import (
     ModelConfig,
     ScoringModel,
     choose_dtype,
+    folder_dtype,
     is_auto,
     preset,
     read_config,
@@ -262,7 +263,7 @@ def _with_generator(
     if config.teacher:
         note("teacher", _bytes(_frozen(_shape(config.teacher), config, world, fake).parameters()))
     if config.reward_model:
-        scored = Decoder(_shape(config.reward_model), resolve_dtype(config.dtype), "meta")
+        scored = Decoder(_shape(config.reward_model), folder_dtype(Path(folder_if_model(config.reward_model))), "meta")
         note("reward model", _bytes(scored.parameters()))
     if sampling:
         with fake, pretending():

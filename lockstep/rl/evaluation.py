@@ -16,7 +16,7 @@ from lockstep.config import EvalConfig, RLConfig, validate
 from lockstep.data import load_tokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine
-from lockstep.model import choose_dtype, open_device
+from lockstep.model import open_device
 from lockstep.observe import Progress, announce, start_line
 from lockstep.parallel import apply_compile
 from lockstep.rl.collect import evaluate as sample_and_grade
@@ -142,13 +142,9 @@ def _settings(config: EvalConfig) -> RLConfig:
 
 
 def _reward_model(config: EvalConfig, settings: RLConfig, environment: Environment) -> RewardModel | None:
-    """In the dtype that is asked for, or its own."""
-    device = open_device(config.device)
-    if not config.reward_model:
-        return load_reward_model(settings, environment, device)
-    folder = folder_if_model(config.reward_model)
-    dtype: Any = choose_dtype(config.dtype, folder, device)[0]
-    return load_reward_model(dataclasses.replace(settings, reward_model=folder, dtype=dtype), environment, device)
+    folder = folder_if_model(config.reward_model) if config.reward_model else ""
+    own = dataclasses.replace(settings, reward_model=folder)
+    return load_reward_model(own, environment, open_device(config.device))
 
 
 def _judged(

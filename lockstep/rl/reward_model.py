@@ -15,7 +15,7 @@ from lockstep.config import RLConfig
 from lockstep.data import ConversationEncoder, Tokenizer, load_tokenizer
 from lockstep.data.chat import ChatTemplate, ChatTemplateError, load_chat_template
 from lockstep.errors import UserError
-from lockstep.model import Decoder, load_model, read_config, resolve_dtype
+from lockstep.model import Decoder, load_model, read_config
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.scoring import score_groups
 from lockstep.rl.conversations.rendering import Rendering
@@ -46,11 +46,12 @@ class RewardModel:
                 )
             values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
         elif is_chat and self.template is not None:
-            said = self._special.sub("", rollout.completion)
+            said = self._without_special(rollout.completion)
             asked, answer = {"role": "user", "content": rollout.example.prompt}, {"role": "assistant", "content": said}
             values = {"messages": [asked, answer]}
         else:
-            values = {"prompt": rollout.example.prompt, "completion": self._special.sub("", rollout.completion)}
+            prompt = rollout.example.prompt
+            values = {"prompt": prompt, "completion": self._behind(prompt, self._without_special(rollout.completion))}
         try:
             text, _ = self._encoder.text(values)
         except ChatTemplateError as error:
@@ -69,17 +70,27 @@ class RewardModel:
             )
         return [int(token) for token in encoded.tokens]
 
+    def _behind(self, prompt: str, said: str) -> str:
+        """What was said, without the rest of a special token's name that the prompt's end has begun."""
+        while name := next((m for m in self._special.finditer(prompt + said) if m.end() > len(prompt)), None):
+            said = self._without_special(said[name.end() - len(prompt) :])
+        return said
+
     def _without_special(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._special.sub("", value)
+            while (less := self._special.sub("", value)) != value:  # what is left may be a name again
+                value = less
+            return value
         if isinstance(value, dict):
-            return {key: self._without_special(own) for key, own in value.items()}
+            return {self._without_special(key): self._without_special(own) for key, own in value.items()}
         return [self._without_special(own) for own in value] if isinstance(value, list) else value
 
 
 def load_reward_model(config: RLConfig, environment: Environment, device: torch.device) -> RewardModel | None:
-    """The run's, whole on every rank; None without one. Raises UserError for a folder that has none, and where an
-    environment has no rewards of its own and there is no reward model either."""
+    """The run's, whole on every rank and in its own dtype; None without one.
+
+    Raises UserError for a folder that has none, and where neither the environment nor a model rewards.
+    """
     if not config.reward_model:
         if not environment.has_rewards:
             raise UserError(
@@ -93,7 +104,7 @@ def load_reward_model(config: RLConfig, environment: Environment, device: torch.
             f"reward_model {folder}: is a language model, whose head gives no score; train one with lockstep "
             "reward-model, or give a folder of transformers' …ForSequenceClassification with one label"
         )
-    model = load_model(folder, resolve_dtype(config.dtype), device).requires_grad_(False)
+    model = load_model(folder, device=device).requires_grad_(False)
     return RewardModel(model, load_tokenizer(folder, model.config.vocab_size), load_chat_template(folder))
 
 
@@ -107,10 +118,11 @@ def assign_scores(
 ) -> None:
     """Adds the score of each completion or conversation as the reward `reward_model`, by its weight in the total.
 
-    Those whose reward failed stay without. Groups are shared out between `replicas`; None: all are scored here. moved:
+    Those that do not count, for their reward failed, stay without; where failures count as 0, that is what is added to.
+    Groups are shared out between `replicas`; None: all are scored here. moved:
     called for each micro-batch that is done. Raises UserError for a score that is no number.
     """
-    episodes = [rows for rows in episodes_of(rollouts) if not rows[-1].failure]
+    episodes = [rows for rows in episodes_of(rollouts) if rows[-1].counts]
     texts = [reward_model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
 
     def score(row: PackedRow) -> Tensor:

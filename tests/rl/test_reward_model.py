@@ -141,6 +141,12 @@ def test_texts_are_those_of_training(tmp_path, folders):
     # A policy cannot say a special token of the reward model by its name.
     (name,) = [n for n in tokenizer.special_tokens() if tokenizer.encode(n) == end]
     assert plain.tokens(_rollout("ab", f"c{name}d"), True) == tokenizer.encode("abcd") + end
+    # Nor by one that is left when another is taken out, nor by one that the prompt has begun, nor by a key.
+    nested, half = f"c{name[:4]}{name}{name[4:]}d", len(name) // 2
+    assert plain.tokens(_rollout("ab", nested), True) == tokenizer.encode("abcd") + end
+    begun = "a" + name[:half]
+    assert plain.tokens(_rollout(begun, name[half:] + "b"), True) == tokenizer.encode(begun + "b") + end
+    assert plain._without_special([{name: "a"}]) == [{"": "a"}]
     said = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": f"b{name}"},
@@ -183,6 +189,10 @@ def test_failed_rewards_stay_without_and_right_answers_are_the_environments_own(
     found = [rollouts[i] for i in (0, 2, 3)]
     assert [r.rewards["reward_model"] for r in found] == expected
     assert [r.reward for r in found] == [own + 2 * score for own, score in zip((1.0, 0.0, 1.0), expected)]
+    # A failure that counts as 0 has a score too: it is not better than answers whose scores are negative.
+    zero = _rollout("ab", "d", rewards={}, failure="raised")
+    assign_scores([zero], _reward_model(folders[1]), Rendering(ByteTokenizer()), config)
+    assert zero.reward == 2 * zero.rewards["reward_model"] != 0
     assert figures_of(rollouts, Right()).pass_at[1].mean == pytest.approx(0.75)
     with pytest.raises(UserError, match="has a reward named reward_model"):
         assign_scores(
@@ -245,3 +255,41 @@ def test_eval_has_the_figures_of_the_runs_validation(tmp_path, folders):
     assert result.figures.rewards["reward_model"].mean == last["validation/reward_model"]
     with pytest.raises(UserError, match="has no rewards of its own; give --reward-model"):
         lockstep.evaluate(replace(config, reward_model="", overwrite=True), Words())
+
+
+FILE = """
+import lockstep.rl as rl
+
+class Words(rl.Environment):
+    has_rewards = False
+
+    def examples(self, split):
+        yield from (rl.Example(f"{word}:") for word in ("stone", "river", "cloud"))
+
+class Forgets(rl.Environment):
+    def examples(self, split):
+        yield from (rl.Example(f"{word}:") for word in ("stone", "river", "cloud"))
+
+    def reward(self, example, completion):
+        return {}
+"""
+
+
+def test_an_environment_of_a_file_needs_no_rewards_if_it_says_so(tmp_path, folders, capsys):
+    (tmp_path / "task.py").write_text(FILE)
+    command = [
+        "rl",
+        "--model",
+        str(folders[0]),
+        "--reward-model",
+        str(folders[1]),
+        "--steps",
+        "1",
+        "--dtype",
+        "float32",
+    ]
+    command += ["--max-new-tokens", "4", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
+    assert main([*command, "--environment", f"{tmp_path / 'task.py'}:Words", "--output", str(tmp_path / "run")]) == 0
+    assert all(list(r["rewards"]) == ["reward_model"] for r in _rollouts(tmp_path / "run"))
+    assert main([*command, "--environment", f"{tmp_path / 'task.py'}:Forgets", "--output", str(tmp_path / "bad")]) == 2
+    assert "returned no reward" in capsys.readouterr().err

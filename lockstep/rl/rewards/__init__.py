@@ -3,7 +3,7 @@
 Nothing here imports torch: worker processes start in a fraction of a second.
 """
 
-from lockstep.rl.rewards.calling import LARGEST, Grader, Job, Outcome, call_rewards
+from lockstep.rl.rewards.calling import LARGEST, Grader, Job, Outcome, call_rewards, refuse_none
 from lockstep.rl.rewards.grading import Grade, failures, grade, grade_here, refuse_too_many, totals
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "failures",
     "grade",
     "grade_here",
+    "refuse_none",
     "refuse_too_many",
     "totals",
 ]

@@ -200,7 +200,10 @@ def _shown(value: Any) -> str:
 
 
 def outcome_from(answer: Any) -> Outcome:
-    """[rewards, cause, message] of another process as the trainer believes it: finite numbers by names, or a cause."""
+    """[rewards, cause, message] of another process as the trainer believes it: finite numbers by names, or a cause.
+
+    There may be none, of an environment that has no rewards; of any other `refuse_none` says so.
+    """
     try:
         rewards, cause, message = answer
         if cause:
@@ -208,6 +211,13 @@ def outcome_from(answer: Any) -> Outcome:
         numbers = {str(name): finite(value) for name, value in rewards.items()}
     except (TypeError, ValueError, AttributeError) as error:
         return failure(KILLED, f"a worker answered what is no reward ({error})")
-    if not numbers or any(number is None for number in numbers.values()):
+    if any(number is None for number in numbers.values()):
         return failure(KILLED, "a worker answered what is no number")
     return Outcome({name: number for name, number in numbers.items() if number is not None})
+
+
+def refuse_none(outcome: Outcome, environment: Environment) -> Outcome:
+    """The outcome, or a failure where there is neither a reward nor a cause and the environment has rewards."""
+    if outcome.rewards or outcome.cause or not environment.has_rewards:
+        return outcome
+    return failure(KILLED, "a worker answered what is no number")
