@@ -69,6 +69,8 @@ def train(
     sequences = [torch.randint(vocab, (n,), generator=draw).tolist() for n in LENGTHS]
     for step in range(steps):
         parts = _parts(world.data_size, tokens)[world.data_rank]
+        if trainer.config.deterministic_layout:  # micro-batches are those of one process, dealt in turn
+            parts = _parts(1, tokens)[0][world.data_rank :: world.data_size]
         rows = [shard_row(pack(sequences[part]), world) for part in parts]
         if step == 0:
             trace.log_probs = _log_probs(trainer, rows)
