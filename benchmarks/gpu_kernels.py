@@ -32,7 +32,7 @@ def costs() -> Iterator[Row]:
 
 def linears() -> Iterator[Row]:
     for name, shapes in LAYERS.items():
-        kept = {s: len(products._tiles(torch.bfloat16, torch.device("cuda"), *s)) for s in set(shapes)}
+        kept = {s: len(products.tiles_of(torch.bfloat16, torch.device("cuda"), *s, 0)) for s in set(shapes)}
         yield row(f"tiles of equal bits, of {len(products.HALF_TILES)}, {name}", min(kept.values()), "tiles")
         for rows, goal in ((1, DECODE), (32, DECODE), (256, DECODE), (4096, PREFILL)):
             ours = theirs = 0.0
