@@ -1,7 +1,7 @@
 """The product of rows that lie in groups, each group with a weight of its own: the experts of a mixture.
 
-A group's product is `linear` of its rows, so a row's bits depend on that row and its group's weight alone. On NVIDIA GPUs
-it is one kernel for all groups, which reads on the device where they start (`cuda/grouped_linear.py`).
+A group's product is `linear` of its rows, so a row's bits depend on that row and its group's weight alone. On NVIDIA
+GPUs it is one kernel for all groups, which reads on the device where they start (`cuda/grouped_linear.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def grouped_linear(
 ) -> Float[Tensor, "rows out"]:
     """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`. `starts`, int64, end with all rows.
 
-    Raises ValueError where `starts` are not those of these rows and groups. Those on a GPU must be right: to look at them
-    would be to wait for it.
+    Raises ValueError where `starts` are not those of these rows and groups. Those on a GPU must be right: looking at
+    them would wait for it.
     """
     if torch.compiler.is_compiling():
         return _opaque_product(x, weight, starts)

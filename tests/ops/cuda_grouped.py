@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -53,15 +53,15 @@ def _row_by_row(x, w, counts, multiply=linear.product):
     return torch.cat([multiply(row[None], w[group]) for row, group in zip(x, groups, strict=True)])
 
 
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("sizes", [(7, 5), (65, 21), (601, 9)])  # the last is cut into two pieces
+@pytest.mark.parametrize("tile", TILES)
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
 @given(
-    counts=st.lists(st.sampled_from([0, 0, 1, 2, 3, 17]), min_size=1, max_size=5).filter(any),
-    sizes=st.sampled_from([(7, 5), (33, 21), (64, 16), (530, 9)]),
+    counts=st.lists(st.sampled_from([0, 1, 2, 3, 17]), min_size=3, max_size=5).filter(any),
     dtype=st.sampled_from(DTYPES),
-    tile=st.sampled_from(TILES),
     seed=st.integers(0, 99),
 )
-def test_a_row_of_a_grouped_product_is_that_row_of_its_groups_dense_product(counts, sizes, dtype, tile, seed):
+def test_a_row_of_a_grouped_product_is_that_row_of_its_groups_dense_product(sizes, tile, counts, dtype, seed):
     x, w = _factors(seed, counts, *sizes, dtype)
     got = grouped.product_with(tile, x, w, starts_of(counts))
     assert torch.equal(got, _row_by_row(x, w, counts, lambda row, own: linear.product_with(DENSE, row, own)))
@@ -79,13 +79,13 @@ def test_another_order_along_k_gives_other_bits(dtype):
 def test_a_grouped_tile_whose_bits_differ_is_not_used(monkeypatch):
     exact = grouped.product_with
     good, bad = (replace(tile, split=False) for _, tile in linear.FLOAT_TILES)
-    monkeypatch.setattr(grouped, "product_with", lambda tile, *given: exact(tile, *given) + (1e-3 if tile == bad else 0))
+    monkeypatch.setattr(grouped, "product_with", lambda tile, *given: exact(tile, *given) + 1e-3 * (tile == bad))
     kept = tiles_on_a_device(torch.float32, torch.device("cpu"), 40, 24)
     assert kept == ((None, good),)
 
 
 def test_no_rows_are_no_product(kernels):  # noqa: F811
-    assert ops.grouped_linear(torch.zeros(0, 8), torch.zeros(3, 5, 8), torch.zeros(4, dtype=torch.int64)).shape == (0, 5)
+    assert ops.grouped_linear(torch.zeros(0, 8), torch.zeros(3, 5, 8), starts_of([0, 0, 0])).shape == (0, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,7 +109,7 @@ def test_a_token_of_a_mixture_has_its_bits_in_any_company(kernels, dtype):  # no
 
 
 class _NothingReadsValues(TorchFunctionMode):
-    """Of tensors without values only shapes can be known; a copy to the CPU, which has none to make here, is refused."""
+    """Of tensors without values only shapes can be known. Copies to the CPU, which are none here, are refused, too."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.Tensor.cpu, torch.Tensor.numpy):
