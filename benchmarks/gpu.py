@@ -1,6 +1,6 @@
 """One NVIDIA GPU, measured: the reference recipe, decoding, prefill and training, and what invariance costs.
 
-Run: make gpu-check PYTHON=python3, or PYTHONPATH=. python benchmarks/gpu.py [--parts decode kernels]. Under 9 minutes.
+Run: make gpu-check PYTHON=python3, or PYTHONPATH=. python benchmarks/gpu.py [--parts decode kernels]. Under 10 minutes.
 Each part is a process of its own with a time budget: one that fails or runs out of time leaves the others' numbers.
 Results are printed as they come and written to benchmarks/results/gpu-DATE.json.
 """
@@ -25,6 +25,7 @@ Row = dict[str, Any]
 
 PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "kernels": ("gpu_kernels", "costs", {}, 80),
+    "experts": ("gpu_kernels", "grouped", {}, 40),
     "decode": ("gpu_model", "decode", {}, 80),
     "throughput": ("gpu_model", "throughput", {}, 50),
     "train-1b": ("gpu_training", "train", {"size": "1b", "compiled": False}, 25),
@@ -36,7 +37,7 @@ PARTS: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "recipe-compiled": ("gpu_model", "recipe", {"compiled": True, "graphs": "none"}, 55),
     "recipe-compiled-graphs": ("gpu_model", "recipe", {"compiled": True, "graphs": "full_and_piecewise"}, 55),
 }
-"""Module, function and arguments that measure each part, and the seconds that it may take: 530 in all."""
+"""Module, function and arguments that measure each part, and the seconds that it may take: 570 in all."""
 RESULTS = Path(__file__).parent / "results"
 
 

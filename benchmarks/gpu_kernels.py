@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ LAYERS = {
     "0.6B": [(1024, 2048), (1024, 1024), (1024, 1024), (2048, 1024), (1024, 3072), (1024, 3072), (3072, 1024)],
     "8B": [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 12288), (4096, 12288), (12288, 4096)],
 }
+# Experts, active ones, width and their width: Qwen3-30B-A3B's.
+EXPERTS = (128, 8, 2048, 768)
 DECODE, PREFILL = 1.15, 1.3
 OUT_OF_CACHE = 256 << 20
 """Bytes of weights that are read in turn, several times the second-level cache."""
@@ -32,7 +35,7 @@ def costs() -> Iterator[Row]:
 
 def linears() -> Iterator[Row]:
     for name, shapes in LAYERS.items():
-        kept = {s: len(products._tiles(torch.bfloat16, torch.device("cuda"), *s)) for s in set(shapes)}
+        kept = {s: len(products.tiles_of(torch.bfloat16, torch.device("cuda"), *s, 0)) for s in set(shapes)}
         yield row(f"tiles of equal bits, of {len(products.HALF_TILES)}, {name}", min(kept.values()), "tiles")
         for rows, goal in ((1, DECODE), (32, DECODE), (256, DECODE), (4096, PREFILL)):
             ours = theirs = 0.0
@@ -52,6 +55,39 @@ def product_seconds(rows: int, inner: int, outer: int) -> tuple[float, float]:
     weights = [torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     mine = device_seconds([lambda w=w: products.product(x, w) for w in weights])
     return mine, device_seconds([lambda w=w: F.linear(x, w) for w in weights])
+
+
+@torch.no_grad()
+def grouped() -> Iterator[Row]:
+    """The products of a mixture's experts against a loop of dense ones, and against torch's grouped product."""
+    experts, active, dim, inner = EXPERTS
+    for tokens, goal in ((1, DECODE), (32, DECODE), (256, DECODE), (4096, PREFILL)):
+        chosen = torch.rand(tokens, experts, device="cuda").argsort(-1)[:, :active]
+        starts = ops.order_by_expert(chosen, experts)[0]
+        for depth, outer in ((dim, inner), (inner, dim)):
+            x = torch.randn(tokens * active, depth, device="cuda", dtype=torch.bfloat16)
+            w = torch.randn(experts, outer, depth, device="cuda", dtype=torch.bfloat16)
+            name = f"{tokens} tokens, {active} of {experts} experts {depth}->{outer}"
+            ours, loop = partial(ops.grouped_linear, x, w, starts), partial(one_by_one, x, w, starts.tolist())
+            mine = device_seconds([ours])
+            yield {**row(f"grouped product, {name}", mine * 1e6, "us"), "bits_equal": torch.equal(ours(), loop())}
+            ratio = mine / device_seconds([loop])
+            yield row(f"grouped product / a loop of linear on the device, {name}", ratio, "x", at_most=1.0)
+            try:
+                library = device_seconds([partial(F.grouped_mm, x, w.mT, offs=starts[1:].int())])
+            except Exception as error:  # a torch or a GPU without one is a result, too
+                yield {"name": f"torch's grouped product, {name}", "error": f"{type(error).__name__}: {error}"}
+                continue
+            yield row(f"grouped product / torch's, {name}", mine / library, "x", at_most=goal)
+
+
+def one_by_one(x: torch.Tensor, w: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """Each group's dense product; `bounds` are on the CPU, which in a model would be waited for."""
+    out = x.new_empty(len(x), w.shape[1])
+    for group, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if stop > first:
+            out[first:stop] = ops.linear(x[first:stop], w[group])
+    return out
 
 
 @torch.no_grad()

@@ -91,11 +91,6 @@ class Engine:
         """The ranks that share the model with this one; None: it has it whole."""
         if self.tensor_group is not None and self.config.cuda_graphs != "none":
             raise UserError("engine.cuda_graphs do not go with parallel.tensor so far; leave them out")
-        if model.config.mixtures and self.config.cuda_graphs != "none":
-            raise UserError(
-                "engine.cuda_graphs do not go with mixtures of experts so far, whose numbers of rows are read on the "
-                "CPU; leave them out"
-            )
         num_pages = self.config.cache_tokens // ops.PAGE
         if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
             raise UserError(
@@ -341,12 +336,13 @@ class Engine:
         """Runs the model; for each chunk that reaches its sequence's end a sample after it, and after each guess."""
         batch = self._arrays.prepare(chunks)
         self._sampling, params = batch.sampled, batch.params
-        decoded = self._runner.decode(batch)
+        with ops.recorded_routes() as recorded:
+            decoded = self._runner.decode(batch)
         if decoded is not None and not any(p.cuts or p.top_logprobs for p in params):
-            drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist())
-            return [(token, score, score, [], "") for token, score in drawn]
+            drawn = zip(decoded.tokens.tolist(), decoded.log_probs.tolist(), self._routes(recorded, batch), strict=True)
+            return [(token, score, score, [], route) for token, score, route in drawn]
         batch = batch.to(self.model.device)
-        hidden, routes = (None, [""] * len(params)) if decoded is not None else self._hidden(batch)
+        hidden, routes = (None, self._routes(recorded, batch)) if decoded is not None else self._hidden(batch)
         count, vocab = len(params), self.model.config.vocab_size
         rows = max(1, LOGITS_ELEMENTS // vocab)
         samples: list[Sample] = []
@@ -366,13 +362,19 @@ class Engine:
 
     def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
         """The hidden state of every row, and the routes of those that are sampled, where they are asked for."""
-        forms = [params.routes for params in batch.params]
-        if not any(forms) or not self._has_routes:
-            return self._runner.hidden(batch), [""] * len(forms)
+        if not self._has_routes or not any(params.routes for params in batch.params):
+            return self._runner.hidden(batch), [""] * len(batch.sampled_rows)
         with ops.recorded_routes() as recorded:
             hidden = self._runner.hidden(batch)
+        return hidden, self._routes(recorded, batch)
+
+    def _routes(self, recorded: list[Tensor], batch: StepBatch) -> list[str]:
+        """Of each sampled row, in the form that its request asks for."""
+        forms = [params.routes for params in batch.params] if recorded else []
+        if not any(forms):
+            return [""] * len(batch.sampled_rows)
         routes = routes_of_rows(recorded, batch.sampled_rows, len(batch.tokens))
-        return hidden, [written(route, form) for route, form in zip(routes, forms, strict=True)]
+        return [written(route, form) for route, form in zip(routes, forms, strict=True)]
 
     def _events(self, samples: list[Sample]) -> list[TokenEvent]:
         events: list[TokenEvent] = []

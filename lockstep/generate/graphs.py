@@ -185,14 +185,30 @@ class GraphRunner(Runner):
         return self._pieces[size, index]()
 
     def _captured(self, function: Callable[[], Tensors], region: str) -> Replay:
+        """`function`, captured; a replay notes the routes that its mixtures have chosen."""
+        count = 0
+
+        def with_routes() -> Tensors:
+            nonlocal count
+            with ops.recorded_routes() as routes:
+                results = function()
+            count = len(results)
+            return (*results, *routes)
+
+        def replay() -> Tensors:
+            results = captured()
+            ops.note_routes(results[count:])
+            return results[:count]
+
         try:
-            return self._capture(function)
+            captured = self._capture(with_routes)
         except RuntimeError as error:
             less = '"piecewise" or "none"' if self.mode.startswith("full") else '"none"'
             raise UserError(
                 f'engine: cuda_graphs is "{self.mode}", but {region} cannot be captured ({error}); an operator in it '
                 f"waits for the device or allocates outside torch. Set engine.cuda_graphs to {less}"
             ) from error
+        return replay
 
 
 def _fill(buffer: Tensor, values: Tensor) -> None:

@@ -31,7 +31,8 @@ def routes_of_rows(
     recorded: Sequence[Int[Tensor, "tokens active"]], rows: Int[Tensor, "rows"], tokens: int
 ) -> list[bytes]:
     """Whole routes of some rows, from what `ops.recorded_routes` has of a forward pass over `tokens` rows."""
-    # A compiled half of a layer gets each row twice where there is but one.
+    # A compiled half of a layer gets each row twice where there is but one, and behind a graph's rows is padding, fewer
+    # rows than there are tokens.
     own = [chosen if len(chosen) == tokens else chosen[:: len(chosen) // tokens] for chosen in recorded]
     table = torch.stack([chosen[rows] for chosen in own], 1).flatten(1).cpu().numpy()
     content, width = table.tobytes(), table.shape[1] * table.itemsize

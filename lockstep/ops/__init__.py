@@ -27,7 +27,7 @@ from lockstep.ops.optimizer import adamw_factors, adamw_step
 from lockstep.ops.packed_weights import PackedWeights
 from lockstep.ops.piece_attention import PieceAttention
 from lockstep.ops.rotary import rotary
-from lockstep.ops.routes import ReplayedRoutes, recorded_routes, replayed_routes
+from lockstep.ops.routes import ReplayedRoutes, note_routes, recorded_routes, replayed_routes
 from lockstep.ops.routing import Routing, route, router_logits
 from lockstep.ops.sampling import draw, sample, top_log_probs, uniforms
 from lockstep.ops.shared_attention import SharedPrefixAttention
@@ -76,6 +76,7 @@ __all__ = [
     "log",
     "log_prob_sum",
     "logits_log_probs",
+    "note_routes",
     "order_by_expert",
     "own_part",
     "recorded_routes",

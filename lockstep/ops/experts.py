@@ -48,8 +48,8 @@ def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: T
 def order_by_expert(
     chosen: Int[Tensor, "tokens active"], experts: int
 ) -> tuple[Int[Tensor, "experts+1"], Int[Tensor, "choices"], Int[Tensor, "choices"]]:
-    """The order of rows by expert, of one expert by token: where each expert's rows start (on the CPU), the row of each
-    choice, and the choice of each row."""
+    """The order of rows by expert, of one expert by token: where each expert's rows start, the row of each choice, and
+    the choice of each row. All are where `chosen` is, and nothing waits for a GPU."""
     if torch.compiler.is_compiling():
         return _opaque_order(chosen, experts)
     return _order(chosen, experts)
@@ -89,7 +89,7 @@ def _order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     sources = flat.argsort(stable=True)
     places = torch.empty_like(sources).scatter_(0, sources, torch.arange(len(sources), device=sources.device))
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    return counts.scatter_add_(0, flat + 1, torch.ones_like(flat)).cumsum(0).cpu(), places, sources
+    return counts.scatter_add_(0, flat + 1, torch.ones_like(flat)).cumsum(0), places, sources
 
 
 def _dispatch(x: Tensor, places: Tensor, sources: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _Combine(torch.autograd.Function):
 @library.operator(
     "order_by_expert(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)",
     fake=lambda chosen, experts: (
-        chosen.new_empty(experts + 1, device="cpu"),
+        chosen.new_empty(experts + 1),
         chosen.new_empty(chosen.numel()),
         chosen.new_empty(chosen.numel()),
     ),

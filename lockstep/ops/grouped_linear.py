@@ -1,6 +1,7 @@
 """The product of rows that lie in groups, each group with a weight of its own: the experts of a mixture.
 
-A group's product is `linear` of its rows, so a row's bits depend on that row and its group's weight alone.
+A group's product is `linear` of its rows, so a row's bits depend on that row and its group's weight alone. On NVIDIA
+GPUs it is one kernel for all groups, which reads on the device where they start (`cuda/grouped_linear.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lockstep.ops import native
+from lockstep.ops import cuda, native
 from lockstep.ops.asked import asked_for
 from lockstep.ops.kept import keep
 from lockstep.ops.linear import by_library, input_gradient, product, weight_gradient
@@ -22,9 +23,10 @@ from lockstep.ops.packed_weights import packed
 def grouped_linear(
     x: Float[Tensor, "rows in"], weight: Float[Tensor, "groups out in"], starts: Int[Tensor, "groups+1"]
 ) -> Float[Tensor, "rows out"]:
-    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`. `starts`, int64 on the CPU, end with all rows.
+    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`. `starts`, int64, end with all rows.
 
-    Raises ValueError where `starts` are not those of these rows and groups.
+    Raises ValueError where `starts` are not those of these rows and groups. Those on a GPU must be right: looking at
+    them would wait for it.
     """
     if torch.compiler.is_compiling():
         return _opaque_product(x, weight, starts)
@@ -38,6 +40,10 @@ def _product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     x, (groups, outputs, depth) = x.contiguous(), weight.shape
     if x.is_meta:
         return x.new_empty(x.shape[0], outputs)
+    if cuda.usable(x):
+        from lockstep.ops.cuda.grouped_linear import product as triton_product
+
+        return triton_product(x, weight, starts)
     if not native.usable(x):
         return _by_group(x, weight, starts, product, x.new_empty(x.shape[0], outputs))
     out = x.new_empty(x.shape[0], outputs)
@@ -52,9 +58,11 @@ def _check(x: Tensor, weight: Tensor, starts: Tensor) -> None:
             f"a grouped product needs rows of its weights' width and dtype, and a start for each group and the end, "
             f"but has {list(x.shape)} {x.dtype}, {list(weight.shape)} {weight.dtype} and {starts.shape[0]} starts"
         )
-    native_starts = starts.dtype == torch.int64 and starts.device.type in ("cpu", "meta") and starts.is_contiguous()
-    if not native_starts or (starts.device.type == "cpu" and not native.is_pretending() and _wrong(starts, x.shape[0])):
-        raise ValueError(f"starts must be ascending int64 on the CPU, from 0 to the {x.shape[0]} rows")
+    usable = starts.dtype == torch.int64 and starts.is_contiguous() and starts.device.type in ("cpu", x.device.type)
+    if not usable or (starts.device.type == "cpu" and not native.is_pretending() and _wrong(starts, x.shape[0])):
+        raise ValueError(
+            f"starts must be ascending int64 on the CPU or where the rows are, from 0 to the {x.shape[0]} rows"
+        )
 
 
 def _wrong(starts: Tensor, rows: int) -> bool:
@@ -96,7 +104,7 @@ def _by_library(grad: Tensor) -> bool:
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-    if _by_library(grad):
+    if _by_library(grad) and not cuda.usable(grad):
         return _by_group(grad, weight, starts, input_gradient, grad.new_empty(grad.shape[0], weight.shape[2]))
     return _product(grad, weight.transpose(1, 2), starts)
 

@@ -55,8 +55,9 @@ def _parts(weight: Tensor, heads: int, first: int, stop: int, across: bool) -> t
 def _products(x: Tensor, weight: Tensor, first: int, stop: int, across: bool) -> Tensor:
     tokens, heads = x.shape[:2]
     rows = x.transpose(0, 1).contiguous().flatten(0, 1)  # one head's after the other
+    starts = torch.arange(heads + 1, device=x.device) * tokens
     with torch.no_grad():
-        out = grouped_linear(rows, _stacked(weight, heads, first, stop, across), torch.arange(heads + 1) * tokens)
+        out = grouped_linear(rows, _stacked(weight, heads, first, stop, across), starts)
     return out.unflatten(0, (heads, tokens)).transpose(0, 1).contiguous()
 
 

@@ -41,6 +41,12 @@ def recorded_routes() -> Iterator[list[Int[Tensor, "tokens active"]]]:
         _recorded.reset(token)
 
 
+def note_routes(routes: Sequence[Int[Tensor, "tokens active"]]) -> None:
+    """Records what calls of `route` have chosen that were not made now: those in a replayed graph."""
+    if (recorded := _recorded.get()) is not None:
+        recorded.extend(routes)
+
+
 @contextmanager
 def replayed_routes(routes: ReplayedRoutes) -> Iterator[None]:
     """Within it each call of `route` is that of the next of `routes`: for one forward pass, which computes no layer

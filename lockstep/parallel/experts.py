@@ -40,6 +40,7 @@ def experts_over_ranks(
     all ranks have the same tokens, and all get the result.
     """
     starts, places, sources = order_by_expert(chosen, count)
+    starts = starts.cpu()  # the lengths of what travels
     if rows_are_whole():
         own, own_starts = _take(x, starts, sources, group)
         return combine(_everyones(feed_forward(own, own_starts), starts, sources, group), weights, places)

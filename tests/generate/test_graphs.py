@@ -1,5 +1,6 @@
 """Graphs without a GPU: the same static buffers, padding and regions, run anew instead of replayed."""
 
+import dataclasses
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from lockstep import Engine, EngineConfig, SamplingParams, build_model
 from lockstep.errors import UserError
 from lockstep.generate.graphs import GUESSED_ROWS, GraphRunner, ladder
 from lockstep.model import ModelConfig, preset
+from tests.generate.recorder import Recorder
 
 MODES = ["piecewise", "full", "full_and_piecewise"]
 
@@ -34,31 +36,11 @@ def _model():
 MODEL = _model()
 
 
-class Recorder:
-    """Captures as CUDA does, as far as results can tell: a replay writes the tensors that the first run made."""
-
-    def __init__(self):
-        self.captured = 0
-        self.replayed = 0
-
-    def __call__(self, function):
-        self.captured += 1
-        results = function()
-
-        def replay():
-            self.replayed += 1
-            for result, new in zip(results, function(), strict=True):
-                result.copy_(new)
-            return results
-
-        return replay
-
-
-def _engine(mode: str, capture, **settings_of_engine) -> Engine:
+def _engine(mode: str, capture, model=MODEL, **settings_of_engine) -> Engine:
     config = EngineConfig(**settings_of_engine)
-    engine = Engine(MODEL, config)
+    engine = Engine(model, config)
     config.cuda_graphs = mode
-    engine._runner = GraphRunner(MODEL, engine.cache, config, capture)
+    engine._runner = GraphRunner(model, engine.cache, config, capture)
     return engine
 
 
@@ -144,9 +126,21 @@ def test_graphs_on_the_cpu_are_refused_when_the_engine_starts():
         Engine(MODEL, EngineConfig(cuda_graphs="full"))
 
 
-def test_graphs_of_a_mixture_of_experts_are_refused():
-    with pytest.raises(UserError, match="cuda_graphs do not go with mixtures of experts"):
-        Engine(build_model(preset("qwen3_moe:micro", 60), "float32", seed=1), EngineConfig(cuda_graphs="full"))
+@pytest.mark.parametrize(
+    ("family", "mode"), [*(("qwen3_moe", mode) for mode in MODES), ("gpt_oss", "full_and_piecewise")]
+)
+def test_replayed_steps_of_a_mixture_give_the_same_bits_and_routes_as_direct_ones(family, mode):
+    model = build_model(dataclasses.replace(preset(f"{family}:micro", 60), num_layers=2), "float32", seed=1)
+    prompts, params = _load(7)
+    asked = [dataclasses.replace(own, routes=form) for own, form in zip(params, ("whole", "digest", "") * 2)]
+    expected = Engine(model, EngineConfig(max_sequences=5)).generate(prompts, asked)
+    recorder = Recorder()
+    groups = _engine(mode, recorder, model, max_sequences=5).generate(prompts, asked)
+    assert recorder.replayed
+    assert [[(c.token_ids, c.logprobs, c.routes) for c in g] for g in groups] == [
+        [(c.token_ids, c.logprobs, c.routes) for c in g] for g in expected
+    ]
+    assert len({route for completion in (groups[0][0], groups[3][0]) for route in completion.routes}) > 1
 
 
 @pytest.mark.parametrize(

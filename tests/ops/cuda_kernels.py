@@ -42,7 +42,7 @@ def dots_of_fixed_order():
     # Comparing the tiles of every shape takes the interpreter minutes. In float32 they agree by their order of sums;
     # in half precision what agrees depends on how a tensor core adds, which nothing here stands for.
     tiles = {torch.float32: linear.FLOAT_TILES}
-    patch.setattr(linear, "_tiles", lambda dtype, *_: tiles.get(dtype, ((None, linear.HALF_TILES[0][1]),)))
+    patch.setattr(linear, "tiles_of", lambda dtype, *_: tiles.get(dtype, ((None, linear.HALF_TILES[0][1]),)))
     yield
     patch.undo()
 

@@ -1,4 +1,5 @@
-"""Runs `cuda_kernels.py` under Triton's interpreter, in a process of its own: triton must see the setting at import."""
+"""Runs `cuda_kernels.py` and `cuda_grouped.py` under Triton's interpreter, in a process of its own: triton must see the
+setting at import."""
 
 import os
 import subprocess
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LARGE = "1024 or 2048 or 9000 or (dtype1 and (broken or attend or attention))"
+LARGE = "1024 or 2048 or 9000 or replayed or (dtype1 and (broken or attend or attention))"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,6 +28,6 @@ def test_the_kernels_keep_their_promises_under_the_interpreter(chosen):
     pytest.importorskip("triton", reason="triton is published for Linux on x86-64 alone")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "LOCKSTEP_NATIVE": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", chosen]
-    command += [str(Path(__file__).with_name("cuda_kernels.py"))]
+    command += [str(Path(__file__).with_name(name)) for name in ("cuda_kernels.py", "cuda_grouped.py")]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]

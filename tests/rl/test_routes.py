@@ -323,7 +323,6 @@ def test_replay_of_equal_routes_changes_no_bit():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (dict(engine=EngineConfig(cuda_graphs="full")), "engine.cuda_graphs record none"),
         (dict(recompute=RecomputeConfig(mode="full")), 'recompute.mode "full" so far'),
         (dict(parallel=ParallelConfig(context=2)), "parallel.context 2 so far"),
     ],

@@ -10,6 +10,7 @@ the first use of a shape, and a tile that disagrees is not used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -55,6 +56,7 @@ HALF_TILES = (
 # float32 runs on the ordinary cores, one multiply-add after the other.
 FLOAT_TILES = ((64, Tile(32, 32, 32, 4, 2, True)), (None, Tile(64, 64, 32, 8, 2, False)))
 Tiles = tuple[tuple[int | None, Tile], ...]
+Multiply = Callable[[Tile, Tensor, Tensor, int], Tensor]
 
 
 def pieces_of(in_features: int, out_features: int) -> int:
@@ -66,19 +68,27 @@ def pieces_of(in_features: int, out_features: int) -> int:
     return count
 
 
+def own_pieces(in_features: int, out_features: int) -> tuple[int, int]:
+    """How many pieces a product's shape has, and how long they are."""
+    pieces = pieces_of(in_features, out_features)
+    return pieces, triton.cdiv(triton.cdiv(in_features, pieces), PIECE_STEP) * PIECE_STEP
+
+
 @kernel
 def _piece(
-    x, weight, rows, columns, row_mask, column_mask, first, last, K,
+    x, weight, rows, columns, row_mask, column_mask, first, last, K, COLUMN, INNER,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The float32 sums over K in [first, last), in ascending order."""
+    """The float32 sums over K in [first, last), in ascending order; COLUMN and INNER are the weight's strides."""
     inner = tl.arange(0, BLOCK_K)
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(first, last, BLOCK_K):
         k = start + inner
         left = tl.load(x + rows[:, None] * K + k[None, :], mask=row_mask[:, None] & (k < last)[None, :], other=0.0)
         right = tl.load(
-            weight + columns[None, :] * K + k[:, None], mask=column_mask[None, :] & (k < last)[:, None], other=0.0
+            weight + columns[None, :] * COLUMN + k[:, None] * INNER,
+            mask=column_mask[None, :] & (k < last)[:, None],
+            other=0.0,
         )
         sums = tl.dot(left, right, sums, input_precision="ieee")
     return sums
@@ -86,23 +96,68 @@ def _piece(
 
 @kernel
 def _two(
-    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K,
+    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, COLUMN, INNER,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The sums of the pieces at `first` and after it."""
     middle, last = tl.minimum(first + PIECE, K), tl.minimum(first + 2 * PIECE, K)
-    left = _piece(x, weight, rows, columns, row_mask, column_mask, first, middle, K, BLOCK_M, BLOCK_N, BLOCK_K)
-    return left + _piece(x, weight, rows, columns, row_mask, column_mask, middle, last, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    left = _piece(
+        x, weight, rows, columns, row_mask, column_mask, first, middle, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    return left + _piece(
+        x, weight, rows, columns, row_mask, column_mask, middle, last, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+    )
 
 
 @kernel
 def _four(
-    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K,
+    x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, COLUMN, INNER,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    left = _two(x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    left = _two(
+        x, weight, rows, columns, row_mask, column_mask, first, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     middle = tl.minimum(first + 2 * PIECE, K)
-    return left + _two(x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    return left + _two(
+        x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+
+
+@kernel
+def tile_sums(
+    x, weight, rows, columns, row_mask, column_mask, PIECE, K, COLUMN, INNER,
+    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums over all of K of a tile, one piece after the other, in their tree."""
+    if PIECES == 1:
+        sums = _piece(
+            x, weight, rows, columns, row_mask, column_mask, 0, K, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    elif PIECES == 2:
+        sums = _two(
+            x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        sums = _four(
+            x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    if PIECES == 8:
+        middle = tl.minimum(4 * PIECE, K)
+        sums += _four(
+            x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    return sums
+
+
+@kernel
+def tile_of(program, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Which tile of rows and of columns a program computes: GROUP tiles of rows share a tile of columns before the
+    next, so that its weights stay in the second-level cache."""
+    group = program // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % height
+    tile_n = (program % (GROUP * tiles_n)) // height
+    return tile_m, tile_n
 
 
 @kernel
@@ -123,13 +178,8 @@ def _linear_kernel(
     PIECES: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # GROUP tiles of rows share a tile of columns before the next: its weights stay in the second-level cache.
     program, piece = tl.program_id(0), tl.program_id(1)
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    group = program // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - group * GROUP, GROUP)
-    tile_m = group * GROUP + (program % (GROUP * tiles_n)) % height
-    tile_n = (program % (GROUP * tiles_n)) // height
+    tile_m, tile_n = tile_of(program, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row_mask, column_mask = rows < M, columns < N
@@ -138,7 +188,7 @@ def _linear_kernel(
     if SPLIT:
         first = piece * PIECE
         sums = _piece(
-            x, weight, rows, columns, row_mask, column_mask, first, tl.minimum(first + PIECE, K), K,
+            x, weight, rows, columns, row_mask, column_mask, first, tl.minimum(first + PIECE, K), K, K, 1,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if PIECES > 1:
@@ -161,15 +211,9 @@ def _linear_kernel(
         else:
             tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
     else:
-        if PIECES == 1:
-            sums = _piece(x, weight, rows, columns, row_mask, column_mask, 0, K, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        elif PIECES == 2:
-            sums = _two(x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        else:
-            sums = _four(x, weight, rows, columns, row_mask, column_mask, 0, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
-        if PIECES == 8:
-            middle = tl.minimum(4 * PIECE, K)
-            sums += _four(x, weight, rows, columns, row_mask, column_mask, middle, PIECE, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        sums = tile_sums(
+            x, weight, rows, columns, row_mask, column_mask, PIECE, K, K, 1, PIECES, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         tl.store(out + target, sums.to(out.dtype.element_ty), mask=mask)
 
 
@@ -182,10 +226,7 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: 
         return out
     if pieces not in (0, *PIECES):
         raise ValueError(f"{pieces} chunks of a product: on a GPU there can be {', '.join(map(str, PIECES))}")
-    piece = K // max(pieces, 1)
-    if not pieces:
-        pieces = pieces_of(K, N)
-        piece = triton.cdiv(triton.cdiv(K, pieces), PIECE_STEP) * PIECE_STEP
+    pieces, piece = (pieces, K // pieces) if pieces else own_pieces(K, N)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     meeting = tile.split and pieces > 1
     partial = torch.empty((pieces, M, N) if meeting else 0, dtype=torch.float32, device=x.device)
@@ -220,39 +261,51 @@ def product(x: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
 
     K is cut into `chunks` pieces; where all of it may be one, into those of its shape. Raises ValueError above 8.
     """
-    return _fitting(x, weight, chunks if chunks > 1 else 0, x.dtype)
+    return _fitted(x, weight, chunks if chunks > 1 else 0, x.dtype)
 
 
 def product_sums(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
     """The float32 sums over exactly so many pieces: a rank's part of a product."""
-    return _fitting(x, weight, chunks, torch.float32)
+    return _fitted(x, weight, chunks, torch.float32)
 
 
-def _fitting(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
-    rows = x.shape[0]
-    for most, tile in _tiles(x.dtype, x.device, weight.shape[1], weight.shape[0], pieces):
-        if most is None or rows <= most:
-            return product_with(tile, x, weight, pieces, dtype)
-    raise AssertionError("the last tile takes any number of rows")
+def _fitted(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
+    tiles = tiles_of(x.dtype, x.device, weight.shape[1], weight.shape[0], pieces)
+    return product_with(fitting(tiles, x.shape[0]), x, weight, pieces, dtype)
+
+
+def fitting(tiles: Tiles, rows: int) -> Tile:
+    """The first one that takes so many rows; the last takes any number."""
+    return next(tile for most, tile in tiles if most is None or rows <= most)
 
 
 @cache
-def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int, pieces: int) -> Tiles:
+def tiles_of(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int, pieces: int) -> Tiles:
     candidates: Tiles = FLOAT_TILES if dtype == torch.float32 else HALF_TILES
     return agreeing(candidates, dtype, device, in_features, out_features, pieces)
 
 
 def agreeing(
-    candidates: Tiles, dtype: torch.dtype, device: torch.device, in_features: int, out_features: int, pieces: int = 0
+    candidates: Tiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    in_features: int,
+    out_features: int,
+    pieces: int = 0,
+    multiply: Multiply | None = None,
 ) -> Tiles:
-    """The candidates whose bits equal the first one's for this shape; where one differs, a lower one takes its rows."""
+    """The candidates whose bits equal the first one's for this shape; where one differs, a lower one takes its rows.
+
+    `multiply`: of `product_with`'s arguments and result.
+    """
+    multiply = multiply or product_with
     alone = (pieces or pieces_of(in_features, out_features)) == 1
     out_features = min(out_features, 4096) if alone else out_features
     generator = torch.Generator().manual_seed(in_features * 1_000_003 + out_features)
     rows = 2 * max(tile.block_m for _, tile in candidates) - 3
     x, weight = (t.to(device, dtype) for t in _cancelling(generator, rows, in_features, out_features))
-    expected = product_with(candidates[0][1], x, weight, pieces)
-    same = [c for c in candidates if torch.equal(product_with(c[1], x, weight, pieces), expected)]
+    expected = multiply(candidates[0][1], x, weight, pieces)
+    same = [c for c in candidates if torch.equal(multiply(c[1], x, weight, pieces), expected)]
     return (*same[:-1], (None, same[-1][1]))
 
 

@@ -1,0 +1,99 @@
+"""The row-invariant product of rows in groups, each group with a weight of its own, in Triton.
+
+A tile has rows of one group only, and its sums are those of `linear.tile_sums`, which computes the tiles of a dense
+product: a row's bits are those of `linear` of that row with its group's weight, whatever the groups' sizes. Where the
+groups start is read on the device, so that nothing waits for it and a CUDA graph can record the product: there are as
+many programs as there may be tiles, and those that have none return at once. No piece of K has a program of its own,
+for the groups fill the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.ops.cuda import linear
+from lockstep.ops.cuda.kernel import kernel
+from lockstep.ops.cuda.linear import Tile, Tiles, tile_of, tile_sums
+
+
+@kernel(varying=("TILES", "GROUPS"))
+def _grouped_kernel(
+    x, weight, out, starts, TILES, GROUPS, N, K, PIECE, MATRIX, COLUMN, INNER,
+    PIECES: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = tile_of(tl.program_id(0), TILES, tl.cdiv(N, BLOCK_N), GROUP)
+    # Groups follow each other in tiles as they do in rows.
+    lanes = tl.arange(0, LANES)
+    first = tl.load(starts + lanes, mask=lanes < GROUPS, other=0)
+    stop = tl.load(starts + lanes + 1, mask=lanes < GROUPS, other=0)
+    tiles = tl.cdiv(stop - first, BLOCK_M).to(tl.int32)
+    ends = tl.cumsum(tiles, 0)
+    if tile_m >= tl.sum(tiles, 0):
+        return
+    group = tl.sum((ends <= tile_m).to(tl.int32), 0)
+    before = tl.sum(tl.where(ends <= tile_m, tiles, 0), 0)
+    begin = tl.load(starts + group) + (tile_m - before) * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    row_mask, column_mask = rows < tl.load(starts + group + 1) - begin, columns < N
+    sums = tile_sums(
+        x + begin * K, weight + group.to(tl.int64) * MATRIX, rows, columns, row_mask, column_mask, PIECE, K, COLUMN,
+        INNER, PIECES, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    target = rows[:, None] * N + columns[None, :]
+    tl.store(out + begin * N + target, sums.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`; `starts` may be on the CPU, too.
+
+    `weight` may have any strides: a gradient takes the transposed one.
+    """
+    groups, outputs, depth = weight.shape
+    tiles = _tiles(x.dtype, x.device, depth, outputs)
+    # As if all groups that can have rows had as many: it chooses a tile, which changes no bit.
+    rows_of_group = triton.cdiv(x.shape[0], max(1, min(groups, x.shape[0])))
+    return product_with(linear.fitting(tiles, rows_of_group), x, weight, starts)
+
+
+def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
+    """`product` with this tile."""
+    x, starts = x.contiguous(), starts.to(x.device, non_blocking=True)
+    (rows, K), (groups, N, _) = x.shape, weight.shape
+    out = x.new_empty(rows, N)
+    if not rows:
+        return out
+    pieces, piece = linear.own_pieces(K, N)
+    # A group's last tile may have but one row.
+    tiles = (rows + min(groups, rows) * (tile.block_m - 1)) // tile.block_m
+    _grouped_kernel[(tiles * triton.cdiv(N, tile.block_n),)](
+        x, weight, out, starts, tiles, groups, N, K, piece, *weight.stride(),
+        # Every thread has a lane: scans of fewer elements are another path of the compiler's.
+        PIECES=pieces, LANES=max(triton.next_power_of_2(groups), 32 * tile.warps), GROUP=8,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int) -> Tiles:
+    """Those of the dense product whose bits agree here, too."""
+    candidates = linear.tiles_of(dtype, device, in_features, out_features, 0)
+    # A program keeps the sums of up to three of four pieces, which of a wide tile fill the registers.
+    widest = 64 if linear.pieces_of(in_features, out_features) > 2 else 128
+    own = tuple((most, replace(t, split=False, block_n=min(t.block_n, widest))) for most, t in candidates)
+    return linear.agreeing(own, dtype, device, in_features, out_features, multiply=_in_groups)
+
+
+def _in_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+    """A dense product as a grouped one: four groups of one weight, one of them empty and one of a single row."""
+    starts = torch.tensor([0, 1, 1, len(x) // 3, len(x)])
+    return product_with(tile, x, weight.expand(4, *weight.shape), starts)

@@ -1,0 +1,154 @@
+"""The kernel of a grouped product, and what surrounds it in a mixture, on CPU tensors under Triton's interpreter.
+
+`test_cuda_kernels.py` runs this file, and what `cuda_kernels.py` says of the interpreter holds here, too.
+"""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
+from lockstep.generate.graphs import GraphRunner
+from lockstep.model import preset
+from lockstep.ops.cuda import grouped_linear as grouped
+from lockstep.ops.cuda import linear
+from tests.generate.recorder import Recorder
+from tests.ops.cuda_kernels import DTYPES, dots_of_fixed_order, form, kernels  # noqa: F401
+from tests.ops.test_experts import mixture, starts_of
+from tests.ops.test_linear import cancelling
+
+# A step along K is the same everywhere: the interpreter adds up each by itself, which a device does not.
+TILES = [
+    linear.Tile(16, 16, 32, 4, 2, False),
+    linear.Tile(32, 16, 32, 4, 2, False),
+    linear.Tile(16, 64, 32, 8, 3, False),
+]
+DENSE = linear.Tile(32, 32, 32, 4, 2, True)
+tiles_on_a_device = grouped._tiles.__wrapped__
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_many_tiles_as_dense_products_have():
+    """Comparing those of every shape takes the interpreter minutes."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(grouped, "_tiles", lambda *shape: linear.tiles_of(*shape, 0))
+    yield
+    patch.undo()
+
+
+def _factors(seed: int, counts: list[int], depth: int, outputs: int, dtype: torch.dtype):
+    """Rows and the groups' weights, whose products cancel."""
+    x, w = cancelling(seed, sum(counts), depth, len(counts) * outputs, dtype)
+    return x, w.view(len(counts), outputs, depth)
+
+
+def _row_by_row(x, w, counts, multiply=linear.product):
+    groups = [group for group, count in enumerate(counts) for _ in range(count)]
+    return torch.cat([multiply(row[None], w[group]) for row, group in zip(x, groups, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("tile", "sizes"),
+    # The last is cut into two pieces.
+    [(TILES[0], (7, 5)), (TILES[1], (65, 21)), (TILES[2], (65, 21)), (TILES[0], (601, 9))],
+)
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])  # to shrink takes the interpreter minutes
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 2, 3, 17]), min_size=3, max_size=5).filter(any),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_a_row_of_a_grouped_product_is_that_row_of_its_groups_dense_product(tile, sizes, counts, dtype, seed):
+    x, w = _factors(seed, counts, *sizes, dtype)
+    got = grouped.product_with(tile, x, w, starts_of(counts))
+    assert torch.equal(got, _row_by_row(x, w, counts, lambda row, own: linear.product_with(DENSE, row, own)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_order_along_k_gives_other_bits(dtype):
+    """Else the data would not show that the orders are the same."""
+    counts = [3, 0, 4]
+    (x, w), starts = _factors(0, counts, 64, 16, dtype), starts_of(counts)
+    backwards = grouped.product_with(TILES[0], x.flip(1), w.flip(2), starts)
+    assert not torch.equal(backwards, grouped.product_with(TILES[0], x, w, starts))
+
+
+def test_a_grouped_tile_whose_bits_differ_is_not_used(monkeypatch):
+    exact = grouped.product_with
+    good, bad = (replace(tile, split=False) for _, tile in linear.FLOAT_TILES)
+    monkeypatch.setattr(grouped, "product_with", lambda tile, *given: exact(tile, *given) + 1e-3 * (tile == bad))
+    kept = tiles_on_a_device(torch.float32, torch.device("cpu"), 40, 24)
+    assert kept == ((None, good),)
+
+
+def test_no_rows_are_no_product(kernels):  # noqa: F811
+    assert ops.grouped_linear(torch.zeros(0, 8), torch.zeros(3, 5, 8), starts_of([0, 0, 0])).shape == (0, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_a_grouped_product_are_its_own_with_transposed_weights_and_the_librarys(kernels, dtype):  # noqa: F811
+    counts = [3, 0, 1, 17]
+    x, w = _factors(5, counts, 34, 41, dtype)
+    grad, _ = cancelling(6, sum(counts), 41, 1, dtype)
+    leaves = x.requires_grad_(), w.requires_grad_()
+    of_x, of_weight = torch.autograd.grad(ops.grouped_linear(*leaves, starts_of(counts)), leaves, grad)
+    assert torch.equal(of_x, _row_by_row(grad, w.detach().mT, counts))
+    for rows, grads, own in zip(x.detach().split(counts), grad.split(counts), of_weight, strict=True):
+        assert torch.equal(own, grads.T @ rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_of_a_mixture_has_its_bits_in_any_company(kernels, dtype):  # noqa: F811
+    x, weights, chosen, *matrices = mixture(3, 20, 6, 2, dtype)
+    whole = ops.experts(x, weights, chosen, *matrices)
+    for part in (slice(0, 1), slice(3, 12)):
+        assert torch.equal(ops.experts(x[part], weights[part], chosen[part], *matrices), whole[part])
+
+
+class _NothingReadsValues(TorchFunctionMode):
+    """Of tensors without values only shapes can be known. Copies to the CPU, which are none here, are refused, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.cpu, torch.Tensor.numpy):
+            raise DataDependentOutputException(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_between_a_mixtures_products_waits_for_their_values(monkeypatch):
+    module = importlib.import_module("lockstep.ops.grouped_linear")
+    monkeypatch.setattr(module, "_product", lambda x, weight, starts: x.new_empty(x.shape[0], weight.shape[1]))
+    routing = ops.Routing(4, "sigmoid", groups=4, groups_kept=2)
+    with FakeTensorMode(), _NothingReadsValues():
+        x, router, bias = torch.randn(5, 32), torch.randn(8, 32), torch.randn(8)
+        gate, up, down = (torch.randn(8, *shape) for shape in ((16, 32), (16, 32), (32, 16)))
+        routes = ops.route(ops.router_logits(x, router), routing, bias)
+        assert ops.experts(x, *routes, gate, up, down).shape == x.shape
+        logits = ops.add_bias(ops.router_logits(x, router), bias)
+        routes = ops.route(logits, ops.Routing(2))
+        both, biases = torch.randn(8, 32, 32), torch.randn(8, 32)
+        assert ops.clamped_experts(x, *routes, both, biases, down, biases).shape == x.shape
+        with pytest.raises(DataDependentOutputException):
+            routes[1].max().item()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_mixtures_decode_steps_replayed_have_the_trainers_bits(kernels, family):  # noqa: F811
+    shape = replace(preset(f"{family}:micro", 60), num_layers=1, dim=32, max_positions=128)
+    model = build_model(shape, "float32", seed=1)
+    config = EngineConfig(max_tokens_per_step=11, max_sequences=3, cache_tokens=256, draft="none")
+    engine = Engine(model, config)
+    config.cuda_graphs = "full"
+    recorder = Recorder()
+    engine._runner = GraphRunner(model, engine.cache, config, recorder)
+    prompts = [[1, 2, 3], [4] * 9, [5, 6]]
+    groups = engine.generate(prompts, SamplingParams(max_tokens=3, temperature=1.0, seed=0, ignore_eos=True))
+    assert recorder.replayed
+    for prompt, (completion,) in zip(prompts, groups):
+        trainer = score(model, [prompt + completion.token_ids])[0]
+        assert torch.equal(torch.tensor(completion.logprobs), trainer[len(prompt) - 1 :])
