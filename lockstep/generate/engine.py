@@ -193,9 +193,7 @@ class Engine:
         self._check(prompt, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = self._fresh_seed() if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.model.config.eos_token_ids)
+        stop_ids = params.ending_ids(self.model.config.eos_token_ids)
         sequences = [
             Sequence(
                 request_id=request_id,

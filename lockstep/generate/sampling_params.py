@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -65,6 +66,10 @@ class SamplingParams:
     def cuts(self) -> bool:
         """Whether some tokens are left out of the draw."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens after which a sample ends, of a model with these end-of-text tokens."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)
 
 
 def sampling_params_of(plain: dict[str, Any]) -> SamplingParams:

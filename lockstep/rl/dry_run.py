@@ -33,6 +33,7 @@ from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import imagined_world
 from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_shelf, foresee_transfer
+from lockstep.rl.actors.models import refuse_on_ranks
 from lockstep.rl.actors.own_weights import lay_out
 from lockstep.rl.actors.shelf import versions_laid_out
 from lockstep.rl.actors.shelf_memory import length_of
@@ -62,7 +63,7 @@ class RLDryRun:
     memory: dict[str, dict[str, int]]
     """By what it is for, at the peak of each of `STAGES`; what is not held then is left out."""
     transfer: ForeseenTransfer | None
-    """Of a weight sync; None where the generator reads the trainer's own weights, or is another process."""
+    """Of a weight sync to what the ranks sample from, or compute values with; None where there is no such copy."""
     generator: GeneratorDryRun | None = None
     """Of generators in processes of their own."""
 
@@ -85,12 +86,12 @@ class RLDryRun:
             "",
         ]
         lines.append(f"the peak is {max(peaks.values()) / 2**30:.3f} GiB, in {max(stages, key=peaks.__getitem__)}")
-        if self.generator:
-            lines += ["", *self.generator.lines()]
-        elif self.transfer:
+        if self.transfer:
             sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
             lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB (rank 0)")
-        else:
+        if self.generator:
+            lines += ["", *self.generator.lines()]
+        elif not self.transfer:
             lines.append("no weight sync: the generator reads the trainer's own weights")
         return "\n".join(lines)
 
@@ -172,6 +173,7 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
     """
     world = imagined_world(config.parallel, ranks)
     try:
+        refuse_on_ranks(config, world)
         shape = _shape(config.model)
         if config.lora.rank:
             shape = adapted(shape, config.lora, config.model)
@@ -231,14 +233,14 @@ def _with_generator(
     ranks, samples = world.mesh is not None, not config.actors.separate
     policy = dict(trainer.model.named_parameters())
     in_place = set(policy)
-    sampling: Decoder | None = None
-    if samples and ranks:
-        sampling = _layout(shape, config, world)
+    whole: Decoder | None = None  # as `actors.generators.WholePolicy`
+    if ranks and (samples or algorithm_of(config).advantage == "gae"):
+        whole = _layout(shape, config, world)
         with fake:
-            in_place = lay_out(sampling, policy, torch.device("cpu"))
+            in_place = lay_out(whole, policy, torch.device("cpu"))
     elif samples:
         assert isinstance(trainer.model, Decoder)
-        sampling = trainer.model
+        whole = trainer.model
     memory: dict[str, dict[str, int]] = {}
 
     def note(name: str, size: int, *stages: str) -> None:
@@ -253,9 +255,10 @@ def _with_generator(
     if config.kl_coefficient and config.kl_reference == AVERAGE:
         note("moving average", _bytes(trainer.optimizer.masters.values()))
     keeps = config.actors.keep_copy or not ranks
-    if sampling:
-        copied = (parameter for name, parameter in sampling.named_parameters() if name not in in_place)
-        note("generator's copy", _bytes(copied), *(STAGES if keeps else (SAMPLING, SYNC)))
+    if whole:
+        copied = (parameter for name, parameter in whole.named_parameters() if name not in in_place)
+        name = "generator's copy" if samples else "copy that the values are of"
+        note(name, _bytes(copied), *(STAGES if keeps else (SAMPLING, SYNC)))
     if config.kl_coefficient and not is_own_base(config):
         folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference
         reference = _frozen(_shape(folder), config, world, fake)
@@ -265,12 +268,12 @@ def _with_generator(
     if config.reward_model:
         scored = Decoder(_shape(config.reward_model), folder_dtype(Path(folder_if_model(config.reward_model))), "meta")
         note("reward model", _bytes(scored.parameters()))
-    if sampling:
+    if whole and samples:
         with fake, pretending():
-            engine = Engine(sampling, replace(config.engine, cuda_graphs="none"))
+            engine = Engine(whole, replace(config.engine, cuda_graphs="none"))
         note("cache of keys and values", engine.cache.nbytes)
         if on_cpu:
-            note("weights in a decode step's order", _panels(sampling), *(STAGES if keeps else (SAMPLING,)))
+            note("weights in a decode step's order", _panels(whole), *(STAGES if keeps else (SAMPLING,)))
         note("a generator's step at its peak", _generator_step(engine, fake), SAMPLING)
     else:
         laid_out = foresee_shelf(policy, resolve_dtype(config.dtype))
@@ -279,7 +282,7 @@ def _with_generator(
     note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
     note("sums of micro-batches", subtrees, TRAINING)
     note("a micro-batch at its peak", at_peak, TRAINING)
-    transfer = foresee_transfer(policy, sampling, world, keep=config.actors.keep_copy) if sampling and ranks else None
+    transfer = foresee_transfer(policy, whole, world, keep=config.actors.keep_copy) if whole and ranks else None
     # A CPU keeps this memory for the next sync: the system would clear every page of new one.
     stages = STAGES if on_cpu and keeps else (SYNC,)
     if transfer:

@@ -21,9 +21,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopSignal:
     """Notes the signals while it is open. A context manager.
 
-    The loop asks `agreed` once a step. From the first signal on a thread counts `seconds`: whatever the main thread
-    waits for then, the process ends with exit code 124. A second signal ends it at once, with 128 + its number.
-    Outside of the main thread, where Python cannot take signals, nothing is noted.
+    The loop asks `agreed` once a step. The first signal is answered by a warning, and from it on a thread counts
+    `seconds`: whatever the main thread waits for then, the process ends with exit code 124. A second signal ends it at
+    once, with 128 + its number. Outside of the main thread, where Python cannot take signals, nothing is noted.
     """
 
     def __init__(self, seconds: float):
@@ -70,8 +70,14 @@ class StopSignal:
             if self.received:
                 os._exit(128 + byte[0])
             self.received = byte[0]
-            threading.Thread(target=self._deadline, daemon=True).start()
+            # Threads of their own: whoever cannot write to the terminal holds up neither deadline nor second signal.
+            for work in (self._deadline, self._say):
+                threading.Thread(target=work, daemon=True).start()
         self._reader.close()
+
+    def _say(self) -> None:
+        name = signal.Signals(self.received).name
+        log.warning("%s: this step is finished and saved, then the run ends; a second signal ends it at once", name)
 
     def _deadline(self) -> None:
         if not self._ended.wait(self.seconds):

@@ -193,3 +193,4 @@ with StopSignal(0.2):
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert result.returncode == 124 and "SIGTERM came 0 s ago" in result.stderr
+    assert "SIGTERM: this step is finished and saved, then the run ends; a second signal" in result.stderr

@@ -110,9 +110,7 @@ async def _steps(
     begun: Sequence[Completion],
 ) -> AsyncGenerator[list[Piece], None]:
     """An empty list once the engine has accepted the prompts, then what each of its steps adds to the choices."""
-    stop_ids = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        stop_ids |= set(service.engine.model.config.eos_token_ids)
+    stop_ids = set(params.ending_ids(service.engine.model.config.eos_token_ids))
     choices = [_Choice(GrowingText(service.tokenizer, params.stop, stop_ids)) for _ in range(len(prompts) * params.n)]
     for choice, sample in zip(choices, begun):
         for token in sample.token_ids:

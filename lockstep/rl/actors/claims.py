@@ -52,11 +52,12 @@ def believable_samples(
     last_request: int,
     versions: Collection[int],
     vocab_size: int,
+    eos_token_ids: Collection[int] = (),
 ) -> list[tuple[Request, int, RemoteSample]]:
     """Those of `parts` that belong to requests of `asked`: of others they come too late.
 
     asked: the requests that the generator has, by number. last_request: the highest number there ever was. versions:
-    of weights, that the run has given. Raises FalseClaim.
+    of weights, that the run has given. eos_token_ids: of the run's model. Raises FalseClaim.
     """
     so_far: dict[tuple[int, int], tuple[int, bool]] = {}
     found = []
@@ -73,6 +74,7 @@ def believable_samples(
         if ended and (new.token_ids or new.finish_reason):
             raise FalseClaim("tokens of a sample that has ended")
         _check_for(request, before + len(new.token_ids), new)
+        _check_end(request, before + len(new.token_ids), new, eos_token_ids)
         so_far[number, index] = before + len(new.token_ids), ended or new.finish_reason is not None
         found.append((request, index, new))
     return found
@@ -129,6 +131,22 @@ def _check_for(request: Request, count: int, new: RemoteSample) -> None:
         raise FalseClaim(
             f"a token of weights version {min(new.versions)}, of which the request was given at {request.given_version}"
         )
+
+
+def _check_end(request: Request, count: int, new: RemoteSample, eos_token_ids: Collection[int]) -> None:
+    """A sample has ended where nothing follows: the next generator would wait for more of it, or go on behind its end.
+
+    Where stop strings end samples the tokens do not show it.
+    """
+    if new.finish_reason == "error" or not new.token_ids:
+        return
+    ending = request.params.ending_ids(eos_token_ids)
+    if behind := [token for token in new.token_ids[:-1] if token in ending]:
+        raise FalseClaim(f"tokens behind {behind[0]}, which ends a sample")
+    if new.finish_reason is None and new.token_ids[-1] in ending:
+        raise FalseClaim(f"token {new.token_ids[-1]}, which ends a sample, without a finish_reason")
+    if new.finish_reason is None and count == request.params.max_tokens:
+        raise FalseClaim(f"all {count} tokens that were asked for without a finish_reason")
 
 
 def believable_version(version: Any, before: int, versions: Collection[int]) -> int:

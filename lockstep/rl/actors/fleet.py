@@ -39,10 +39,13 @@ class Fleet:
         start_seconds: float,
         finish: bool = False,
         vocab_size: int = 2**31,
+        eos_token_ids: Sequence[int] = (),
     ):
         """start_seconds: how long there may be no generator at all. finish: whether requests are sampled from the
-        weights that are the newest when they are asked, whoever is how fast. vocab_size: of the run's model."""
-        self.max_positions, self.cache_tokens, self._vocab_size = max_positions, cache_tokens, vocab_size
+        weights that are the newest when they are asked, whoever is how fast. vocab_size, eos_token_ids: of the run's
+        model."""
+        self.max_positions, self.cache_tokens = max_positions, cache_tokens
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self.start_seconds, self._finish = start_seconds, finish
         self.required: set[str] = set()
         """The names of those that the run has started itself: one that does not fit ends it."""
@@ -281,7 +284,7 @@ class Fleet:
             if self._remotes.get(remote.name) is not remote:
                 return  # it was given up, and others go on with what it had
             has = {number: self._requests[number] for number, name in self._asked.items() if name == remote.name}
-            told = believable_samples(parts, has, self._next_id - 1, self._given, self._vocab_size)
+            told = believable_samples(parts, has, self._next_id - 1, self._given, self._vocab_size, self._eos_token_ids)
             self._work.heard(remote.name, remote.did)
             for asked, index, new in told:
                 asked.first_at = asked.first_at or time.monotonic()

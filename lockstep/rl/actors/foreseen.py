@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ from lockstep.model.shard import local_values
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 from lockstep.rl.actors.boxes import Box, common, offsets, volume
-from lockstep.rl.actors.weights import BUCKET
+from lockstep.rl.actors.weights import buckets
 
 
 @dataclass
@@ -43,10 +42,11 @@ def foresee_transfer(
     places = _places(world)
     itemsize = model.dtype.itemsize
     sent = received = arrived = held = 0
-    for bucket in _buckets(model, itemsize, _staying(tensors, model, places) if in_place else set()):
+    parameters = dict(model.named_parameters())
+    for names in buckets(model, _staying(tensors, model, places) if in_place else ()):
         sent_of_bucket = received_of_bucket = rounded = 0
-        for name, parameter in bucket:
-            wanted = _boxes(parameter, places)
+        for name in names:
+            wanted = _boxes(parameters[name], places)
             kept, copied = 0, True
             if name in tensors:
                 held_by = _boxes(tensors[name], places)
@@ -112,18 +112,3 @@ def _staying(tensors: Mapping[str, Tensor], model: Decoder, places: list[dict[st
         for name, parameter in model.named_parameters()
         if tensors[name].dtype == model.dtype and _boxes(tensors[name], places) == _boxes(parameter, places)
     }
-
-
-def _buckets(model: Decoder, itemsize: int, staying: set[str]) -> Iterator[list[tuple[str, Tensor]]]:
-    """As `WeightTransfer` makes them."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, parameter in ((n, p) for n, p in model.named_parameters() if n not in staying):
-        nbytes = math.prod(parameter.shape) * itemsize
-        if bucket and size + nbytes > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, parameter))
-        size += nbytes
-    if bucket:
-        yield bucket

@@ -202,8 +202,10 @@ class _Generator:
             return
         sequences = list(self._engine.samples(request))
         told = [sequence.sampled for sequence in sequences]
-        ended = [sequence.finish_reason is not None for sequence in sequences]
+        ended = [completion.finish_reason != "abort" for completion in begun]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
+        if not any(sequence.finish_reason is None for sequence in sequences):
+            self._tell()  # no step of the engine will: a stop string was complete, and nobody has said so
 
     def _finishes_before_weights(self) -> bool:
         """Whether what has begun is sampled to its end first: always, or where that is less work than going on.

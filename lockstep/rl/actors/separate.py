@@ -56,6 +56,7 @@ class SeparateGenerators:
             config.actors.start_seconds,
             self._finish,
             vocab_size=model.config.vocab_size,
+            eos_token_ids=model.config.eos_token_ids,
         )
         self._opened = ExitStack()
         self._shelf: Shelf | None = None
@@ -142,8 +143,10 @@ class SeparateGenerators:
         listener = Listener(key, actors.host, actors.port)
         address = "{}:{}".format(*listener.address)
         # Entered in this order, so that generators are told to end before they are killed.
-        opening.enter_context(Supervisor(actors, self.sampler, address, key, config.device, self._run / "logs"))
+        supervisor = Supervisor(actors, self.sampler, address, key, config.device, self._run / "logs")
+        opening.enter_context(supervisor)
         opening.enter_context(Reception(self.sampler, listener, self._welcome(), config.engine.max_sequences))
+        opening.callback(supervisor.start_no_more)
         if actors.port:
             announce(f"rl: generators join with lockstep generator --trainer {address} --key {path}")
 

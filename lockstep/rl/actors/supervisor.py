@@ -63,8 +63,12 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ending.set()
+        self.start_no_more()
         self._thread.join()
+
+    def start_no_more(self) -> None:
+        """Generators that end from here on end with the run: whoever tells them to calls this before."""
+        self._ending.set()
 
     def processes(self) -> dict[str, list[int]]:
         """The process of each rank, by the generators' names."""
@@ -102,6 +106,8 @@ class Supervisor:
         if not ended and not late and (remote is not None or not place.has_joined):
             return
         # Given up by the fleet, or a rank has ended, or it never came: whatever is left of it goes.
+        if self._ending.is_set():
+            return
         why = _said(ended) if ended else "was not ready in time" if late else "was given up"
         if remote is not None:
             self._fleet.lost(remote, f"it {why}")

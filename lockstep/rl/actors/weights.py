@@ -8,9 +8,8 @@ generators take new weights only where every tensor's is the trainer's. What a g
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +57,23 @@ class Piece:
     target: int
 
 
+def buckets(model: Decoder, staying: Collection[str]) -> Iterator[list[str]]:
+    """The names of the model's tensors that travel together, in order; without those of `staying`, which do not."""
+    names: list[str] = []
+    size = 0
+    for name, parameter in model.named_parameters():
+        if name in staying:
+            continue
+        bytes_of_tensor = parameter.numel() * model.dtype.itemsize
+        if names and size + bytes_of_tensor > BUCKET:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += bytes_of_tensor
+    if names:
+        yield names
+
+
 class WeightTransfer:
     """From tensors that lie on the ranks of `world` in any layout to `model`, which each rank has a part of.
 
@@ -99,8 +115,8 @@ class WeightTransfer:
         self._arrived: dict[str, Tensor] = {}
         self._memory: dict[str, Tensor] = {}
         on_cpu = model.device.type == "cpu"
-        buckets = list(self._buckets())
-        self._shared = share_parts(held, buckets, model.dtype, self.rank, on_cpu) if buckets else None
+        self._buckets = list(buckets(model, self.staying))
+        self._shared = share_parts(held, self._buckets, model.dtype, self.rank, on_cpu) if self._buckets else None
 
     def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
@@ -161,7 +177,7 @@ class WeightTransfer:
         for name in self.names:
             if name in self.staying:
                 compare(name, local_values(self.tensors[name].detach()), self._parts[name])
-        for names in self._buckets():
+        for names in self._buckets:
             sent = self._rounded(names)
             arrived_now = self._send(names, sent)
             for name in names:
@@ -171,19 +187,6 @@ class WeightTransfer:
                 self._shared.next_bucket()
             self.moved()
         return arrived, self._damaged(expected, found)
-
-    def _buckets(self) -> Iterator[list[str]]:
-        names: list[str] = []
-        size = 0
-        for name in (name for name in self.names if name not in self.staying):
-            bytes_of_tensor = math.prod(self.wanted[0][name].shape) * self.model.dtype.itemsize
-            if names and size + bytes_of_tensor > BUCKET:
-                yield names
-                names, size = [], 0
-            names.append(name)
-            size += bytes_of_tensor
-        if names:
-            yield names
 
     def _rounded(self, names: list[str]) -> dict[str, Tensor]:
         """What this rank holds of the tensors, as the generator's forward is to read it."""

@@ -199,6 +199,28 @@ def test_however_a_trainer_ends_nothing_is_left(whole, tmp_path, end):
 
 
 @pytest.mark.slow
+def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
+    config, expected = whole
+    run = Disturbed(
+        replace(config, output=str(tmp_path / "run"), actors=ActorsConfig(generators=2, threads=1)), until=2
+    )
+    run.wait(lambda: run.step == 2)
+    generators = [pid for pids in run.generators().values() for pid in pids]
+    os.kill(run.process.pid, signal.SIGINT)
+    run.wait(lambda: "SIGINT: this step is finished and saved, then the run ends" in run.said)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.end(2) == 128 + signal.SIGINT and "which is saved" not in run.said
+    end = time.monotonic() + 2
+    while any(map(is_alive, generators)):
+        assert time.monotonic() < end
+    assert not left_over(run.folder)
+    run.hold()
+    run.config = replace(run.config, actors=ActorsConfig(generators=1, threads=1))
+    run.start()
+    assert run.end() == 0 and outcome(run.folder) == expected
+
+
+@pytest.mark.slow
 def test_torchrun_starts_a_run_again_with_its_generators(task, model_folder, tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     plain, again = (command(f"{task}:Vowels", model_folder, tmp_path / name) for name in ("whole", "run"))

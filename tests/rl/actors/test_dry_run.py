@@ -114,6 +114,8 @@ def foreseen(config, ranks):
         pytest.param(2, ParallelConfig(), dict(actors=ActorsConfig(keep_copy=False)), marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(tensor=2), {}, marks=pytest.mark.slow),
         (2, ParallelConfig(tensor=2), dict(dtype="float32")),  # generators read the trainers' own weights
+        pytest.param(2, ParallelConfig(), dict(algorithm="ppo"), marks=pytest.mark.slow),
+        pytest.param(2, ParallelConfig(), dict(actors=SEPARATE, algorithm="ppo"), marks=pytest.mark.slow),
         pytest.param(1, ParallelConfig(), dict(actors=SEPARATE, kl_coefficient=0.1), marks=pytest.mark.slow),
         pytest.param(
             2,
@@ -143,6 +145,22 @@ def test_a_copy_that_is_dropped_is_not_there_in_training(folder, tmp_path):
     # Itself, what had arrived and the messages, and nearly as many bytes in a decode step's order.
     assert kept["training"] - dropped["training"] > 4 * copy
     assert kept["weight sync"] - dropped["weight sync"] > 1.8 * copy
+
+
+def memory_foreseen(config, ranks):
+    found = dry_run(config, ranks, on_cpu=True)
+    return found.memory, found.text(), found.transfer
+
+
+def test_ranks_that_compute_values_have_a_whole_copy_though_others_sample(folder, tmp_path):
+    config = config_of(folder, tmp_path / "run", ParallelConfig(), actors=SEPARATE, algorithm="ppo")
+    ((memory, text, transfer),) = launch(1, memory_foreseen, config, 2)
+    ((colocated, _, moved),) = launch(1, memory_foreseen, dataclasses.replace(config, actors=ActorsConfig()), 2)
+    copy = 2 * read_config(folder).num_parameters
+    assert memory["copy that the values are of"] == dict.fromkeys(STAGES, copy) == colocated["generator's copy"]
+    assert transfer == moved and "a weight sync sends" in text and "lays out" in text
+    ((memory, text, transfer),) = launch(1, memory_foreseen, config, 1)  # the trainer's own model is whole
+    assert "copy that the values are of" not in memory and transfer is None and "reads the trainer's" not in text
 
 
 def real_transfer(config):
@@ -261,7 +279,7 @@ def test_the_command_prints_separate_generators_and_refuses_servers():
 
 
 def test_the_command_prints_a_cluster_a_cluster_on_one_process():
-    command = [sys.executable, "-m", "lockstep", "rl", "--model", "qwen3:micro", "--algorithm", "ppo"]
+    command = [sys.executable, "-m", "lockstep", "rl", "--model", "qwen3:micro"]
     command += ["--kl-coefficient", "0.1", "--parallel.tensor", "2", "--dry-run", "16"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "16 ranks (data_shard 8, tensor 2)" in printed and "0.001 B parameters in bfloat16" in printed
@@ -270,3 +288,6 @@ def test_the_command_prints_a_cluster_a_cluster_on_one_process():
     assert "a weight sync sends" in printed
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
         dry_run(RLConfig(model="qwen3:micro", dtype="bfloat16", parallel=ParallelConfig(tensor=3)), 2, on_cpu=True)
+    refused = RLConfig(model="qwen3:micro", dtype="bfloat16", algorithm="ppo", parallel=ParallelConfig(tensor=2))
+    with pytest.raises(UserError, match="only data-parallel ranks share so far"):  # as by the run itself
+        dry_run(refused, 16, on_cpu=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import lockstep.rl.actors.generator_process as generator_module
-from lockstep import Engine, SamplingParams
+import lockstep.rl.actors.supervisor as supervisor_module
+from lockstep import Completion, Engine, SamplingParams
 from lockstep.checkpoint import load_model
-from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, ParallelConfig
+from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, ParallelConfig, RLConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import arithmetic_of, build_model, preset, read_config, save_model
 from lockstep.observe.sign_of_life import host as place
@@ -19,9 +20,13 @@ from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.generator_process import run_generator
 from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.reception import Reception
+from lockstep.rl.actors.separate import KEY as KEY_FILE
+from lockstep.rl.actors.separate import SeparateGenerators
 from lockstep.rl.actors.shelf import Shelf
 from lockstep.rl.actors.supervisor import Supervisor
 from lockstep.rl.actors.wire import Closed, Listener, call
+from lockstep.rl.actors.wire_remote import WireRemote
+from tests.rl.actors.liars import Generator, honest
 from tests.rl.actors.test_fleet import wait_until
 
 KEY = bytes(range(32))
@@ -218,6 +223,24 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     assert found[1] == {2}
 
 
+def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model_folder, world):
+    model = load_model(model_folder, dtype="bfloat16", device="cpu")
+    shelf = Shelf(dict(model.named_parameters()), torch.bfloat16, world, KEY)
+    fleet = Fleet(512, 1024, 60.0)
+    reception, address = reception_of(fleet, welcome_of(model_folder))
+    last = Completion([9, model.config.eos_token_ids[0]], [-1.0, -1.0], "abort", versions=[1, 1])
+    with reception:
+        run = threading.Thread(target=lambda: run_generator(address, KEY, "", world), daemon=True)
+        run.start()
+        fleet.new_weights(shelf.publish(1))
+        fleet.wait_for_weights()
+        request = fleet.begin([1, 2], SamplingParams(max_tokens=12, seed=7), [last])
+        wait_until(lambda: not request.unfinished)
+    run.join(20)
+    shelf.close()
+    assert request.samples[0].finish_reason == "stop" and request.samples[0].token_ids == last.token_ids
+
+
 def test_a_generator_of_the_runs_own_that_says_what_cannot_be_so_is_ended_and_not_started_again(tmp_path):
     fleet = Fleet(512, 1024, 60.0)
     # They call, and nobody answers them.
@@ -231,3 +254,28 @@ def test_a_generator_of_the_runs_own_that_says_what_cannot_be_so_is_ended_and_no
             wait_until(lambda: not os.path.exists(f"/proc/{process}"))
             threading.Event().wait(0.5)
             assert local.processes() == {"generator_0": []}
+
+
+def test_a_generator_that_the_run_has_told_to_end_is_not_started_again(
+    model_folder, world, tmp_path, monkeypatch, caplog
+):
+    with contextlib.closing(Listener(KEY)) as free:
+        port = free.address[1]
+    actors = ActorsConfig(generators=1, threads=1, port=port)
+    config = RLConfig(model=str(model_folder), dtype="bfloat16", actors=actors)
+    model = load_model(model_folder, dtype="bfloat16", device="cpu")
+    closed = WireRemote.close
+
+    def slowly(self):
+        closed(self)
+        threading.Event().wait(0.5)  # as where several are told one after the other
+
+    monkeypatch.setattr(WireRemote, "close", slowly)
+    monkeypatch.setattr(supervisor_module, "END_SECONDS", 0.1)
+    (tmp_path / "logs").mkdir()
+    with SeparateGenerators(config, world, model, tmp_path) as generators:
+        # It comes before the process that the run has started, under its name.
+        Generator(port, bytes.fromhex((tmp_path / "logs" / KEY_FILE).read_text()), honest, name="generator_0")
+        wait_until(lambda: generators.sampler.names == ["generator_0"])
+        threading.Event().wait(0.3)  # the supervisor has seen it
+    assert not caplog.messages

@@ -78,7 +78,7 @@ def both(**changes):
 @contextlib.contextmanager
 def asked(client):
     """A fleet whose only generator is the server, which has been asked for samples."""
-    fleet = Fleet(512, 1024, 0.2, vocab_size=100)
+    fleet = Fleet(512, 1024, 0.2, vocab_size=100, eos_token_ids=(0, 5))
     remote = HttpRemote(client, OwnServer(4), fleet)
     fleet.join(remote)
     try:
@@ -120,6 +120,10 @@ def test_what_a_proper_server_answers_is_taken():
             ),
             "3000 tokens where 4 were asked for",
         ),
+        # Else whoever goes on with its samples would wait for what never comes, or go on behind their end.
+        (both(token_ids=[7, 0, 7, 7]), "tokens behind 0, which ends a sample"),
+        (both(token_ids=[7, 7, 7, 5], finish_reason=None), "token 5, which ends a sample, without a finish_reason"),
+        (both(finish_reason=None), "all 4 tokens that were asked for without a finish_reason"),
     ],
 )  # fmt: skip
 def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, said):
