@@ -27,7 +27,8 @@ from torch import Tensor
 from lockstep.ops import native
 from lockstep.ops.experts import combine, dispatch, order_by_expert
 from lockstep.ops.opaque import library
-from lockstep.parallel.exchange import UnderWay, begin_all_to_all, gather_rows, group_named, rows_are_whole, swap_rows
+from lockstep.parallel.deep_ep import begin_exchange
+from lockstep.parallel.exchange import UnderWay, gather_rows, group_named, rows_are_whole, swap_rows
 from lockstep.parallel.expert_traffic import TRAFFIC
 
 FeedForward = Callable[[Tensor, Tensor], Tensor]
@@ -210,7 +211,7 @@ def _by_expert(counts: Tensor) -> Tensor:
 def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
     away = len(rows) - sent[dist.get_rank(group)]
     TRAFFIC.bytes += away * rows.shape[1] * rows.element_size()
-    return begin_all_to_all(rows, sent, received, group)
+    return begin_exchange(rows, sent, received, group)
 
 
 def _take(x: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
