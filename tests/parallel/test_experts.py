@@ -118,7 +118,7 @@ def test_rows_in_another_order_are_found(monkeypatch, fault):
 
 
 def order_of_events():
-    """Of a layer's forward and backward: when rows begin to travel, are waited for, and the shared expert is computed."""
+    """Of a layer's forward and backward: when rows begin to travel, are waited for, and the shared expert runs."""
     world = open_world(ParallelConfig(tensor=2), "cpu")
     group, events = world.mesh.get_group("tensor"), []
     begin = dist.all_to_all_single
