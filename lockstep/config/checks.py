@@ -168,6 +168,11 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
     if parallel.asynchronous_tensor and parallel.tensor == 1:
         yield "parallel.asynchronous_tensor is for parallel.tensor above 1, where there are sums to send; leave it out"
+    if parallel.expert_dispatcher == "deep_ep" and parallel.expert * parallel.tensor == 1:
+        yield (
+            'parallel.expert_dispatcher "deep_ep" is for parallel.expert or parallel.tensor above 1, where experts are '
+            "on other ranks; leave it out"
+        )
     schedule = parallel.pipeline_schedule
     if schedule not in SCHEDULES and not schedule.endswith(".csv"):
         yield (

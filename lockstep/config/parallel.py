@@ -42,6 +42,9 @@ class ParallelConfig:
     expert: Annotated[int, AtLeast(1)] = 1
     """Of the ranks that see different tokens (data_shard x context), how many share each mixture's experts, on top of
     the tensor ranks: tokens travel to them. FSDP shards the experts over what is left."""
+    expert_dispatcher: Literal["all_to_all", "deep_ep"] = "all_to_all"
+    """What carries tokens to the experts on other ranks: `deep_ep` is DeepEP on GPUs of one host, with the same bits,
+    and where it fails a warning and the all-to-all; unmeasured so far."""
     reduction_chunks: Annotated[int, AtLeast(0)] = 0
     """Parts that sums over tensor-parallel ranks are made of, a power of two: another number gives other bits, another
     tensor degree up to it does not. 0: `tensor`, or what the model was trained with if that is more."""

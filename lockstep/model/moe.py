@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -43,8 +45,11 @@ class Experts(nn.Module):
         self.up_proj = Weight(count, size, config.dim, dtype=dtype, device=device)
         self.down_proj = Weight(count, config.dim, size, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return ops.experts(x, weights, chosen, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+    def forward(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, shared: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return ops.experts(x, weights, chosen, gate, up, down, shared)
 
 
 class MixtureOfExperts(nn.Module):
@@ -55,12 +60,13 @@ class MixtureOfExperts(nn.Module):
         assert config.experts is not None
         self.gate = Router(config, dtype, device)
         self.experts = Experts(config, dtype, device)
+        self.shared_experts: FeedForward | None = None
         if config.experts.shared_size:
             self.shared_experts = FeedForward(config, dtype, device, config.experts.shared_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.experts(x, *self.gate(x))
-        return out + self.shared_experts(x) if hasattr(self, "shared_experts") else out
+        out: Tensor = self.experts(x, *self.gate(x), self.shared_experts)
+        return out
 
 
 class ClampedExperts(nn.Module):

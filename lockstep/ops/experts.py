@@ -30,13 +30,19 @@ def experts(
     gate: Float[Tensor, "experts inner dim"],
     up: Float[Tensor, "experts inner dim"],
     down: Float[Tensor, "experts dim inner"],
+    shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Float[Tensor, "tokens dim"]:
-    """The weighted sum of each token's `chosen` experts, in float32 and rounded once; see `route` for both."""
+    """The weighted sum of each token's `chosen` experts, in float32 and rounded once; see `route` for both.
+
+    `shared(x)`, what all tokens go through, is added to it. It is called here because rows that travel to experts on
+    other ranks leave time for it.
+    """
     if (form := FORMS.get(type(gate))) is not None:
-        return form.experts(x, weights, chosen, gate, up, down)
+        return form.experts(x, weights, chosen, gate, up, down, shared=shared)
     starts, places, sources = order_by_expert(chosen, gate.shape[0])
     rows = feed_forward(dispatch(x, places, sources), starts, gate, up, down)
-    return combine(rows, weights, places)
+    out = combine(rows, weights, places)
+    return out if shared is None else out + shared(x)
 
 
 def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Float[Tensor, "rows dim"]:

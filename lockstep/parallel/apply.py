@@ -13,6 +13,7 @@ from lockstep.model.shard import local_values
 from lockstep.model.stored import is_float32
 from lockstep.parallel.compile import apply_compile
 from lockstep.parallel.data import shard_data_parallel
+from lockstep.parallel.deep_ep import use_deep_ep
 from lockstep.parallel.full_dtensor import distribute_everything
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.recompute import apply_recompute
@@ -40,6 +41,7 @@ def parallel_model(
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel)
     overlap(parallel.asynchronous_tensor)
+    use_deep_ep(parallel.expert_dispatcher == "deep_ep")
     model: Decoder | Pipeline
     if world.mesh is None:
         model = Decoder(config, dtype, world.device)

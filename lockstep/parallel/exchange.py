@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,28 @@ def swap_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     else:
         dist.all_to_all_single(received, x.contiguous(), group=group)
     return received
+
+
+@dataclass
+class UnderWay:
+    """Rows that are being sent."""
+
+    received: Tensor
+    """Filled when `wait` returns."""
+    sent: Tensor
+    """Lives until it has arrived."""
+    finish: Callable[[], object]
+
+    def wait(self) -> Tensor:
+        self.finish()
+        return self.received
+
+
+def begin_all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
+    """Begins to send the first `sent[0]` rows to rank 0, and so on; `received[r]` come from rank r, in that order."""
+    out, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
+    work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
+    return UnderWay(out, rows, work.wait)
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -2,6 +2,9 @@
 
     tokens ─ dispatch ─> rows by expert ─ travel ─> rows of this rank's experts ─ feed-forward ─ come home ─ combine
 
+What all tokens go through, the shared expert, is computed while rows travel: in the forward pass while they go to the
+experts, in the backward pass while their gradients come back from there.
+
 No sum is cut: a row's products are made where its expert is, and a token's rows are added up at home, in the token's
 own order, so its bits are those of one process. Where rows arrive they lie by expert, of one expert by the rank that
 they came from, and of one rank by token; where the ranks' tokens follow each other, as those of a tensor axis do, that
@@ -14,6 +17,7 @@ does not know.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +27,8 @@ from torch import Tensor
 from lockstep.ops import native
 from lockstep.ops.experts import combine, dispatch, order_by_expert
 from lockstep.ops.opaque import library
-from lockstep.parallel.exchange import gather_rows, group_named, rows_are_whole, swap_rows
+from lockstep.parallel.deep_ep import begin_exchange
+from lockstep.parallel.exchange import UnderWay, gather_rows, group_named, rows_are_whole, swap_rows
 from lockstep.parallel.expert_traffic import TRAFFIC
 
 FeedForward = Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +36,13 @@ FeedForward = Callable[[Tensor, Tensor], Tensor]
 
 
 def experts_over_ranks(
-    x: Tensor, weights: Tensor, chosen: Tensor, count: int, group: dist.ProcessGroup, feed_forward: FeedForward
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    count: int,
+    group: dist.ProcessGroup,
+    feed_forward: FeedForward,
+    shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`ops.experts` of this rank's tokens, whose weights and choices these are; its share of the `count` experts is
     in `feed_forward`.
@@ -43,10 +54,14 @@ def experts_over_ranks(
     starts = starts.cpu()  # the lengths of what travels
     if rows_are_whole():
         own, own_starts = _take(x, starts, sources, group)
-        return combine(_everyones(feed_forward(own, own_starts), starts, sources, group), weights, places)
+        out = combine(_everyones(feed_forward(own, own_starts), starts, sources, group), weights, places)
+        return out if shared is None else out + shared(x)
     rows = dispatch(_own_tokens(x, chosen.shape[0], group), places, sources)
-    arrived, own_starts, counts = _travel(rows, starts, group)
-    return combine(_come_home(feed_forward(arrived, own_starts), starts, counts, sources, group), weights, places)
+    arrive = _travel(rows, starts, group)
+    beside = None if shared is None else shared(x)
+    arrived, own_starts, counts = arrive()
+    out = combine(_come_home(feed_forward(arrived, own_starts), starts, counts, sources, group), weights, places)
+    return out if beside is None else out + beside
 
 
 def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
@@ -56,13 +71,15 @@ def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
     return x.unflatten(0, (ranks, -1))[dist.get_rank(group) % ranks]
 
 
-def _travel(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of this rank's experts, where each expert's start, and how many of each expert came from each rank."""
-    if torch.compiler.is_compiling():
-        return _opaque_travel(rows, starts, group.group_name)
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return _Travel.apply(rows, starts, group)
-    return _sent_out(rows, starts, group)
+def _travel(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """Begins to send the rows. What it returns waits for the rows of this rank's experts, where each expert's start,
+    and how many of each expert come from each rank."""
+    if torch.compiler.is_compiling():  # one operator: what a graph calls meanwhile would be the compiler's to choose
+        arrived = _opaque_travel(rows, starts, group.group_name)
+        return lambda: arrived
+    journey = _begin_journey(rows, starts, group)
+    left: Tensor = _Leave.apply(rows, journey)
+    return lambda: (_Arrive.apply(left, journey), journey.own_starts, journey.counts)
 
 
 def _come_home(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -74,19 +91,58 @@ def _come_home(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, gr
     return _back(rows, starts, counts, len(sources), group)
 
 
-class _Travel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-        arrived, own_starts, counts = _sent_out(rows, starts, group)
-        ctx.save_for_backward(starts, counts)
-        ctx.length, ctx.group = len(rows), group
-        ctx.mark_non_differentiable(own_starts, counts)
-        return arrived, own_starts, counts
+@dataclass
+class _Journey:
+    """Of `length` rows to their experts, and of their gradients back."""
+
+    starts: Tensor
+    counts: Tensor
+    """How many rows of each of this rank's experts come from each rank."""
+    length: int
+    group: dist.ProcessGroup
+    under_way: UnderWay | None = None
+    """What has been sent and not yet waited for: rows in the forward pass, gradients in the backward pass."""
+
+    @property
+    def own_starts(self) -> Tensor:
+        """Where the rows of each of this rank's experts start."""
+        return torch.cat([self.counts.new_zeros(1), self.counts.sum(0).cumsum(0)])
+
+    def take(self) -> UnderWay:
+        """What is under way; nothing is then. A journey lives as long as the graph, what was sent need not."""
+        assert self.under_way is not None
+        under_way, self.under_way = self.under_way, None
+        return under_way
+
+
+class _Leave(torch.autograd.Function):
+    """Rows that are under way. Its backward waits for their gradients, which that of `_Arrive` has begun to send.
+
+    Autograd runs last what was called first, so what is called between the two is so in the backward pass as well.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        starts, counts = ctx.saved_tensors
-        return _back(grads[0], starts, counts, ctx.length, ctx.group), None, None
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.journey.take().wait(), None  # what `grads` has all along, filled now
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return _by_own_expert(journey.take().wait(), journey.counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        journey: _Journey = ctx.journey
+        under_way = _begin_back(grads[0], journey.starts, journey.counts, journey.length, journey.group)
+        journey.under_way = under_way
+        return under_way.received, None
 
 
 class _ComeHome(torch.autograd.Function):
@@ -104,26 +160,36 @@ class _ComeHome(torch.autograd.Function):
         return _out(grads[0], starts, counts, ctx.group), None, None, None, None
 
 
-def _sent_out(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    ranks = dist.get_world_size(group)
-    own = starts.diff().view(ranks, -1)
+def _begin_journey(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _Journey:
+    own = starts.diff().view(dist.get_world_size(group), -1)
     counts = swap_rows(own, group)  # numbers are exchanged on the CPU, which waits for them in any case
-    arrived = _out(rows, starts, counts, group)
-    TRAFFIC.note_call(len(arrived), group)
-    return arrived, torch.cat([counts.new_zeros(1), counts.sum(0).cumsum(0)]), counts
+    under_way = _begin_out(rows, starts, counts, group)
+    TRAFFIC.note_call(len(under_way.received), group)
+    return _Journey(starts, counts, len(rows), group, under_way)
 
 
 def _out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _by_own_expert(_begin_out(rows, starts, counts, group).wait(), counts)
+
+
+def _begin_out(rows: Tensor, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> UnderWay:
     sent, received = _lengths(len(rows), starts, counts, group)
-    arrived = _exchange(rows, sent, received, group)
-    return arrived if native.is_pretending() else arrived.index_select(0, _by_expert(counts).to(rows.device))
+    return _begin(rows, sent, received, group)
+
+
+def _by_own_expert(rows: Tensor, counts: Tensor) -> Tensor:
+    return rows if native.is_pretending() else rows.index_select(0, _by_expert(counts).to(rows.device))
 
 
 def _back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    return _begin_back(rows, starts, counts, length, group).wait()
+
+
+def _begin_back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group: dist.ProcessGroup) -> UnderWay:
     sent, received = _lengths(length, starts, counts, group)
     if not native.is_pretending():
         rows = torch.empty_like(rows).index_copy_(0, _by_expert(counts).to(rows.device), rows)
-    return _exchange(rows, received, sent, group)
+    return _begin(rows, received, sent, group)
 
 
 def _lengths(length: int, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
@@ -143,12 +209,10 @@ def _by_expert(counts: Tensor) -> Tensor:
     return shifts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
 
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
     away = len(rows) - sent[dist.get_rank(group)]
     TRAFFIC.bytes += away * rows.shape[1] * rows.element_size()
-    return out
+    return begin_exchange(rows, sent, received, group)
 
 
 def _take(x: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -191,7 +255,8 @@ def _some_rows(like: Tensor) -> Tensor:
     ),
 )
 def _opaque_travel(rows: Tensor, starts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _sent_out(rows, starts, group_named(group))
+    journey = _begin_journey(rows, starts, group_named(group))
+    return _by_own_expert(journey.take().wait(), journey.counts), journey.own_starts, journey.counts
 
 
 @library.operator(

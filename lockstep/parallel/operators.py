@@ -7,6 +7,8 @@ would replace the row-invariant ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -134,13 +136,22 @@ def route(logits: Tensor, routing: ops.Routing, bias: DTensor, load: ops.ExpertL
     return ops.route(logits, routing, own_part(bias), load)
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, *parameters: DTensor) -> Tensor:
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    *parameters: DTensor,
+    shared: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Of this rank's share of the tokens, through the experts on all ranks; see `experts_over_ranks`."""
     own, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
     if group is None:
-        return ops.experts(x, weights, chosen, *own)
+        gate, up, down = own
+        return ops.experts(x, weights, chosen, gate, up, down, shared)
     count = parameters[0].shape[0]
-    return experts_over_ranks(x, weights, chosen, count, group, lambda rows, starts: feed_forward(rows, starts, *own))
+    return experts_over_ranks(
+        x, weights, chosen, count, group, lambda rows, starts: feed_forward(rows, starts, *own), shared
+    )
 
 
 def clamped_experts(x: Tensor, weights: Tensor, chosen: Tensor, *parameters: DTensor) -> Tensor:

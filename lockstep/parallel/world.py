@@ -22,6 +22,7 @@ from lockstep.config.parallel import tensor_problems
 from lockstep.errors import SaidByRank0, UserError
 from lockstep.model.device import open_device
 from lockstep.observe.machine import memory_bytes
+from lockstep.parallel.deep_ep import close_buffers
 from lockstep.parallel.messages import arrays_from_rank_0, from_all, from_rank_0, others_wait, wait_for_rank_0
 from lockstep.parallel.orphans import end_with_torchrun
 from lockstep.parallel.shared_memory import close_memory, share_memory
@@ -275,6 +276,7 @@ def close_world(world: World) -> None:
     if world.mesh is not None and dist.is_initialized():
         if world.tensor_group is not None:
             close_memory(world.tensor_group)
+        close_buffers()
         dist.destroy_process_group()
 
 

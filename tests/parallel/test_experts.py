@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep import Engine, EngineConfig, SamplingParams, ops
 from lockstep.config import CompileConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig, validate
@@ -81,12 +82,19 @@ def compare_random(dtype, rounds):
         own = [w.chunk(2)[world.rank].clone().requires_grad_() for w in weights_of]
         whole = [w.clone().requires_grad_() for w in weights_of]
 
-        def shared(x, weights, chosen, own=own, count=count):
-            return experts_over_ranks(x, weights, chosen, count, group, partial(through, own))
+        beside = [torch.randn(16, 16, generator=draw).to(kind) for _ in range(2)]
+
+        def all_go_through(x, beside=beside):
+            return ops.silu_mul(ops.linear(x, beside[0]), ops.linear(x, beside[1]))
+
+        also = all_go_through if number % 3 else None
+
+        def shared(x, weights, chosen, own=own, count=count, also=also):
+            return experts_over_ranks(x, weights, chosen, count, group, partial(through, own), also)
 
         rows = slice(0, tokens[0]) if world.rank == 0 else slice(tokens[0], None)
         found = run(shared, rows)
-        expected = run(lambda x, w, c, whole=whole: ops.experts(x, w, c, *whole), slice(None))
+        expected = run(lambda x, w, c, whole=whole, also=also: ops.experts(x, w, c, *whole, also), slice(None))
         problems += [number for ours, theirs in zip(found, expected) if not torch.equal(ours, theirs[rows])]
         if dtype == "float32":  # the sums over tokens are made in the order of one process
             parts = zip(own, whole)
@@ -107,6 +115,49 @@ def test_rows_that_travelled_have_the_bits_of_rows_that_stayed(dtype):
 def test_rows_in_another_order_are_found(monkeypatch, fault):
     monkeypatch.setenv(VARIABLE, fault)
     assert all(launch(2, compare_random, "float32", 4))
+
+
+def order_of_events():
+    """Of a layer's forward and backward: when rows begin to travel, are waited for, and the shared expert runs."""
+    world = open_world(ParallelConfig(tensor=2), "cpu")
+    group, events = world.mesh.get_group("tensor"), []
+    begin = dist.all_to_all_single
+
+    def noted(*arguments, async_op=False, **named):
+        work = begin(*arguments, async_op=async_op, **named)
+        if not async_op:
+            return work
+        events.append("begin")
+
+        class Work:
+            def wait(self):
+                events.append("wait")
+                work.wait()
+
+        return Work()
+
+    def also(x):
+        events.append("shared expert")
+        out = ops.silu_mul(ops.linear(x, weight), ops.linear(x, weight))
+        out.register_hook(lambda grad: events.append("its gradient"))
+        return out
+
+    dist.all_to_all_single = noted
+    draw = torch.Generator().manual_seed(world.rank)
+    weight, x = (torch.randn(n, 16, generator=draw).requires_grad_() for n in (16, 9))
+    weights, chosen = torch.rand(9, 4, generator=draw).topk(2)
+    own = [torch.randn(2, *s, generator=draw).requires_grad_() for s in ((24, 16), (24, 16), (16, 24))]
+    out = experts_over_ranks(x, weights, chosen, 4, group, partial(through, own), also)
+    middle = len(events)
+    out.sum().backward()
+    close_world(world)
+    return events[:middle], events[middle:]
+
+
+def test_the_shared_expert_is_computed_while_rows_travel_there_and_their_gradients_back():
+    forward = ["begin", "shared expert", "wait", "begin", "wait"]
+    backward = ["begin", "wait", "begin", "its gradient", "wait"]
+    assert launch(2, order_of_events) == [(forward, backward)] * 2
 
 
 @pytest.mark.parametrize("layout", [(2, ParallelConfig(tensor=2)), (4, ParallelConfig(tensor=2))])
