@@ -125,6 +125,24 @@ def test_equal_and_long_pairs_are_named_counted_and_left_out(tmp_path, model_fol
     assert "pairs.jsonl:14: has " in caplog.text
 
 
+@pytest.mark.parametrize("command", ["dpo", "reward-model", "kto"])
+def test_data_whose_examples_are_all_left_out_say_why(tmp_path, model_folder, capsys, command):
+    long = "a" * 90
+    lines = [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3
+    lines += [{"prompt": long, "chosen": "b", "rejected": "c"}, {"prompt": "", "chosen": 1}]
+    expected = "2 malformed, and skipped as asked (--skip-bad-lines), 3 with two equal answers, 1 longer than a row"
+    if command == "kto":
+        lines = [{"prompt": long, "completion": "b", "label": True}] * 5 + [{"prompt": "a"}]
+        expected = "2 malformed, and skipped as asked (--skip-bad-lines), 5 longer than a row"
+    data = _file(tmp_path, [*lines, 7])
+    arguments = [*(["dpo", "--loss", "kto"] if command == "kto" else [command]), "--model", str(model_folder)]
+    arguments += ["--data", data, "--output", str(tmp_path / "run"), "--skip-bad-lines"]
+    assert main([*arguments, "--tokens-per-step", "128", "--sequence-length", "64"]) == 2
+    count = len(lines) + 1
+    said = f"{data}: none of its {count} examples can be learnt from: {expected} (give a larger --sequence-length)"
+    assert said in capsys.readouterr().err
+
+
 def test_an_answer_without_a_token_that_can_be_scored_is_named(model_folder):
     tokenizer = load_tokenizer(model_folder)
     tokenizer.eos_id = None
