@@ -55,14 +55,5 @@ def preference_problems(config: PreferenceConfig) -> Iterator[str]:
     """What cannot be, in words."""
     if config.loader.packing != "whole" or not config.loader.separate_documents:
         yield 'preferences need loader.packing = "whole" and loader.separate_documents; leave both as they are'
-    if isinstance(config, RewardModelConfig):
-        if config.lora.rank:
-            yield "a reward model's head is trained with all weights, not beside an adapter; leave lora.rank out"
-        if config.parallel.tensor > 1 or config.parallel.full_dtensor:
-            name = "tensor" if config.parallel.tensor > 1 else "full_dtensor"
-            yield (
-                f"a reward model's head lies whole on every rank, which parallel.{name} does not do so far; use "
-                "data_shard, data_replicate, context or pipeline"
-            )
     if isinstance(config, DPOConfig) and config.label_smoothing and config.loss not in ("dpo", "simpo"):
         yield f"label_smoothing is for dpo and simpo, and loss is {config.loss}; leave it out"
