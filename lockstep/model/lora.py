@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | torch.device) -> None:
-    """Puts the weights of an adapter, without values, beside those that it adapts, and freezes all others but a reward model's
-    head.
+    """Puts the weights of an adapter, without values, beside those that it adapts, and freezes all others.
 
-    Raises UserError for a layer that is not there, and for a rank larger than a layer's matrix.
+    The head of a reward model is trained beside it. Raises UserError for a layer that is not there, and for a rank
+    larger than a layer's matrix.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_score_head(name))

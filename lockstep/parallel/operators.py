@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Placement
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
+from lockstep.ops import one_order
 from lockstep.ops.clamped_experts import clamped_feed_forward
 from lockstep.ops.embedding import found_rows
-from lockstep.ops import one_order
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel.exchange import exchanged, gather_rows, rows_are_whole, sum_gathered, sum_rows
 from lockstep.parallel.experts import experts_over_ranks

@@ -62,7 +62,7 @@ def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
 
 def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
     """The settings that name a model, with its folder instead; rank 0 downloads what is not there."""
-    settings = ("model", "tokenizer", "teacher", "kl_reference", "reward_model")
+    settings = ("model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model")
     named = {name: str(getattr(config, name)) for name in settings if hasattr(config, name)}
     if named.get("kl_reference") in ("start", "average"):
         del named["kl_reference"]
