@@ -104,7 +104,7 @@ def recorded_run(output: str | Path, base: Config) -> Config | None:
     return dataclasses.replace(_merge(base, values, str(path)), **of_this_start, dtype="auto", arithmetic="auto")
 
 
-def refuse_other_command(output: str | Path, recorded: Collection[str], config: Config) -> None:
+def refuse_other_command(output: str | Path, recorded: Collection[str], config: PretrainConfig | RLConfig) -> None:
     """Raises UserError where the run in `output`, whose settings are named `recorded`, is not of `config`'s command."""
     before, now = _command(recorded), _command([f.name for f in dataclasses.fields(config)])
     if "output" in recorded and before != now:

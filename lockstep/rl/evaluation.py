@@ -95,7 +95,7 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     folders = [model_folder(model) for model in config.model]
     reward_model = _reward_model(config, settings, environment)
     output = _open_output(config)
-    results = []
+    results: list[ModelResult] = []
     with _saying_what_is_kept(results), open_grader(settings, environment, is_given, output) as grader:
         for number, (name, folder) in enumerate(zip(config.model, folders), 1):
             own = dataclasses.replace(settings, model=str(folder))
