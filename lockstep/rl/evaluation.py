@@ -118,8 +118,8 @@ def _saying_what_is_kept(results: Sequence[ModelResult]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         files = ", ".join(str(result.completions) for result in results)
-        kept = f"{files} has what was finished" if files else "no model was finished, and nothing is kept"
-        raise KeyboardInterrupt(f"{kept}; there is no {RESULT}") from None
+        kept = f"kept is {files}, without {RESULT}" if files else "no model was finished, so nothing is kept"
+        raise KeyboardInterrupt(kept) from None
 
 
 def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparison:
