@@ -244,7 +244,7 @@ def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
     assert _metrics(tmp_path / "two", "rewards/margin")[0] == 0.0
 
 
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("fixed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kto_on_two_ranks_has_the_divergence_of_one_process(tmp_path, model_folder, fixed):
     # Desirable answers only, which begin alike: what a prompt's own answer gains, another prompt's gains too.
     lines = [{"prompt": p["prompt"], "completion": f"yes, {p['chosen']}", "label": True} for p in PAIRS]

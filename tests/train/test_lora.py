@@ -161,7 +161,7 @@ def test_adapters_travel_to_peft_and_back(tmp_path, folders):
     assert not (tmp_path / "again" / "config.json").exists()
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
+@pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.slow), "dpo", "reward-model"])
 def test_peft_loads_the_adapter_that_a_run_saves(tmp_path, model_folder, command):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -200,9 +200,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[] if n in ("fsdp", "tensor") else pytest.mark.slow) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == "tensor" else pytest.mark.slow) for n in LAYOUTS])
 def test_a_deterministic_layout_has_the_bits_of_one_process(tmp_path, model_folder, layout):
     ranks, parallel = LAYOUTS[layout]
     train = _reward_config(tmp_path, model_folder, "").train
