@@ -176,16 +176,21 @@ def test_peft_loads_the_adapter_that_a_run_saves(tmp_path, model_folder, command
         run = train(kind(**settings))
     folder = newest_folder(run)
     ours = load_model(folder, dtype="float32")
+    assert ours.config.lora.scaling == 4.0  # alpha 16 / rank 4, as the run computed
     if command == "reward-model":
         base = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, folder)
         with torch.no_grad():
-            theirs = PeftModel.from_pretrained(base, folder)(torch.tensor(SEQUENCE)).logits[0]
+            expected = theirs(torch.tensor(SEQUENCE)).logits[0]
             found = target_scores(ours, pack_scored([[*SEQUENCE[0], 0]], [[len(SEQUENCE[0])]]))
     else:
         base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-        theirs, found = _their_scores(PeftModel.from_pretrained(base, folder)), score(ours, SEQUENCE)[0]
+        theirs = PeftModel.from_pretrained(base, folder)
+        expected, found = _their_scores(theirs), score(ours, SEQUENCE)[0]
+        with theirs.disable_adapter():
+            assert (_their_scores(theirs) - expected).abs().max() > 1e-3
     # float32 sums in another order.
-    torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_merged_adapter_is_a_model_of_its_own(tmp_path, folders):
