@@ -139,7 +139,7 @@ def library_operators() -> Iterator[None]:
 
     from lockstep import ops
 
-    def attend(self: Any, layer: int, q: Any, k: Any, v: Any) -> Any:
+    def attend(self: Any, layer: int, q: Any, k: Any, v: Any, terms: Any = None) -> Any:
         parts = []
         for queries, keys, values in zip(*(x.split(LENGTH) for x in (q, k, v))):
             heads = (x.transpose(0, 1)[None] for x in (queries, keys, values))

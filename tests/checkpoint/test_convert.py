@@ -1,6 +1,8 @@
 """Folders from folders: every family, a run's checkpoint and Meta's own format, with the same logits."""
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 import zipfile
@@ -207,19 +209,20 @@ def test_parts_that_are_compressed_or_no_pickles_are_refused(tmp_path, pickled):
         convert(tmp_path, tmp_path / "converted")
 
 
-def test_a_disk_that_is_full_is_named_and_nobody_elses_folder_is_touched(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_is_named_and_nobody_elses_folder_is_touched(tmp_path):
     save_model(build_model(preset("llama3:tiny", 100), dtype="bfloat16"), tmp_path / "model")
     theirs = tmp_path / "out.partial"
     theirs.mkdir()
     (theirs / "mine").write_text("precious")
 
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
+    def no_file_over_one_mib():  # a limit on files fails as a full disk does, with another reason
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
-    with monkeypatch.context() as patched:
-        patched.setattr("lockstep.checkpoint.convert.bytes_of", full)
-        with pytest.raises(UserError, match=r"out: cannot be written \(No space left on device\); free some space"):
-            convert(tmp_path / "model", tmp_path / "out")
+    command = [sys.executable, "-m", "lockstep", "convert", str(tmp_path / "model"), str(tmp_path / "out")]
+    found = subprocess.run(command, capture_output=True, text=True, preexec_fn=no_file_over_one_mib)
+    assert found.returncode == 2
+    assert f"{tmp_path / 'out'}: cannot be written (File too large); free some space" in found.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out.partial"}
     convert(tmp_path / "model", tmp_path / "out")
     assert (theirs / "mine").read_text() == "precious" and (tmp_path / "out" / "config.json").is_file()

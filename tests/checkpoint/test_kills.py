@@ -47,7 +47,7 @@ def _wait(processes, folder, steps, saving, seconds=60):
 @pytest.mark.parametrize(
     ("dtype", "ranks", "steps", "kills"),
     [
-        ("float32", 1, STEPS, KILLS),
+        pytest.param("float32", 1, STEPS, KILLS, marks=pytest.mark.slow),
         ("bfloat16", 2, STEPS, KILLS),
         *(
             pytest.param(dtype, ranks, 40, 7, marks=pytest.mark.slow)

@@ -29,10 +29,10 @@ FSDP_AND_TENSOR = (4, ParallelConfig(tensor=2))
 @pytest.mark.parametrize(
     "saved, loaded, dtype",
     [
-        (FSDP, ALONE, "float32"),
+        pytest.param(FSDP, ALONE, "float32", marks=pytest.mark.slow),
         (FSDP, ALONE, "bfloat16"),
         (ALONE, FSDP, "float32"),
-        (ALONE, FSDP, "bfloat16"),
+        pytest.param(ALONE, FSDP, "bfloat16", marks=pytest.mark.slow),
         (HSDP, FSDP, "bfloat16"),
         (FSDP, PIPELINE, "float32"),
         (PIPELINE, ALONE, "bfloat16"),

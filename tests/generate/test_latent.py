@@ -43,7 +43,8 @@ def test_load_changes_no_bit_and_loses_no_page(dtype, seed, budget, cache_tokens
     check_load(_model(dtype), seed, config)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_load_changes_no_bit_of_a_compiled_model(dtype):
     check_load(_model(dtype, compiled=True), 3, dict(budget=60, sequences=5, cache_tokens=304, prefix_cache=True))
 

@@ -104,10 +104,10 @@ def named(value):
     ("ranks", "parallel", "dtype"),
     [
         (2, P(), "float32"),
-        (2, P(tensor=2), "float32"),
+        pytest.param(2, P(tensor=2), "float32", marks=pytest.mark.slow),
         (2, P(tensor=2), "bfloat16"),
         (2, P(context=2), "float32"),
-        (2, P(context=2), "bfloat16"),
+        pytest.param(2, P(context=2), "bfloat16", marks=pytest.mark.slow),
         (2, P(pipeline=2), "float32"),
         pytest.param(4, P(context=2, tensor=2), "float32", marks=pytest.mark.slow),
         pytest.param(4, P(context=2, tensor=2, full_dtensor=True), "float32", marks=pytest.mark.slow),

@@ -24,8 +24,8 @@ SETTINGS = {"router_bias_rate": 1e-5, "learning_rate": 1e-4}
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_biases_move_as_in_one_process(dtype):
-    # Gradients summed in another order round otherwise in bfloat16, and one token that then takes another expert may turn
-    # a load that is just the mean into one below: there all layouts sum in one order.
+    # In another order bfloat16 gradients round otherwise, and one token that then takes another expert may turn a load
+    # that is just the mean into one below: there all layouts sum in one order.
     settings = SETTINGS | {"deterministic_layout": dtype == "bfloat16"}
     arguments = (dtype, 4, SHAPE, VOCAB, False, settings, None, False, 2)
     (alone,) = launch(1, train, ParallelConfig(), *arguments)

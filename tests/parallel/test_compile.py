@@ -28,7 +28,7 @@ from tests.parallel.training import whole
 INDUCTOR = CompileConfig(backend="inductor")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def model(request):
     model = build_model(preset("qwen3:micro", 258), dtype=request.param, seed=0)
     apply_compile(model, INDUCTOR)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.config import ParallelConfig
+from lockstep.rl.parity_matrix import LAYOUTS as MATRIX
 from tests.faults import VARIABLE
 from tests.parallel.launch import launch
 from tests.parallel.layouts import LAYOUTS, Layout, table
@@ -64,12 +65,18 @@ def shortened(layout):
     return replace(layout, steps=3, layers=2 if layout.parallel.pipeline == 1 else 4)
 
 
+def slow_if_met(layout):
+    """Dense models whose layout is in the parity matrix, and takes few steps here."""
+    met = any(layout.parallel == replace(each.parallel, reduction_chunks=0) for each in MATRIX)
+    return pytest.mark.slow if met and layout.steps < 20 and "moe" not in layout.model else ()
+
+
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(each, id=f"{each.name}-{each.dtype}-{each.steps}", marks=marks)
         for layout in LAYOUTS
-        for each, marks in ((shortened(layout), ()), (layout, pytest.mark.slow))
+        for each, marks in ((shortened(layout), slow_if_met(layout)), (layout, pytest.mark.slow))
     ],
 )
 def test_training_follows_one_process(alone, layout):

@@ -63,6 +63,7 @@ def test_a_stage_whose_parameters_are_all_frozen_passes_gradients_on(alone, rank
             assert (weight - expected.weights[name]).norm() <= 1e-4 * expected.weights[name].norm(), name
 
 
+@pytest.mark.slow
 def test_compiled_stages_train_as_one_compiled_process_does():
     own = ("float32", 3, "llama3:micro", 258, False, None, None, True)
     (expected,) = launch(1, train, ParallelConfig(), *own, seconds=300)

@@ -30,10 +30,8 @@ from lockstep.rl.parity_matrix import (
 
 COVERING = scoring_jobs(covering=True)
 COMPILED = [job for job in COVERING if job.backend == "inductor"]
-QUICK = [job for job in COVERING if job.backend == "none"] + [
-    replace(job, generators=(1,)) for job in COMPILED if job.ranks == 1
-]
-"""Ranks that compile the same take minutes on two cores: those are in parallel/test_compile.py and in the slow test."""
+QUICK = [job for job in COVERING if job.backend == "none"] + [replace(COMPILED[0], generators=(1,))]
+"""To compile takes minutes on two cores: more of it is in parallel/test_compile.py and in the slow test."""
 
 
 def test_every_two_settings_meet_in_the_covering_jobs():
@@ -59,13 +57,13 @@ def computed(tmp_path_factory):
 
 def test_every_pair_of_layouts_agrees_in_every_bit(computed, tmp_path):
     cells = compare(computed, QUICK)
-    assert len(cells) == 13 * 3 * len(GENERATORS) + 1 + 2 + (13 + 6) * len(GENERATORS)
+    assert len(cells) == 13 * 3 * len(GENERATORS) + 1 + (13 + 6) * len(GENERATORS)
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
     written = json.loads((tmp_path / "parity.json").read_text())
     assert len(written["cells"]) == len(cells) and written["reduction_chunks"] == 4
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
-    assert table(cells).count(" / 0") == 13 * 6 + 1 + 1 + 6 * 3
+    assert table(cells).count(" / 0") == 13 * 6 + 1 + 6 * 3
 
 
 @pytest.mark.slow

@@ -84,7 +84,15 @@ def _as_on_devices(traffic):
 EACH = ParallelConfig(reduce_gradients="microbatch")
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(), EACH, ParallelConfig(tensor=2), ParallelConfig(context=2)])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(ParallelConfig(), marks=pytest.mark.slow),
+        EACH,
+        ParallelConfig(tensor=2),
+        pytest.param(ParallelConfig(context=2), marks=pytest.mark.slow),
+    ],
+)
 def test_it_foresees_a_real_step(parallel):
     (expected, weights, state, _), _ = launch(2, _real, parallel)
     ((traffic, memory, microbatches),) = launch(1, _imagined, 2, parallel)
@@ -105,7 +113,7 @@ def test_it_foresees_a_real_step(parallel):
         pytest.param(1, ParallelConfig(), "float32", WIDE, marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(), "float32", SHAPE, marks=pytest.mark.slow),
         pytest.param(2, EACH, "float32", SHAPE, marks=pytest.mark.slow),
-        (2, ParallelConfig(), "bfloat16", SHAPE),
+        pytest.param(2, ParallelConfig(), "bfloat16", SHAPE, marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(tensor=2), "float32", SHAPE, marks=pytest.mark.slow),
         (4, ParallelConfig(tensor=2), "float32", WIDE),
         pytest.param(

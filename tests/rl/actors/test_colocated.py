@@ -162,7 +162,7 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
         ("dapo", dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full"))),
         pytest.param("reinforce++", dict(top_p=0.9, off_policy="mask"), marks=pytest.mark.slow),
         # Weights that do not add up to 1, and micro-batches that the ranks do not divide.
-        ("dr_grpo", dict(prompts_per_step=3)),
+        pytest.param("dr_grpo", dict(prompts_per_step=3), marks=pytest.mark.slow),
         # Its value head is trained, and its values are spread over the ranks.
         ("ppo", {}),
         pytest.param("rejection", {}, marks=pytest.mark.slow),

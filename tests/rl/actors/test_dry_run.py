@@ -104,7 +104,12 @@ def foreseen(config, ranks):
     ("ranks", "parallel", "changes"),
     [
         pytest.param(1, ParallelConfig(), {}, marks=pytest.mark.slow),
-        (1, ParallelConfig(), dict(dtype="float32", kl_coefficient=0.1, entropy_coefficient=0.1)),
+        pytest.param(
+            1,
+            ParallelConfig(),
+            dict(dtype="float32", kl_coefficient=0.1, entropy_coefficient=0.1),
+            marks=pytest.mark.slow,
+        ),
         (2, ParallelConfig(), dict(kl_coefficient=0.1, kl_reference="average")),
         pytest.param(2, ParallelConfig(), dict(actors=ActorsConfig(keep_copy=False)), marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(tensor=2), {}, marks=pytest.mark.slow),

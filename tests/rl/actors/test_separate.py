@@ -102,7 +102,7 @@ def _run_with_key(config):
     run(config)
 
 
-@pytest.mark.parametrize("way", ["one", "FSDP 2"])
+@pytest.mark.parametrize("way", [pytest.param("one", marks=pytest.mark.slow), "FSDP 2"])
 def test_a_run_is_the_same_with_generators_behind_http(task, model_folder, tmp_path, way):
     launch(1, run, config_of(task, model_folder, tmp_path / "one", top_p=0.9), seconds=300)
     with running_server(model_folder, **SERVED) as one, running_server(model_folder, **SERVED) as two:
