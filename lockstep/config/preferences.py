@@ -60,5 +60,7 @@ def preference_problems(config: PreferenceConfig) -> Iterator[str]:
         yield 'preferences need loader.packing = "whole" and loader.separate_documents; leave both as they are'
     if isinstance(config, DPOConfig) and config.reference and config.loss == "simpo":
         yield f"reference is {config.reference}, and loss simpo has none; leave it out"
+    if isinstance(config, DPOConfig) and config.reference and config.parallel.pipeline > 1:
+        yield "reference does not go with parallel.pipeline so far; use another layout, or leave it out"
     if isinstance(config, DPOConfig) and config.label_smoothing and config.loss not in ("dpo", "simpo"):
         yield f"label_smoothing is for dpo and simpo, and loss is {config.loss}; leave it out"

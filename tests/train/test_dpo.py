@@ -154,6 +154,9 @@ def test_a_reference_of_another_vocabulary_is_named(tmp_path, model_folder):
     save_model(build_model(replace(preset("qwen3:micro", 258), num_layers=1)), tmp_path / "bytes")
     with pytest.raises(UserError, match=r"reference .*bytes: its vocabulary is not that of .* \(258 tokens, not 512\)"):
         prefer(_config(tmp_path, model_folder, "run", reference=str(tmp_path / "bytes")))
+    with pytest.raises(UserError, match="reference does not go with parallel.pipeline so far"):
+        staged = ParallelConfig(pipeline=2)
+        prefer(_config(tmp_path, model_folder, "run", reference=str(model_folder), parallel=staged))
     with pytest.raises(UserError, match="loss simpo has none; leave it out"):
         prefer(_config(tmp_path, model_folder, "run", reference=str(model_folder), loss="simpo"))
 
