@@ -64,8 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:
-        print("lockstep: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("; ".join(filter(None, ["lockstep: interrupted", printable(str(error))])), file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read the output, such as `head`, has ended. Nothing is left to flush at exit.

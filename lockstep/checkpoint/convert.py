@@ -34,7 +34,7 @@ from lockstep.model import (
     write_description,
 )
 from lockstep.model.mxfp4 import BLOCK, BLOCKS, SCALES, Mxfp4
-from lockstep.model.stored import hugging_face_name, is_adapter, is_float32
+from lockstep.model.stored import SCORE, adapter_name, hugging_face_name, is_adapter, is_float32
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -162,6 +162,8 @@ def _merged(weights: Weights) -> Weights:
         shape, base = tensors[name]
         a, b = (weights.tensors[hugging_face_name(f"{module}.lora_{side}.weight")][1] for side in "AB")
         tensors[name] = shape, partial(_updated, base, a, b, lora.scaling)
+    if (head := tensors.pop(adapter_name(SCORE), None)) is not None:
+        tensors[SCORE] = head
     return Weights(replace(weights.config, lora=None), weights.dtype, tensors)
 
 

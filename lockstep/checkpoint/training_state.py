@@ -19,7 +19,7 @@ from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.random_state import random_state, set_random_state
 from lockstep.errors import UserError
 from lockstep.model import TrainableModel
-from lockstep.model.stored import is_adapter, is_float32
+from lockstep.model.stored import adapter_name, is_beside_base, is_float32, is_score_head
 
 STEMS = {"model": "model", "adapter": "adapter_model", "trainer": "trainer/optimizer", "random": "trainer/random"}
 """The files of each group, within a checkpoint's folder."""
@@ -43,7 +43,7 @@ def tensors_to_save(
     tensors = {
         f"{group}/{stored}": (part, torch.float32 if is_float32(name) else dtype)
         for name, parameter, group in _saved(model)
-        for stored, part in Part.stored(name, masters.get(name, parameter)).items()
+        for stored, part in _stored(name, masters.get(name, parameter), group).items()
     }
     if model_only:
         return tensors
@@ -59,8 +59,15 @@ def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
     """The parameters that a checkpoint has, by name, and their group: where there is an adapter, that alone."""
     group = "model" if model.config.lora is None else "adapter"
     for name, parameter in model.named_parameters():
-        if group == "model" or is_adapter(name):
+        if group == "model" or is_beside_base(name):
             yield name, parameter, group
+
+
+def _stored(name: str, tensor: Tensor, group: str) -> dict[str, Part]:
+    """`Part.stored`, of a head beside an adapter under the name that it has there."""
+    if group == "adapter" and is_score_head(name):
+        return {adapter_name(name): Part.of(tensor)}
+    return Part.stored(name, tensor)
 
 
 def parts_to_load(
@@ -79,7 +86,7 @@ def parts_to_load(
         target = masters.get(name, parameter).detach()
         own_parts = {f"trainer/master.{name}": Part.of(target)}
         if name not in masters or own_parts.keys() - held.keys():
-            own_parts = {f"{group}/{stored}": part for stored, part in Part.stored(name, target).items()}
+            own_parts = {f"{group}/{stored}": part for stored, part in _stored(name, target, group).items()}
         for saved, part in own_parts.items():
             if saved not in held or held[saved].size != part.shape:
                 size = list(held[saved].size) if saved in held else []

@@ -153,7 +153,7 @@ def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
 def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
     """What a run would read from the folder that it empties first."""
     output = Path(config.output).resolve()
-    models = ("model", "tokenizer", "teacher", "kl_reference", "reward_model")
+    models = ("model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model")
     read = (*models, "data", "validation_data", "template", "environment")
     for name in read:
         value = str(getattr(config, name, ""))

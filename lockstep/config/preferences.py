@@ -31,6 +31,9 @@ class DPOConfig(PreferenceConfig):
     token; `simpo`: mean log-probabilities, without a reference; `kto`: single answers, `completion` with a `label`."""
     beta: Annotated[float, Above(0)] = 0.1
     """How strongly the policy is held to the reference; simpo: the scale of its rewards, usually 2 to 10."""
+    reference: str = ""
+    """Folder of the model that log-ratios are taken to, with the same vocabulary; empty: the weights that the run
+    begins with."""
     simpo_margin: Annotated[float, AtLeast(0)] = 0.5
     """simpo: by how much a chosen answer's reward should exceed the rejected one's (γ)."""
     label_smoothing: Annotated[float, AtLeast(0), Below(0.5)] = 0.0
@@ -55,14 +58,9 @@ def preference_problems(config: PreferenceConfig) -> Iterator[str]:
     """What cannot be, in words."""
     if config.loader.packing != "whole" or not config.loader.separate_documents:
         yield 'preferences need loader.packing = "whole" and loader.separate_documents; leave both as they are'
-    if isinstance(config, RewardModelConfig):
-        if config.lora.rank:
-            yield "a reward model's head is trained with all weights, not beside an adapter; leave lora.rank out"
-        if config.parallel.tensor > 1 or config.parallel.full_dtensor:
-            name = "tensor" if config.parallel.tensor > 1 else "full_dtensor"
-            yield (
-                f"a reward model's head lies whole on every rank, which parallel.{name} does not do so far; use "
-                "data_shard, data_replicate, context or pipeline"
-            )
+    if isinstance(config, DPOConfig) and config.reference and config.loss == "simpo":
+        yield f"reference is {config.reference}, and loss simpo has none; leave it out"
+    if isinstance(config, DPOConfig) and config.reference and config.parallel.pipeline > 1:
+        yield "reference does not go with parallel.pipeline so far; use another layout, or leave it out"
     if isinstance(config, DPOConfig) and config.label_smoothing and config.loss not in ("dpo", "simpo"):
         yield f"label_smoothing is for dpo and simpo, and loss is {config.loss}; leave it out"

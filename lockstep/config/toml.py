@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from lockstep.errors import UserError, closest
 Config = TypeVar("Config", PretrainConfig, RLConfig)
 OF_A_START = ("output", "resume", "overwrite", "dry_run")
 """Settings that a resumed run does not take from its file."""
+OF_A_COMMAND = {"environment": "rl", "centering": "reward-model", "beta": "dpo", "epochs": "sft"}
+"""The first of these settings that a run has says which command's it is; those of pretrain have none."""
 MOST_BYTES, MOST_ALIASES = 2**16, 10
 """Of a file of settings. Aliases of aliases, merged, would multiply what they stand for."""
 
@@ -50,6 +53,11 @@ def from_toml(path: str | Path, base: Config) -> Config:
 
     Raises UserError for a missing or malformed file and for keys that `base` does not have.
     """
+    return _merge(base, _values(path), str(path))
+
+
+def _values(path: str | Path) -> dict[Any, Any]:
+    """What a file of settings says. Raises UserError for one that is missing or malformed."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -63,7 +71,7 @@ def from_toml(path: str | Path, base: Config) -> Config:
         kind = "YAML" if Path(path).suffix in (".yaml", ".yml") else "TOML"
         line = "key: value" if kind == "YAML" else "key = value"
         raise UserError(f"{path}: cannot be read as {kind} ({error}); write `{line}` lines") from error
-    return _merge(base, values, str(path))
+    return values
 
 
 def _yaml(text: str) -> dict[Any, Any]:
@@ -85,13 +93,30 @@ def recorded_run(output: str | Path, base: Config) -> Config | None:
     """`base` with the settings of the run in the folder `output`; None where there is no run.
 
     What a start says of the folder itself is not among them. dtype and arithmetic are "auto", which in a resumed run
-    stands for those that it has recorded. Raises UserError for settings that cannot be read.
+    stands for those that it has recorded. Raises UserError for settings that cannot be read, and for another command's.
     """
     path = Path(output) / "config.toml"
     if not path.is_file():
         return None
     of_this_start = {name: getattr(base, name) for name in OF_A_START if hasattr(base, name)}
-    return dataclasses.replace(from_toml(path, base), **of_this_start, dtype="auto", arithmetic="auto")
+    values = _values(path)
+    refuse_other_command(output, values, base)
+    return dataclasses.replace(_merge(base, values, str(path)), **of_this_start, dtype="auto", arithmetic="auto")
+
+
+def refuse_other_command(output: str | Path, recorded: Collection[str], config: PretrainConfig | RLConfig) -> None:
+    """Raises UserError where the run in `output`, whose settings are named `recorded`, is not of `config`'s command."""
+    before, now = _command(recorded), _command([f.name for f in dataclasses.fields(config)])
+    if "output" in recorded and before != now:
+        raise UserError(
+            f"{output}: is a run of lockstep {before}, which lockstep {now} cannot resume; continue it with "
+            f"lockstep {before} --resume --output {output}, or give another --output"
+        )
+
+
+def _command(settings: Collection[str]) -> str:
+    """The command that has settings of these names."""
+    return next((command for name, command in OF_A_COMMAND.items() if name in settings), "pretrain")
 
 
 def _merge(config: Any, values: dict[Any, Any], where: str) -> Any:

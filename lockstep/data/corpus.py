@@ -121,8 +121,5 @@ def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer, skip_bad:
     parts = (TextPart(text, True) for text in documents)
     corpus = collect(encode_all(parts, TextEncoder(tokenizer)), lambda: tally, token_dtype(tokenizer), skip_bad)
     if len(corpus.offsets) == 1:
-        raise UserError(f"the data {NO_TEXT}")
+        raise tally.nothing_left("the data")
     return corpus
-
-
-NO_TEXT = "holds no text: there are no documents in it, or only empty ones; give other data"

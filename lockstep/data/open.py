@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.config import DataConfig
-from lockstep.data.corpus import NO_TEXT, Share, TokenizedCorpus, collect, unshared
+from lockstep.data.corpus import Share, TokenizedCorpus, collect, unshared
 from lockstep.data.encode import Encoder, token_dtype
 from lockstep.data.loader import RowStream
 from lockstep.data.mixture import MixedRows
@@ -14,7 +14,6 @@ from lockstep.data.rows import Documents, Rows
 from lockstep.data.stream import StreamedDocuments
 from lockstep.data.token_folder import Source, cached, open_token_folder
 from lockstep.data.workers import encode_all
-from lockstep.errors import UserError
 from lockstep.ops.cache import cache_folder
 
 DataSource = Source | Path | TokenizedCorpus
@@ -45,7 +44,7 @@ def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, s
         encoded = encode_all(source.read(), encoder, workers)
         corpus = collect(encoded, lambda: source.tally, token_dtype(encoder.tokenizer), source.skip_bad_lines)
         if len(corpus.offsets) == 1:
-            raise UserError(f"{source.data}: {NO_TEXT}")
+            raise source.tally.nothing_left(source.data)
         return corpus
 
     # Where hosts see files of different sizes, one of them decides for all.

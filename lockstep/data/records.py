@@ -30,6 +30,16 @@ LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
 FEW_ROWS, MANY_ROWS = 64, 2**16
 """Of a Parquet file, read at once."""
 
+NO_TEXT = "holds no text: there are no documents in it, or only empty ones; give other data"
+LEFT_OUT = {
+    "skipped_lines": "malformed, and skipped as asked (--skip-bad-lines)",
+    "empty_documents": "empty",
+    "equal_pairs": "with two equal answers",
+    "long_pairs": "longer than a row (give a larger --sequence-length)",
+    "long_examples": "longer than a row (give a larger --sequence-length)",
+}
+"""What the counts of a `Tally` are of."""
+
 
 @dataclass
 class Tally:
@@ -45,6 +55,14 @@ class Tally:
     def counts(self) -> dict[str, int]:
         """The part of it that goes into a run's metrics."""
         return {"skipped_lines": self.skipped_lines, "empty_documents": self.empty_documents, **self.left_out}
+
+    def nothing_left(self, data: str) -> UserError:
+        """Why `data` has no document to learn from, where it has none."""
+        found = {name: count for name, count in self.counts().items() if count}
+        if not found.keys() - {"empty_documents"}:
+            return UserError(f"{data}: {NO_TEXT}")
+        why = ", ".join(f"{count} {LEFT_OUT[name]}" for name, count in found.items())
+        return UserError(f"{data}: none of its {sum(found.values())} examples can be learnt from: {why}")
 
 
 def holds_records(path: Path) -> bool:

@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lockstep.data.corpus import NO_TEXT, TokenizedCorpus, drain
+from lockstep.data.corpus import TokenizedCorpus, drain
 from lockstep.data.encode import Encoded, Encoder, token_dtype
 from lockstep.data.records import Tally
 from lockstep.data.tokenizer import BYTE_FILE, Tokenizer
@@ -156,7 +156,7 @@ def _write(
         _flush(tokens)
         _flush(masks)
     if len(offsets) == 1:
-        raise UserError(f"{source.data}: {NO_TEXT}")
+        raise source.tally.nothing_left(source.data)
     if not scored:
         (folder / "scored.bin").unlink()
     offsets.tofile(folder / "offsets.bin")

@@ -25,9 +25,11 @@ from lockstep.hub import local_folder
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.decoder import Decoder
 from lockstep.model.lora import projections
-from lockstep.model.stored import PEFT_PREFIX, hugging_face_name, is_adapter
+from lockstep.model.stored import PEFT_PREFIX, SCORE, adapter_name, is_beside_base
 
 SETTINGS, TENSORS, OWN = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
+SCORE_TENSOR = adapter_name(SCORE)
+"""The head of a reward model with an adapter, which is trained whole."""
 JSON_BYTES = 2**20
 # What changes the arithmetic, and the values that are built here.
 _ONLY: dict[str, Any] = {
@@ -66,7 +68,11 @@ def base_folder(folder: Path) -> Path:
 def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     """The base's shape with the folder's adapter. Raises UserError for one that is of another kind or another base."""
     settings = _settings(folder)
+    shapes = _shapes(folder)
+    scores = SCORE_TENSOR in shapes
     for key, value in _ONLY.items():
+        if key == "modules_to_save" and scores:
+            continue  # the head; peft names those of other models with it
         if (found := settings.get(key, value)) != value and found not in (None, False, [], ""):
             # What peft writes where nothing is set is as good as nothing.
             if found == {} and key.endswith("_pattern"):
@@ -82,11 +88,12 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
         raise UserError(
             f"{folder / SETTINGS}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; both are numbers above 0"
         )
-    shapes = _shapes(folder)
     modules = _modules(folder, shapes)
     lora = Lora(rank, float(alpha), modules)
     own = _own(folder)
     changes: dict[str, Any] = {key: own[key] for key in ("bos_token_id", "reduction_chunks") if key in own}
+    if scores:
+        changes |= {"score_head": True, "tie_embeddings": False}
     if "eos_token_ids" in own:
         changes["eos_token_ids"] = tuple(own["eos_token_ids"])
     try:
@@ -157,7 +164,7 @@ def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
         raise UserError("the model has no adapter; save it with lockstep.save_model")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    named = {hugging_face_name(n): p.detach().contiguous() for n, p in model.named_parameters() if is_adapter(n)}
+    named = {adapter_name(n): p.detach().contiguous() for n, p in model.named_parameters() if is_beside_base(n)}
     partial = folder / (TENSORS + ".partial")
     save_file(named, partial, metadata={"format": "pt"})
     partial.replace(folder / TENSORS)
@@ -169,7 +176,8 @@ def write_adapter_description(folder: Path, config: ModelConfig, base: Path, bas
     assert config.lora is not None
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if config.score_head else "CAUSAL_LM",
+        **({"modules_to_save": ["score"]} if config.score_head else {}),
         "base_model_name_or_path": str(base.resolve()),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
@@ -206,7 +214,7 @@ def _short_names(config: ModelConfig) -> list[str]:
 def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
     """The layers that the adapter's tensors are for."""
     modules = dict[str, None]()
-    for name in shapes:
+    for name in (name for name in shapes if name != SCORE_TENSOR):
         stem, found, _ = name.partition(".lora_")
         if not found or not name.startswith(f"{PEFT_PREFIX}") or name[len(stem) :] not in _ENDINGS:
             raise UserError(

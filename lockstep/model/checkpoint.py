@@ -30,7 +30,16 @@ from lockstep.model.initialize import initialize_some
 from lockstep.model.mxfp4 import BLOCKS, SCALES, Mxfp4
 from lockstep.model.protocols import TrainableModel
 from lockstep.model.shard import local_part
-from lockstep.model.stored import Stored, found_as, is_adapter, is_float32, is_score_head, stored_as
+from lockstep.model.stored import (
+    PEFT_ROOT,
+    Stored,
+    found_as,
+    is_adapter,
+    is_beside_base,
+    is_float32,
+    is_score_head,
+    stored_as,
+)
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 QUANTIZED = ("U8",)
@@ -88,6 +97,7 @@ class Added(NamedTuple):
 
 ADAPTER = Added(("lora",), is_adapter)
 SCORE_HEAD = Added(("score_head", "tie_embeddings"), is_score_head)
+BOTH = Added(ADAPTER.fields + SCORE_HEAD.fields, is_beside_base)
 
 
 class Source(NamedTuple):
@@ -113,12 +123,14 @@ def begin_adapter(model: TrainableModel, path: str | Path, seed: int) -> None:
 
 
 def begin_score_head(model: TrainableModel, path: str | Path, seed: int) -> None:
-    """Fills a model that has a score head with a language model's weights, and the head with fresh ones.
+    """Fills a model that has a score head with a language model's weights, and the head, and an adapter if it has one,
+    with fresh ones.
 
     Raises UserError as `load_weights` does.
     """
-    copy_weights(sources_of_weights(model, path, SCORE_HEAD))
-    initialize_some(model, seed, SCORE_HEAD.names)
+    added = SCORE_HEAD if model.config.lora is None else BOTH
+    copy_weights(sources_of_weights(model, path, added))
+    initialize_some(model, seed, added.names)
 
 
 def sources_of_weights(model: TrainableModel, path: str | Path, added: Added | None = None) -> list[Source]:
@@ -286,7 +298,9 @@ def refuse_score_head(config: ModelConfig, name: str) -> None:
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor name in the folder. Raises UserError for a file that lies outside it."""
     if is_adapter_folder(folder):
-        return {**tensor_files(base_folder(folder)), **adapter_files(folder)}
+        own = adapter_files(folder)
+        # Its head is instead of the base's.
+        return {n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in own} | own
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

@@ -17,6 +17,7 @@ from torch import nn
 from lockstep.errors import UserError
 from lockstep.model.config import Lora, ModelConfig
 from lockstep.model.layers import Projection, Weight
+from lockstep.model.stored import is_score_head
 
 if TYPE_CHECKING:
     from lockstep.model.decoder import Decoder
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | torch.device) -> None:
     """Puts the weights of an adapter, without values, beside those that it adapts, and freezes all others.
 
-    Raises UserError for a layer that is not there, and for a rank larger than a layer's matrix.
+    The head of a reward model is trained beside it. Raises UserError for a layer that is not there, and for a rank
+    larger than a layer's matrix.
     """
-    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_score_head(name))
     layers = dict(projections(model))
     for name in lora.modules:
         if name not in layers:

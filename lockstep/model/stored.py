@@ -16,9 +16,12 @@ TRANSPOSED = ("gate_up_proj", "down_proj")
 """Of gpt-oss's experts: in files `[experts, in, out]`."""
 
 
-PEFT_PREFIX = "base_model.model.model."
-"""Before a layer's name in an adapter's file: `peft` wraps the model."""
+PEFT_ROOT = "base_model.model."
+"""Before a tensor's name in an adapter's file: `peft` wraps the model."""
+PEFT_PREFIX = f"{PEFT_ROOT}model."
+"""Before a layer's."""
 HEADS = ("lm_head.", "score.")
+SCORE = "score.weight"
 CHOICE_BIAS = "e_score_correction_bias"
 
 
@@ -29,7 +32,17 @@ def is_adapter(name: str) -> bool:
 
 def is_score_head(name: str) -> bool:
     """Whether a parameter is the head of a reward model."""
-    return name == "score.weight"
+    return name == SCORE
+
+
+def is_beside_base(name: str) -> bool:
+    """Whether a parameter is trained and saved where there is an adapter: with it, of a reward model, the head is."""
+    return is_adapter(name) or is_score_head(name)
+
+
+def adapter_name(name: str) -> str:
+    """The name in an adapter's file of a parameter that is beside the base."""
+    return f"{PEFT_ROOT}{name}" if is_score_head(name) else hugging_face_name(name)
 
 
 def is_float32(name: str) -> bool:
@@ -97,6 +110,8 @@ def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
 
 def found_as(name: str, shape: Sequence[int], held: Collection[str]) -> list[Stored]:
     """As `stored_as`, or stacked, fused or quantised, where the files hold those."""
+    if is_score_head(name) and adapter_name(name) in held:
+        return [Stored(adapter_name(name))]
     written = stored_as(name, shape)
     layer, _, projection = name.partition(EXPERTS)
     if written[0].transposed and written[0].name + BLOCKS in held and shape[-1] % BLOCK == 0:

@@ -19,7 +19,7 @@ from lockstep.ops.first_calls import call_once
 from lockstep.ops.forms import FORMS, own_part
 from lockstep.ops.grouped_linear import grouped_linear
 from lockstep.ops.heads import head_linear
-from lockstep.ops.linear import linear
+from lockstep.ops.linear import linear, text_scores
 from lockstep.ops.logprobs import log_prob_sum, logits_log_probs, token_log_probs
 from lockstep.ops.native import ARITHMETICS, arithmetic, instruction_set, is_emulated, set_arithmetic
 from lockstep.ops.norm import rms_norm
@@ -89,6 +89,7 @@ __all__ = [
     "set_arithmetic",
     "silu_mul",
     "sum_of_squares",
+    "text_scores",
     "token_log_probs",
     "top_log_probs",
     "total",

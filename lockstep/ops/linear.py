@@ -43,6 +43,14 @@ def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks:
     return product(x, weight, chunks)
 
 
+def text_scores(hidden: Float[Tensor, "rows dim"], head: Float[Tensor, "1 dim"]) -> Float32[Tensor, "rows"]:
+    """A reward model's score of the text up to each row's token."""
+    if (form := FORMS.get(type(head))) is not None:
+        scores: Tensor = form.text_scores(hidden, head)
+        return scores
+    return linear(hidden.float(), head.float())[:, 0]
+
+
 def product(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
     """`linear` without gradient, of tensors with any strides. Raises ValueError where they do not fit."""
     return _product(x, weight, chunks, x.dtype)

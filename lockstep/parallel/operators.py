@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 from lockstep import ops
 from lockstep.config.parallel import ROW_MULTIPLE
 from lockstep.errors import UserError
+from lockstep.ops import one_order
 from lockstep.ops.clamped_experts import clamped_feed_forward
 from lockstep.ops.embedding import found_rows
 from lockstep.ops.experts import feed_forward
@@ -107,6 +108,24 @@ def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     if place_on(weight, "tensor") != COLUMNS:
         return column_product(x, own, group)
     return row_product(x, own, chunks, group)
+
+
+def text_scores(hidden: Tensor, head: DTensor) -> Tensor:
+    """Each rank of the tensor axis has all rows, the whole head and so the whole gradient, which is to count once."""
+    own, group = own_part(head), tensor_group(head)
+    if group is not None and dist.get_rank(group) > 0:
+        own = _without_gradient(own)
+        # In one order each rank takes its rows of a gradient that is the sum already (`exchange.sum_gathered`).
+        hidden = hidden if one_order.is_asked() else _without_gradient(hidden)
+    return ops.text_scores(hidden, own)
+
+
+def _without_gradient(x: Tensor) -> Tensor:
+    """The same, whose gradient is zero; not cut off, for a backward that other ranks take part in runs through it."""
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(torch.zeros_like)
+    return x
 
 
 def add_bias(x: Tensor, bias: DTensor) -> Tensor:

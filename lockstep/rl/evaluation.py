@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     folders = [model_folder(model) for model in config.model]
     reward_model = _reward_model(config, settings, environment)
     output = _open_output(config)
-    results = []
-    with open_grader(settings, environment, is_given, output) as grader:
+    results: list[ModelResult] = []
+    with _saying_what_is_kept(results), open_grader(settings, environment, is_given, output) as grader:
         for number, (name, folder) in enumerate(zip(config.model, folders), 1):
             own = dataclasses.replace(settings, model=str(folder))
             rollouts = _judged(config, own, name, folder, examples, environment, grader, reward_model)
@@ -109,6 +109,17 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     evaluation = Evaluation(config, settings.environment, results, comparisons, output / RESULT)
     _write(evaluation)
     return evaluation
+
+
+@contextmanager
+def _saying_what_is_kept(results: Sequence[ModelResult]) -> Iterator[None]:
+    """An interruption within it names the files of the models that had their `results` by then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        files = ", ".join(str(result.completions) for result in results)
+        kept = f"kept is {files}, without {RESULT}" if files else "no model was finished, so nothing is kept"
+        raise KeyboardInterrupt(kept) from None
 
 
 def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparison:

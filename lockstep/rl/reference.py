@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lockstep import ops
 from lockstep.config import RLConfig
-from lockstep.data import Tokenizer, load_tokenizer
-from lockstep.errors import UserError
-from lockstep.hub import is_model
-from lockstep.model import Decoder, ScoringModel, adapter_off, read_config
+from lockstep.data import Tokenizer
+from lockstep.model import Decoder, ScoringModel, adapter_off
 from lockstep.parallel import World
 from lockstep.rl.actors.models import frozen_model
 from lockstep.rl.actors.replicas import Replicas
@@ -22,6 +19,7 @@ from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.rollouts import Rollout
 from lockstep.train import Trainer
 from lockstep.train.packing import PackedRow, target_log_probs
+from lockstep.train.same_vocabulary import refuse_other_vocabulary
 
 START, AVERAGE = "start", "average"
 """Of `RLConfig.kl_reference`; anything else is a folder."""
@@ -76,18 +74,8 @@ def load_teacher(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decode
 
 def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder:
     """A model of the policy's vocabulary, without gradient. Raises UserError, naming `setting`, for any other."""
-    if not is_model(folder):
-        raise UserError(f"{setting} {folder}: no such model; give a folder with one")
-    other = frozen_model(folder, config, world)
-    theirs = load_tokenizer(folder, other.config.vocab_size)
-    sizes = other.config.vocab_size, read_config(Path(config.model)).vocab_size
-    if sizes[0] != sizes[1] or theirs.vocabulary() != tokenizer.vocabulary():
-        difference = f"{sizes[0]} tokens, not {sizes[1]}" if sizes[0] != sizes[1] else "other tokens under its numbers"
-        raise UserError(
-            f"{setting} {folder}: its vocabulary is not that of {config.model} ({difference}), so it cannot score what "
-            "that model samples; give a model with the same tokenizer"
-        )
-    return other
+    refuse_other_vocabulary(folder, setting, config.model, tokenizer)
+    return frozen_model(folder, config, world)
 
 
 def assign_reference_scores(

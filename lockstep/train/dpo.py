@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,9 +36,9 @@ from lockstep.data.preferences import (
 )
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
-from lockstep.model import ScoringModel
+from lockstep.model import ScoringModel, TrainableModel, load_weights, read_config, refuse_score_head, resolve_dtype
 from lockstep.observe import OnMetrics, Progress
-from lockstep.parallel import World, close_world, open_world
+from lockstep.parallel import World, close_world, open_world, parallel_model
 from lockstep.train.preference_batches import (
     PreferenceBatch,
     Which,
@@ -46,8 +47,9 @@ from lockstep.train.preference_batches import (
     shares_prompts,
 )
 from lockstep.train.preference_losses import Answers, dpo_loss, ipo_loss, kto_divergence, kto_loss, simpo_loss
-from lockstep.train.pretrain import make_loader, make_model, run_training
+from lockstep.train.pretrain import check_length, make_loader, make_model, run_training
 from lockstep.train.reference_scores import assign_reference, model_reference
+from lockstep.train.same_vocabulary import refuse_other_vocabulary
 from lockstep.train.settle import settle
 from lockstep.train.sft import chat_template
 from lockstep.train.trainer import Trainer
@@ -72,6 +74,8 @@ def prefer(config: DPOConfig, progress: Progress | None = None, on_metrics: OnMe
 
 def _prefer(config: DPOConfig, world: World, progress: Progress | None, on_metrics: OnMetrics | None) -> Path:
     config, tokenizer, loader, held_out = open_preferences(config, world, paired=config.loss != "kto")
+    if config.reference:
+        refuse_other_vocabulary(config.reference, "reference", config.model, tokenizer)
     model = make_model(config, tokenizer, world)
     objective = PreferenceObjective(config)
     return run_training(
@@ -117,6 +121,18 @@ def examples_of(batch: StepRows) -> list[list[Example]]:
     ]
 
 
+def reference_model(config: DPOConfig, trainer: Trainer) -> TrainableModel:
+    """The trainer's own model, or the one in `config.reference`, for as long as it takes to score the examples."""
+    if not config.reference:
+        return trainer.model
+    shape = read_config(Path(config.reference))
+    refuse_score_head(shape, config.reference)
+    check_length(replace(config, model=config.reference), shape)
+    fill = partial(load_weights, path=config.reference)
+    kind = resolve_dtype(config.dtype)
+    return parallel_model(shape, kind, trainer.world, config.parallel, config.compile, fill, config.recompute)
+
+
 class PreferenceObjective:
     """What `run_training` asks of `lockstep dpo`."""
 
@@ -126,11 +142,15 @@ class PreferenceObjective:
         self._held_out: list[list[Example]] = []
 
     def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
-        """Has the reference score what the run will see; the model is the reference until the first step."""
+        """Has the reference score what the run will see; by default it is the model as it is until the first step."""
         if held_out is not None:
             self._held_out = examples_of(held_out)
         if self.config.loss == "simpo":
             return
+        with trainer.evaluating(reference_model(self.config, trainer)):
+            self._score(trainer, loader)
+
+    def _score(self, trainer: Trainer, loader: RowLoader) -> None:
         assign_reference(self._seen(loader), model_reference(trainer, self.config), self.config, trainer)
         scored: list[list[Example]] = []
 

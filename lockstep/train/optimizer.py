@@ -14,7 +14,7 @@ from lockstep.config import TrainConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
 from lockstep.model.shard import local_values
-from lockstep.model.stored import is_adapter
+from lockstep.model.stored import is_beside_base
 from lockstep.train.adamw import State, adamw_state, adamw_update
 from lockstep.train.gradients import (
     Gradients,
@@ -45,7 +45,7 @@ class MasterOptimizer:
                 f'"{frozen[0]} frozen=false"'
             )
         if model.config.lora is not None:
-            base = [name for name in whole.state_dict() if not is_adapter(name)]
+            base = [name for name in whole.state_dict() if not is_beside_base(name)]
             settings |= {name: replace(settings[name], frozen=True) for name in base}
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in [*model.named_parameters(), *further.items()]:

@@ -169,7 +169,7 @@ def target_log_prob_sum(model: ScoringModel, row: PackedRow, weight: float) -> F
 
 def target_scores(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets"]:
     """A reward model's score, in float32, of the text before each target."""
-    return ops.linear(predicting_states(model, row).float(), model.head_weight.float())[:, 0]
+    return ops.text_scores(predicting_states(model, row), model.head_weight)
 
 
 def predicting_states(model: ScoringModel, row: PackedRow) -> Float[Tensor, "targets dim"]:

@@ -33,10 +33,8 @@ Reference = Callable[[Sequence[Example]], dict[int, tuple[float, float]]]
 
 
 def model_reference(trainer: Trainer, config: DPOConfig) -> Reference:
-    """The reference that the trainer's model is now: its weights before the first step, in the run's layout.
-
-    A model that has its reference inside, as behind an adapter that can be switched off, gives a function of its own.
-    """
+    """The reference that the trainer's model is now: its weights before the first step, or those of `config.reference`,
+    in the run's layout."""
     world, budget = trainer.world, config.train.tokens_per_microbatch
     share = shares_prompts(config)
 
@@ -119,11 +117,11 @@ def data_digest(corpus: TokenizedCorpus) -> str:
 def model_digest(config: DPOConfig) -> str:
     """Of what decides over the bits: the model's files by size and time, the arithmetic and how the data are read."""
     described = []
-    if (given := Path(config.model)).is_dir():
+    for given in (Path(name) for name in (config.model, config.reference) if Path(name).is_dir()):
         given = weights_folder(given)
         folders = sorted({given, base_folder(given)})
         files = [path for folder in folders for path in sorted(folder.iterdir())]
-        described = [
+        described += [
             (str(path), path.stat().st_size, path.stat().st_mtime_ns)
             for path in files
             if path.suffix in (".safetensors", ".json")

@@ -17,9 +17,10 @@ from lockstep.data import RowLoader, StepRows
 from lockstep.data.preferences import Example
 from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
-from lockstep.model import ScoringModel, TrainableModel, begin_score_head, load_weights, resolve_dtype
+from lockstep.model import ScoringModel, TrainableModel, begin_adapter, begin_score_head, load_weights, resolve_dtype
 from lockstep.observe import OnMetrics, Progress
 from lockstep.parallel import World, close_world, open_world, parallel_model
+from lockstep.train.adapter import adapted
 from lockstep.train.dpo import examples_of, open_preferences
 from lockstep.train.preference_batches import PreferenceBatch, end_scores, ending, preference_batch, shares_prompts
 from lockstep.train.preference_losses import bradley_terry_loss
@@ -59,9 +60,12 @@ def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: Wo
     have one."""
     shape = model_shape(config, tokenizer)
     check_length(config, shape)
-    if shape.lora is not None:
-        raise UserError(f"{config.model}: is an adapter; merge it first: lockstep convert --merge")
+    if shape.lora is not None and not shape.score_head:
+        raise UserError(f"{config.model}: is a language model's adapter; merge it first: lockstep convert --merge")
     fill: Callable[[TrainableModel], None] = partial(load_weights, path=config.model)
+    if config.lora.rank:
+        fill = partial(begin_adapter, path=config.model, seed=config.seed)
+        shape = adapted(shape, config.lora, config.model)
     if not shape.score_head:
         fill = partial(begin_score_head, path=config.model, seed=config.seed)
         shape = replace(shape, score_head=True, tie_embeddings=False)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from lockstep.checkpoint import folder_if_model, name_other_chunks
 from lockstep.config import PretrainConfig, RLConfig, algorithm_of
+from lockstep.config.toml import refuse_other_command
 from lockstep.errors import UserError
 from lockstep.model import choose_dtype, is_auto, read_config, set_arithmetic
 from lockstep.observe.run_folder import CONFIG
@@ -61,7 +62,7 @@ def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
 
 def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
     """The settings that name a model, with its folder instead; rank 0 downloads what is not there."""
-    settings = ("model", "tokenizer", "teacher", "kl_reference", "reward_model")
+    settings = ("model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model")
     named = {name: str(getattr(config, name)) for name in settings if hasattr(config, name)}
     if named.get("kl_reference") in ("start", "average"):
         del named["kl_reference"]
@@ -71,7 +72,10 @@ def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
 
 
 def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
-    """Arithmetic, dtype and tokenizer of the run that is resumed; empty where there is none."""
+    """Arithmetic, dtype and tokenizer of the run that is resumed; empty where there is none.
+
+    Raises UserError where it is another command's.
+    """
     path = Path(config.output) / CONFIG
     if not config.resume or not path.is_file():
         return {}
@@ -79,6 +83,7 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
         values = tomllib.loads(path.read_text())
     except (ValueError, RecursionError):
         return {}  # open_run says so
+    refuse_other_command(config.output, values, config)
     names = ("arithmetic", "dtype", "tokenizer")
     return {name: str(values[name]) for name in names if values.get(name, "auto") != "auto"}
 

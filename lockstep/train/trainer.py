@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -187,6 +187,15 @@ class Trainer:
                     losses.append(loss_of(self._scoring_model(), microbatch).item())
         self._reshard()
         return self._sum(losses)
+
+    @contextmanager
+    def evaluating(self, model: TrainableModel) -> Iterator[None]:
+        """Within it `evaluate` is of another model, laid out as the trainer's own."""
+        own, self.model = self.model, model
+        try:
+            yield
+        finally:
+            self.model = own
 
     def _reshard(self) -> None:
         """Lets gathered weights go after a forward that no backward follows."""

@@ -2,17 +2,29 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 
 import pytest
 
 from lockstep.cli import main
-from lockstep.config import PretrainConfig, RLConfig, ServeConfig, SFTConfig, validate
+from lockstep.config import (
+    DPOConfig,
+    PretrainConfig,
+    RewardModelConfig,
+    RLConfig,
+    ServeConfig,
+    SFTConfig,
+    recorded_run,
+    to_toml,
+    validate,
+)
 from lockstep.config.bounds import AtLeast, bound_problems
 from lockstep.config.parallel import SCHEDULES
 from lockstep.errors import UserError
 from lockstep.parallel import pipeline_schedule
 from lockstep.recipes import RECIPES
+from lockstep.train.sft import finetune
 
 CONFIGS = [PretrainConfig(), SFTConfig(model="m", data="d"), RLConfig(model="m"), ServeConfig(model="m")]
 
@@ -125,3 +137,24 @@ def test_help_shows_a_bounded_number_as_a_number(capsys):
 
 def test_a_long_template_is_no_file_that_overwriting_could_delete():
     validate(PretrainConfig(overwrite=True, template="Question: {question} " * 500))
+
+
+COMMANDS = {
+    "pretrain": PretrainConfig, "sft": SFTConfig, "dpo": DPOConfig, "reward-model": RewardModelConfig, "rl": RLConfig,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "other"), list(itertools.permutations(COMMANDS, 2)))
+def test_a_run_of_another_command_is_not_resumed(tmp_path, capsys, command, other):
+    (tmp_path / "config.toml").write_text(to_toml(COMMANDS[other](output=str(tmp_path))))
+    assert main([command, "--resume", "--output", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path}: is a run of lockstep {other}, which lockstep {command} cannot resume" in said
+    assert f"continue it with lockstep {other} --resume --output {tmp_path}" in said
+    assert recorded_run(tmp_path, COMMANDS[other]()) is not None
+
+
+def test_nor_is_it_from_python(tmp_path, model_folder):
+    (tmp_path / "config.toml").write_text(to_toml(PretrainConfig(output=str(tmp_path))))
+    with pytest.raises(UserError, match="is a run of lockstep pretrain, which lockstep sft cannot resume"):
+        finetune(SFTConfig(model=str(model_folder), data="d.jsonl", output=str(tmp_path), resume=True))

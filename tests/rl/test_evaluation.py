@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import shutil
+import signal
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +23,7 @@ from lockstep.rl.environment import Environment, Example
 from lockstep.rl.evaluation import ModelResult, compare
 from lockstep.rl.figures import Figures, figures_of
 from lockstep.rl.rollouts import Rollout
+from tests.parallel.launch import CONTEXT
 from tests.rl.test_algorithm_runs import _config, folders  # noqa: F401
 
 TASK = '''
@@ -240,3 +246,64 @@ def test_a_comparison_says_how_many_prompts_it_left_out():
 def test_a_terminal_that_lacks_a_character_is_shown_another():
     assert in_encoding("0.4 ± 0.1 é", "utf-8") == "0.4 ± 0.1 é"
     assert in_encoding("0.4 ± 0.1 é", "ascii") == "0.4 +/- 0.1 ?"
+
+
+WAITING = """
+import os, time
+from pathlib import Path
+import lockstep.rl as rl
+
+class Waiting(rl.Environment):
+    def examples(self, split):
+        yield rl.Example(prompt=split)
+
+    def reward(self, example, completion):
+        here = Path(__file__).parent
+        if (here / "eval" / "completions_1.jsonl").exists():  # the first model's
+            (here / "pid.partial").write_text(str(os.getpid()))
+            (here / "pid.partial").rename(here / "pid")
+            time.sleep(1000)
+        return {"one": 1.0}
+"""
+
+
+def _command(arguments, said):
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.exit(main(arguments))
+
+
+def test_ctrl_c_names_what_is_kept_and_leaves_no_process(tmp_path, folders):  # noqa: F811
+    (tmp_path / "task.py").write_text(WAITING)
+    shutil.copytree(folders[0], tmp_path / "second")
+    arguments = ["eval", "--model", str(folders[0]), str(tmp_path / "second"), "--output", str(tmp_path / "eval")]
+    arguments += ["--environment", f"{tmp_path}/task.py:Waiting", "--max-new-tokens", "2"]
+    process = CONTEXT.Process(target=_command, args=(arguments, str(tmp_path / "said")))
+    process.start()
+    until = time.monotonic() + 120
+    while not (tmp_path / "pid").exists():
+        assert process.is_alive() and time.monotonic() < until, (tmp_path / "said").read_text()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
+    *_, last = said = (tmp_path / "said").read_text().splitlines()
+    completions = tmp_path / "eval" / "completions_1.jsonl"
+    assert last == f"lockstep: interrupted; kept is {completions}, without eval.json"
+    assert not any("Traceback" in line or "Error" in line for line in said) and len(_lines(completions)) == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_an_interruption_before_the_first_model_is_done_keeps_nothing(tmp_path, folders, capsys):  # noqa: F811
+    class Interrupting(Early):
+        def reward(self, example, completion):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="no model was finished, so nothing is kept"):
+        lockstep.evaluate(_eval(tmp_path, folders[0], examples=1), Interrupting())
+    assert not list((tmp_path / "eval").iterdir())

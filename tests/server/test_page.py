@@ -6,6 +6,7 @@ import shutil
 import httpx
 import pytest
 
+from lockstep.data import StreamDecoder
 from tests.server.conftest import running_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -123,12 +124,40 @@ def test_stop_ends_the_answer_at_the_server_too_and_keeps_what_was_said(server, 
 def test_a_refusal_is_shown_and_a_key_is_sent_where_the_server_asks_for_one(chat_folder, browser):
     with running_server(chat_folder, model_name="small", api_key="k1") as keyed:
         browser.get(keyed.url + "/")
+        asks = "The server asks for an API key: enter it under Settings."
+        _wait(browser, lambda: _texts(browser, "error") == [asks])
+        assert browser.find_element("id", "key").is_displayed()  # the settings are open
         _set(browser, tokens="4")
         _say(browser, "hello")
-        _wait(browser, lambda: _texts(browser, "error"))
-        assert _texts(browser, "error") == ["send the API key in the header Authorization: Bearer KEY"]
+        _wait(browser, lambda: _texts(browser, "error") == [asks, asks])
         # What was not answered stands in the field again.
         assert browser.find_element("id", "said").get_property("value") == "hello"
-        _set(browser, key="k1")
+        _set(browser, key="wrong")
+        _say(browser, "")
+        _wait(browser, lambda: _texts(browser, "error")[2:] == ["The server does not take this API key."])
+        browser.find_element("id", "key").clear()
+        browser.find_element("id", "key").send_keys("k1\t")
+        _wait(browser, lambda: browser.title == "small")
         _say(browser, "")
         _wait(browser, lambda: browser.execute_script("return messages.length") == 2)
+
+
+@needs_browser
+def test_markup_in_an_answer_is_shown_as_text_and_no_script_beside_the_pages_own_can_run(server, browser, monkeypatch):
+    markup = "<img src=x onerror=\"document.title='x'\"><script>document.title = 'y'</script><b>bold</b>"
+    monkeypatch.setattr(StreamDecoder, "push", lambda self, token: markup)
+    browser.get(server.url + "/")
+    _wait(browser, lambda: browser.title == "small")
+    _set(browser, tokens="3")
+    _say(browser, "hello")
+    _wait(browser, lambda: _answered(browser) and _texts(browser, "assistant"))
+    (shown,) = browser.find_elements("css selector", ".assistant p")
+    assert shown.text.startswith(markup) and not shown.find_elements("css selector", "*")
+    # Were it markup after all, the page's policy would still run none of it.
+    browser.execute_script("document.querySelector('.assistant p').innerHTML = arguments[0]", markup)
+    browser.execute_script(
+        "const own = document.createElement('script'); own.textContent = \"document.title = 'z'\";"
+        "document.body.append(own);"
+    )
+    refused = [line["message"] for line in browser.get_log("browser") if "Content Security Policy" in line["message"]]
+    assert len(refused) >= 2 and browser.title == "small"

@@ -4,18 +4,21 @@ import json
 import logging
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lockstep import load_model, score
+from lockstep import build_model, load_model, save_model, score
+from lockstep.checkpoint import model_folder as model_folder_of
 from lockstep.cli import main
 from lockstep.config import CheckpointConfig, DataConfig, DPOConfig, ParallelConfig, TrainConfig
-from lockstep.data import load_tokenizer
+from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation
 from lockstep.data.preferences import MARK, SCORED, PreferenceEncoder
 from lockstep.errors import UserError
+from lockstep.model import preset
 from lockstep.train.dpo import prefer
 from tests.parallel.launch import launch
 from tests.train.test_sft import MARKED
@@ -115,6 +118,49 @@ def test_the_loss_is_that_of_the_scores(tmp_path, model_folder):
     assert _metrics(run, "log_probs/rejected")[0] == pytest.approx(rejected, rel=1e-5)
 
 
+def test_the_reference_may_be_another_model(tmp_path, model_folder):
+    held_out = _file(tmp_path, PAIRS[:3], "held.jsonl")
+    settings = dict(steps=2, validation_data=held_out)
+    plain = prefer(_config(tmp_path, model_folder, "plain", **settings))
+    shutil.copytree(model_folder, tmp_path / "copy")
+    same = prefer(_config(tmp_path, model_folder, "same", reference=str(tmp_path / "copy"), **settings))
+    for name in ("loss", "rewards/margin"):
+        assert _metrics(same, name) == _metrics(plain, name)
+    # A run that begins from trained weights, and is measured from those before.
+    further = _config(tmp_path, plain, "further", reference=str(model_folder), **settings)
+    prefer(further)
+    before, after = (load_model(model_folder_of(at), dtype="float32") for at in (model_folder, plain))
+    tokenizer, margins = load_tokenizer(model_folder), []
+    for pair in PAIRS[:3]:
+        ratios = []
+        for kind in ("chosen", "rejected"):
+            whole = [*tokenizer.encode(pair["prompt"] + pair[kind]), tokenizer.eos_id]
+            scored = slice(len(tokenizer.encode(pair["prompt"])) - 1, None)
+            ratios.append(float((score(after, [whole])[0] - score(before, [whole])[0])[scored].sum()))
+        margins.append(further.beta * (ratios[0] - ratios[1]))
+    still = replace(further, output=str(tmp_path / "still"), train=replace(further.train, learning_rate=1e-12), steps=1)
+    # Differences of sums in float32.
+    assert _metrics(prefer(still), "validation/rewards/margin")[0] == pytest.approx(np.mean(margins), abs=1e-4)
+    assert min(margins) > 0.01
+    losses = _metrics(tmp_path / "further")
+    prefer(replace(further, steps=3, resume=True))
+    assert _metrics(tmp_path / "further")[:2] == losses
+
+
+def test_a_reference_of_another_vocabulary_is_named(tmp_path, model_folder):
+    with pytest.raises(UserError, match="reference none: no such model"):
+        prefer(_config(tmp_path, model_folder, "run", reference="none"))
+    ByteTokenizer().save(tmp_path / "bytes")
+    save_model(build_model(replace(preset("qwen3:micro", 258), num_layers=1)), tmp_path / "bytes")
+    with pytest.raises(UserError, match=r"reference .*bytes: its vocabulary is not that of .* \(258 tokens, not 512\)"):
+        prefer(_config(tmp_path, model_folder, "run", reference=str(tmp_path / "bytes")))
+    with pytest.raises(UserError, match="reference does not go with parallel.pipeline so far"):
+        staged = ParallelConfig(pipeline=2)
+        prefer(_config(tmp_path, model_folder, "run", reference=str(model_folder), parallel=staged))
+    with pytest.raises(UserError, match="loss simpo has none; leave it out"):
+        prefer(_config(tmp_path, model_folder, "run", reference=str(model_folder), loss="simpo"))
+
+
 def test_equal_and_long_pairs_are_named_counted_and_left_out(tmp_path, model_folder, caplog):
     equal, long = {"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a" * 90, "chosen": "b", "rejected": "c"}
     lines = [*PAIRS, equal, long]
@@ -123,6 +169,24 @@ def test_equal_and_long_pairs_are_named_counted_and_left_out(tmp_path, model_fol
     assert _metrics(run, "data/equal_pairs") == [1] and _metrics(run, "data/long_pairs") == [1]
     assert "pairs.jsonl:13: its two answers are equal; it is left out" in caplog.text
     assert "pairs.jsonl:14: has " in caplog.text
+
+
+@pytest.mark.parametrize("command", ["dpo", "reward-model", "kto"])
+def test_data_whose_examples_are_all_left_out_say_why(tmp_path, model_folder, capsys, command):
+    long = "a" * 90
+    lines = [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3
+    lines += [{"prompt": long, "chosen": "b", "rejected": "c"}, {"prompt": "", "chosen": 1}]
+    expected = "2 malformed, and skipped as asked (--skip-bad-lines), 3 with two equal answers, 1 longer than a row"
+    if command == "kto":
+        lines = [{"prompt": long, "completion": "b", "label": True}] * 5 + [{"prompt": "a"}]
+        expected = "2 malformed, and skipped as asked (--skip-bad-lines), 5 longer than a row"
+    data = _file(tmp_path, [*lines, 7])
+    arguments = [*(["dpo", "--loss", "kto"] if command == "kto" else [command]), "--model", str(model_folder)]
+    arguments += ["--data", data, "--output", str(tmp_path / "run"), "--skip-bad-lines"]
+    assert main([*arguments, "--tokens-per-step", "128", "--sequence-length", "64"]) == 2
+    count = len(lines) + 1
+    said = f"{data}: none of its {count} examples can be learnt from: {expected} (give a larger --sequence-length)"
+    assert said in capsys.readouterr().err
 
 
 def test_an_answer_without_a_token_that_can_be_scored_is_named(model_folder):
@@ -181,6 +245,21 @@ def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
     assert _metrics(tmp_path / "two") == pytest.approx(_metrics(alone), rel=1e-4)
     assert _metrics(tmp_path / "two", "rewards/margin") == pytest.approx(_metrics(alone, "rewards/margin"), abs=1e-4)
     assert _metrics(tmp_path / "two", "rewards/margin")[0] == 0.0
+
+
+@pytest.mark.parametrize("fixed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_kto_on_two_ranks_has_the_divergence_of_one_process(tmp_path, model_folder, fixed):
+    # Desirable answers only, which begin alike: what a prompt's own answer gains, another prompt's gains too.
+    lines = [{"prompt": p["prompt"], "completion": f"yes, {p['chosen']}", "label": True} for p in PAIRS]
+    train = TrainConfig(learning_rate=1e-3, warmup_steps=0, tokens_per_microbatch=64, deterministic_layout=fixed)
+    settings = dict(lines=lines, loss="kto", steps=3, train=train)
+    alone = prefer(_config(tmp_path, model_folder, "alone", **settings))
+    launch(2, _on_a_rank, _config(tmp_path, model_folder, "two", **settings))
+    assert _metrics(alone, "kl")[0] == 0 < min(_metrics(alone, "kl")[1:])
+    for name in ("loss", "kl", "rewards/chosen", "grad_norm"):
+        one, two = _metrics(alone, name), _metrics(tmp_path / "two", name)
+        # Sums over ranks are added in another order, in float32; in one order all have the same bits.
+        assert two == (one if fixed else pytest.approx(one, rel=1e-4, abs=1e-6)), name
 
 
 def _on_a_rank(config):

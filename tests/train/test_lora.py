@@ -19,8 +19,10 @@ from lockstep.cli import main
 from lockstep.config import (
     CheckpointConfig,
     CompileConfig,
+    DPOConfig,
     LoraConfig,
     ParallelConfig,
+    RewardModelConfig,
     RLConfig,
     SFTConfig,
     TrainConfig,
@@ -33,6 +35,9 @@ from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES
 from lockstep.rl.controller import reinforce
 from lockstep.train import Trainer
+from lockstep.train.dpo import prefer
+from lockstep.train.packing import pack_scored, target_scores
+from lockstep.train.reward_model import train_reward_model
 from lockstep.train.sft import finetune
 from tests.parallel.launch import launch
 
@@ -154,6 +159,38 @@ def test_adapters_travel_to_peft_and_back(tmp_path, folders):
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "again")
     assert torch.equal(_their_scores(again), _their_scores(theirs))
     assert not (tmp_path / "again" / "config.json").exists()
+
+
+@pytest.mark.parametrize("command", [pytest.param("sft", marks=pytest.mark.slow), "dpo", "reward-model"])
+def test_peft_loads_the_adapter_that_a_run_saves(tmp_path, model_folder, command):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if command == "sft":
+        run = finetune(_sft(tmp_path, model_folder, dtype="float32", steps=2))
+    else:
+        pairs = [{"prompt": f"Say {i}.", "chosen": f" {i}", "rejected": " no"} for i in range(40)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        kind, train = (DPOConfig, prefer) if command == "dpo" else (RewardModelConfig, train_reward_model)
+        settings = vars(_sft(tmp_path, model_folder, dtype="float32", steps=2, data=str(tmp_path / "pairs.jsonl")))
+        run = train(kind(**settings))
+    folder = newest_folder(run)
+    ours = load_model(folder, dtype="float32")
+    assert ours.config.lora.scaling == 4.0  # alpha 16 / rank 4, as the run computed
+    if command == "reward-model":
+        base = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, folder)
+        with torch.no_grad():
+            expected = theirs(torch.tensor(SEQUENCE)).logits[0]
+            found = target_scores(ours, pack_scored([[*SEQUENCE[0], 0]], [[len(SEQUENCE[0])]]))
+    else:
+        base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, folder)
+        expected, found = _their_scores(theirs), score(ours, SEQUENCE)[0]
+        with theirs.disable_adapter():
+            assert (_their_scores(theirs) - expected).abs().max() > 1e-3
+    # float32 sums in another order.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_merged_adapter_is_a_model_of_its_own(tmp_path, folders):
@@ -351,6 +388,19 @@ def test_reinforcement_compares_every_bit_and_its_reference_is_the_model_without
 
 def _reinforce_on_a_rank(config):
     reinforce(config)
+
+
+def test_ranks_that_share_sequences_reinforce_the_adapter_to_the_bits_of_one_process(tmp_path, model_folder):
+    train = TrainConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", deterministic_layout=True)
+    settings = dict(dtype="float32", steps=1, train=train)
+    alone = reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "alone"), **settings))
+    launch(2, _reinforce_on_a_rank, _rl(tmp_path, model_folder, parallel=ParallelConfig(context=2), **settings))
+    for metrics, others in zip(_metrics(alone), _metrics(tmp_path / "rl"), strict=True):
+        assert metrics["grad_norm"] > 0 == metrics["parity/tokens_different"]
+        for name in ("loss", "policy/kl", "grad_norm", "parity/tokens_different"):
+            assert metrics[name] == others[name], name
+    first, second = _adapter(alone), _adapter(tmp_path / "rl")
+    assert all(torch.equal(second[name], value) for name, value in first.items())
 
 
 def test_ranks_sample_with_the_adapter_that_they_train(tmp_path, model_folder):

@@ -1,28 +1,40 @@
 """`lockstep reward-model`: scores learnt from pairs, a folder that transformers loads, ranks that agree with one."""
 
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lockstep import Engine, build_model, load_model, save_model
 from lockstep.checkpoint import folder_if_model
+from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
-from lockstep.config import CheckpointConfig, ParallelConfig, RewardModelConfig
+from lockstep.config import (
+    CheckpointConfig,
+    CompileConfig,
+    DataConfig,
+    LoraConfig,
+    ParallelConfig,
+    RewardModelConfig,
+)
 from lockstep.data import load_tokenizer
 from lockstep.data.preferences import AnswerTokens, Example
 from lockstep.errors import UserError
 from lockstep.model import hugging_face_name, preset, read_config
 from lockstep.model.families import FAMILIES
 from lockstep.parallel import World
+from lockstep.train.dpo import prefer
 from lockstep.train.preference_batches import end_scores, ending, preference_batch
 from lockstep.train.preference_losses import bradley_terry_loss
 from lockstep.train.reward_model import train_reward_model
 from tests.parallel.launch import launch
 from tests.train.test_dpo import PAIRS, _config, _file, _metrics
+from tests.train.test_sft import MARKED
 
 
 def _reward_config(tmp_path, folder, name, lines=PAIRS, **changes):
@@ -131,16 +143,124 @@ def test_a_run_resumes_to_the_same_bits_and_another_begins_from_it(tmp_path, mod
     assert _metrics(further)[0] < losses[0]
 
 
+def test_a_run_that_resumes_with_other_settings_says_which(tmp_path, model_folder, caplog):
+    train_reward_model(_reward_config(tmp_path, model_folder, "run", steps=1))
+    with caplog.at_level(logging.WARNING, logger="lockstep"):
+        run = train_reward_model(_reward_config(tmp_path, model_folder, "run", steps=2, centering=0.5, resume=True))
+    assert "resumes with other settings than before: steps 2, was 1; centering 0.5, was 0.0" in caplog.text
+    assert len(_metrics(run)) == 2
+
+
+def test_conversations_are_scored_as_their_template_renders_them(tmp_path, model_folder):
+    from transformers import PreTrainedTokenizerFast
+
+    def said(role, text):
+        return [{"role": role, "content": text}]
+
+    lines = [
+        {"prompt": said("user", p["prompt"])} | {kind: said("assistant", p[kind]) for kind in ("chosen", "rejected")}
+        for p in PAIRS
+    ]
+    (tmp_path / "t.jinja").write_text(MARKED)
+    once = dict(steps=1, loader=DataConfig(packing="whole", repeat=False), tokens_per_step=4096, sequence_length=2048)
+    config = _reward_config(tmp_path, model_folder, "run", lines, template=str(tmp_path / "t.jinja"), **once)
+    run = train_reward_model(replace(config, train=replace(config.train, learning_rate=1e-12)))
+    folder = Path(folder_if_model(str(run)))
+    tokenizer, model = PreTrainedTokenizerFast.from_pretrained(folder), load_model(folder, dtype="float32")
+    for kind in ("chosen", "rejected"):
+        texts = [tokenizer.apply_chat_template(line["prompt"] + line[kind])["input_ids"] for line in lines]
+        # float32, and each score in other company.
+        assert _metrics(run, f"scores/{kind}")[0] == pytest.approx(sum(_score(model, texts)) / len(lines), abs=1e-5)
+
+
 @pytest.mark.parametrize(
-    "parallel", [ParallelConfig(data_shard=2), ParallelConfig(context=2), ParallelConfig(pipeline=2)]
+    "parallel",
+    [ParallelConfig(**{name: 2}) for name in ("data_shard", "context", "pipeline", "tensor")],
+    ids=["fsdp", "context", "pipeline", "tensor"],
 )
 def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
-    one = train_reward_model(_reward_config(tmp_path, model_folder, "one", steps=3))
+    own = ParallelConfig(reduction_chunks=parallel.tensor)
+    one = train_reward_model(_reward_config(tmp_path, model_folder, "one", steps=3, parallel=own))
     config = _reward_config(tmp_path, model_folder, "two", steps=3, parallel=parallel)
     launch(2, _train, config)
     # The step's sums are added in another order, in float32.
     assert _metrics(tmp_path / "two") == pytest.approx(_metrics(one), rel=1e-4)
     assert _metrics(tmp_path / "two", "scores/margin") == pytest.approx(_metrics(one, "scores/margin"), rel=1e-3)
+    assert _metrics(tmp_path / "two", "grad_norm") == pytest.approx(_metrics(one, "grad_norm"), rel=1e-4)
+
+
+LAYOUTS = {
+    "fsdp": (2, ParallelConfig(reduction_chunks=2)),
+    "tensor": (2, ParallelConfig(tensor=2)),
+    "context": (2, ParallelConfig(context=2, reduction_chunks=2)),
+    "pipeline": (2, ParallelConfig(pipeline=2, reduction_chunks=2)),
+    "context and tensor": (4, ParallelConfig(context=2, tensor=2)),
+    "pipeline and tensor": (4, ParallelConfig(pipeline=2, tensor=2)),
+    "full DTensor": (2, ParallelConfig(tensor=2, full_dtensor=True)),
+}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n == "tensor" else pytest.mark.slow) for n in LAYOUTS])
+def test_a_deterministic_layout_has_the_bits_of_one_process(tmp_path, model_folder, layout):
+    ranks, parallel = LAYOUTS[layout]
+    train = _reward_config(tmp_path, model_folder, "").train
+    settings = dict(steps=2, train=replace(train, deterministic_layout=True, tokens_per_microbatch=64))
+    alone = ParallelConfig(reduction_chunks=2)
+    one = train_reward_model(_reward_config(tmp_path, model_folder, "one", parallel=alone, **settings))
+    launch(ranks, _train, _reward_config(tmp_path, model_folder, "two", parallel=parallel, **settings))
+    for name in ("loss", "grad_norm", "scores/margin"):
+        assert _metrics(tmp_path / "two", name) == _metrics(one, name), name
+    first, second = (load_model(folder_if_model(str(tmp_path / name))) for name in ("one", "two"))
+    for (name, own), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(own, other), name
+
+
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same(tmp_path, model_folder):
+    compiled = CompileConfig(backend="inductor")
+    run = train_reward_model(_reward_config(tmp_path, model_folder, "run", compile=compiled))
+    eager = train_reward_model(_reward_config(tmp_path, model_folder, "eager"))
+    # What is compiled rounds elsewhere, in float32.
+    assert _metrics(run) == pytest.approx(_metrics(eager), rel=1e-4)
+
+
+def test_an_adapter_is_trained_with_its_head_and_resumes_to_the_same_bits(tmp_path, model_folder):
+    settings = dict(lora=LoraConfig(rank=4), steps=3)
+    whole = train_reward_model(_reward_config(tmp_path, model_folder, "whole", **settings))
+    losses = _metrics(whole)
+    assert losses[-1] < 0.5 * losses[0]
+    folder = Path(folder_if_model(str(whole)))
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert not list(folder.glob("model*")) and len(saved) == 2 * 7 * 2 + 1
+    shutil.copytree(whole, tmp_path / "stopped")
+    shutil.rmtree(tmp_path / "stopped" / "checkpoints" / "step_00000003")
+    again = train_reward_model(_reward_config(tmp_path, model_folder, "stopped", resume=True, **settings))
+    assert _metrics(again) == losses
+    resumed = load_file(Path(folder_if_model(str(again))) / "adapter_model.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in saved.items())
+    # Without a rank the adapter and its head are trained on; a head that is there already is where it begins.
+    further = train_reward_model(_reward_config(tmp_path, whole, "further", steps=1))
+    convert(folder, tmp_path / "merged", dtype="float32", merge=True)
+    beside = train_reward_model(
+        _reward_config(tmp_path, tmp_path / "merged", "beside", lora=LoraConfig(rank=2), steps=1)
+    )
+    assert _metrics(further)[0] < losses[-1] and _metrics(beside)[0] == pytest.approx(_metrics(further)[0], rel=1e-3)
+    texts = [[5, 6, 7, 8, 9, 10, 11] * 3, [100, 3, 7]]
+    merged, apart = (load_model(at, dtype="float32") for at in (tmp_path / "merged", folder))
+    assert merged.config.lora is None and merged.config.score_head
+    # The update is rounded into the weight once; float32 has 24 bits.
+    assert _score(merged, texts) == pytest.approx(_score(apart, texts), abs=1e-4)
+    onto_a_head = Path(folder_if_model(str(beside)))
+    assert load_model(onto_a_head).config.score_head
+    convert(onto_a_head, tmp_path / "twice", merge=True)
+    named = load_file(tmp_path / "twice" / "model.safetensors"), load_file(onto_a_head / "adapter_model.safetensors")
+    assert torch.equal(named[0]["score.weight"], named[1]["base_model.model.score.weight"])
+
+
+def test_a_language_models_adapter_is_no_start(tmp_path, model_folder, capsys):
+    config = _config(tmp_path, model_folder, "dpo", steps=1, lora=LoraConfig(rank=2))
+    with pytest.raises(UserError, match="is a language model's adapter; merge it first"):
+        train_reward_model(_reward_config(tmp_path, prefer(config), "run"))
 
 
 def _train(config):
@@ -172,8 +292,6 @@ def test_a_reward_model_is_no_language_model_and_says_so(tmp_path, model_folder,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lora.rank", "2"], "leave lora.rank out"),
-        (["--parallel.tensor", "2"], "which parallel.tensor does not do so far"),
         (["--centering", "-1"], "centering is -1"),
         (["--model", "qwen3:micro"], "qwen3:micro: no such folder"),
     ],
