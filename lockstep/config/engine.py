@@ -17,7 +17,8 @@ class EngineConfig:
     max_sequences: Annotated[int, Above(0)] = 256
     """Sequences that run at the same time."""
     cache_tokens: Annotated[int, Above(0)] = 65536
-    """Capacity of the key-value cache in tokens; when it runs out, the newest sequences are preempted."""
+    """Capacity of the key-value cache in tokens; when it runs out, the newest sequences are preempted. On a CPU memory
+    is taken as it is used."""
     prefix_cache: bool = True
     """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""
     cuda_graphs: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"

@@ -24,6 +24,7 @@ from lockstep.ops.attention_reference import (
     write_pages_reference,
 )
 from lockstep.ops.kept import keep
+from lockstep.ops.on_demand import zeros_on_demand
 from lockstep.ops.sinks import sink_gradient
 
 PAGE = 16
@@ -68,10 +69,10 @@ class KVCache:
         self.num_pages = num_pages
         # Zeroed, and written with finite values alone (`write_pages_reference` says how): a masked key's weight is
         # exactly 0, but 0 · NaN would not be.
-        self.keys = torch.zeros(num_layers, num_pages, num_kv_heads, head_dim, PAGE, dtype=dtype, device=device)
+        self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, head_dim, PAGE), dtype, device)
         self.values: Tensor | None = None
         if values:
-            self.values = torch.zeros(num_layers, num_pages, num_kv_heads, PAGE, head_dim, dtype=dtype, device=device)
+            self.values = zeros_on_demand((num_layers, num_pages, num_kv_heads, PAGE, head_dim), dtype, device)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Of one layer: those of the keys, and of the values where there are any."""

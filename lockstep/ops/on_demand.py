@@ -1,0 +1,26 @@
+"""Memory that a process takes as it is written to."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.ops import native
+
+
+def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """`torch.zeros`, which on a CPU takes memory only for the pages that have been written to.
+
+    A large cache of which little is used costs little, and is there at once: pages of a fresh mapping read as zero.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or native.is_pretending() or nbytes == 0:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # as torch's own large tensors here (`THP_MEM_ALLOC_ENABLE`)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
