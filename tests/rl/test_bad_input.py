@@ -104,7 +104,7 @@ def test_a_line_of_metrics_that_the_disk_does_not_take_leaves_the_others_whole(t
 def test_a_tracker_that_cannot_be_opened_is_named_and_the_run_goes_on(tmp_path, folders, caplog):  # noqa: F811
     """Where TensorBoard wants a folder of its own there is a file."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "config.toml").write_text("output = ''\n")
+    (tmp_path / "run" / "config.toml").write_text("environment = 'digit_sum'\n")
     (tmp_path / "run" / "tensorboard").write_text("a file, no folder")
     config = _config(tmp_path / "run", folders[0], resume=True, steps=1, observe=ObserveConfig(tensorboard=True))
     reinforce(config, EvenBytes())
