@@ -8,15 +8,29 @@ import os
 import select
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+PlainJob = tuple[dict[str, Any], str]
+"""An example's fields, and the completion to grade against it."""
 LENGTH = struct.Struct("<I")
 MOST_BYTES = 2**28
 
 
 class Closed(Exception):
     """The other side is gone, or has written what is no message."""
+
+
+def chunk_of(jobs: Sequence[PlainJob]) -> dict[str, Any]:
+    """Jobs as one message, in which the example that several completions share stands once."""
+    examples = {id(example): example for example, _ in jobs}
+    places = {key: place for place, key in enumerate(examples)}
+    return {"examples": list(examples.values()), "jobs": [[places[id(each)], text] for each, text in jobs]}
+
+
+def jobs_in(chunk: dict[str, Any]) -> list[PlainJob]:
+    """The jobs of such a message, in order."""
+    return [(chunk["examples"][place], text) for place, text in chunk["jobs"]]
 
 
 def encode(message: Any) -> bytes:

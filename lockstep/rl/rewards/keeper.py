@@ -20,7 +20,7 @@ from lockstep.rl.environment import Environment, Example
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.processes import adopt_orphans, descendants, end_tree
 from lockstep.rl.rewards.calling import KILLED, MEMORY, OUTPUT, PROCESSES, TIMEOUT, about, described, is_async
-from lockstep.rl.rewards.frames import Closed, decode, receive, receive_body, send, take
+from lockstep.rl.rewards.frames import Closed, PlainJob, chunk_of, decode, jobs_in, receive, receive_body, send, take
 from lockstep.rl.rewards.worker import BEGUN, work
 
 POLL_SECONDS = 0.1
@@ -83,7 +83,7 @@ class Keeper:
     def grade(self, count: int, chunk: bytes) -> list[Answer]:
         """The answer to each of the `count` jobs of a chunk, which is JSON, in order."""
         answers: dict[int, Answer] = {}
-        jobs: list[Any] = []  # read only where some are to be asked again
+        jobs: list[PlainJob] = []  # read only where some are to be asked again
         waiting, suspects = list(range(count)), deque[int]()
         while waiting or suspects:
             if suspects:
@@ -94,11 +94,12 @@ class Keeper:
             worker = self.worker = self.worker or Worker(self.environment, self.limits, self.trainer)
             fresh, worker.unused = worker.unused, False
             whole = len(asked) == count
-            cause, begun = self._ask(worker, asked, chunk if whole else [jobs[index] for index in asked], answers)
+            message = chunk if whole else chunk_of([jobs[index] for index in asked])
+            cause, begun = self._ask(worker, asked, message, answers)
             if not cause:
                 continue
             self.end_worker()
-            jobs = jobs or decode(chunk)
+            jobs = jobs or jobs_in(decode(chunk))
             # Of coroutines, each that has not answered may be the one.
             begun_jobs = [i for i in asked if i not in answers] if self.all_at_once else [asked[begun]]
             waiting += [i for i in asked if i not in answers and i not in begun_jobs]
@@ -116,13 +117,13 @@ class Keeper:
             self.worker.end(self.own)
             self.worker = None
 
-    def _ask(self, worker: Worker, asked: list[int], jobs: Any, answers: dict[int, Answer]) -> tuple[str, int]:
+    def _ask(self, worker: Worker, asked: list[int], chunk: Any, answers: dict[int, Answer]) -> tuple[str, int]:
         """Fills `answers` in; returns the cause that ended the worker before all were there, if any, and the place in
         `asked` of the job that it had begun."""
         # A worker that dies before it begins has begun the first.
         worker.begun[:] = BEGUN.pack(0)
         try:
-            send(worker.requests, jobs, self.limits["seconds"])
+            send(worker.requests, chunk, self.limits["seconds"])
         except Closed:
             return KILLED, 0
         # Coroutines end by their own clock, unless one of them holds up the others.

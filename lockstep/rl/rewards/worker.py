@@ -34,7 +34,9 @@ def work(
     wait = 0.0 if is_async(environment) else ANSWER_SECONDS
     buffer = bytearray()
     while True:
-        jobs = [(Example(**example), completion) for example, completion in receive(requests, buffer)]
+        chunk = receive(requests, buffer)
+        examples = [Example(**fields) for fields in chunk["examples"]]
+        jobs = [(examples[place], completion) for place, completion in chunk["jobs"]]
         missing, last = len(jobs), time.monotonic()
 
         def report(index: int, outcome: Outcome) -> None:

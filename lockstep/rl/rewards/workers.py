@@ -22,7 +22,7 @@ from lockstep.rl.environment import Environment, Example
 from lockstep.rl.environments import ADAPTERS
 from lockstep.rl.processes import end_marked
 from lockstep.rl.rewards.calling import KILLED, PATIENCE, Grader, Job, Outcome, failure, outcome_from
-from lockstep.rl.rewards.frames import Closed, Stream, receive, send
+from lockstep.rl.rewards.frames import Closed, PlainJob, Stream, chunk_of, receive, send
 from lockstep.rl.rewards.grading import grade_here
 
 CHUNK = 64
@@ -107,7 +107,10 @@ class Workers:
 
 def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callable[[], None]) -> list[Outcome]:
     """Every job's outcome, in order. A thread for each keeper takes chunks until none are left."""
-    messages = [_message(job) for job in jobs]
+    plain: dict[int, dict[str, Any]] = {}  # by identity: the completions of a group share their example
+    for example, _ in jobs:
+        if id(example) not in plain:
+            plain[id(example)] = fields_of(example)
     outcomes: dict[int, Outcome] = {}
     waiting = deque(range(len(jobs)))
     errors: list[BaseException] = []
@@ -121,7 +124,8 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
     def drive(keeper: KeeperProcess) -> None:
         try:
             while taken := chunk():
-                outcomes.update(zip(taken, keeper.grade([messages[index] for index in taken])))
+                asked = [(plain[id(jobs[index][0])], jobs[index][1]) for index in taken]
+                outcomes.update(zip(taken, keeper.grade(asked)))
                 moved()
         except BaseException as error:
             errors.append(error)
@@ -147,22 +151,22 @@ class KeeperProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
-    def grade(self, messages: list[Any]) -> list[Outcome]:
+    def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
         """Outcomes of jobs. What takes the keeper with it is graded again one by one, to find the job at fault."""
         try:
-            return self._ask(messages)
+            return self._ask(jobs)
         except Closed:
             self.start()
-        if len(messages) > 1:
-            return [outcome for message in messages for outcome in self.grade([message])]
-        return [failure(KILLED, f"the reward of example {_name(messages[0])} ended the workers' keeper")]
+        if len(jobs) > 1:
+            return [outcome for job in jobs for outcome in self.grade([job])]
+        return [failure(KILLED, f"the reward of example {Example(**jobs[0][0]).name} ended the workers' keeper")]
 
-    def _ask(self, messages: list[Any]) -> list[Outcome]:
+    def _ask(self, jobs: list[PlainJob]) -> list[Outcome]:
         self.await_ready()
-        self.send(len(messages))
-        self.send(messages)
-        answers = self.receive(_patience(self.config, len(messages)))
-        if not isinstance(answers, list) or len(answers) != len(messages):
+        self.send(len(jobs))
+        self.send(chunk_of(jobs))
+        answers = self.receive(_patience(self.config, len(jobs)))
+        if not isinstance(answers, list) or len(answers) != len(jobs):
             raise Closed("no answers")
         return [outcome_from(answer) for answer in answers]
 
@@ -230,12 +234,6 @@ class KeeperProcess:
                 self.log.unlink()
 
 
-def _message(job: Job) -> Any:
-    """A job as plain data. Raises UserError as `fields_of` does."""
-    example, completion = job
-    return [fields_of(example), completion]
-
-
 def fields_of(example: Example) -> dict[str, Any]:
     """An example as plain data. Raises UserError where its metadata is none."""
     fields = {"prompt": example.prompt, "answer": example.answer, "id": example.id}
@@ -252,7 +250,3 @@ def fields_of(example: Example) -> dict[str, Any]:
             'reward worker; use text, numbers, lists and dicts with text as keys, or set rewards.isolate = "never"'
         )
     return {**fields, "metadata": metadata}
-
-
-def _name(message: Any) -> str:
-    return Example(**message[0]).name

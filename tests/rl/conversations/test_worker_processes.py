@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,8 @@ class Talk(Misbehaving, rl.ConversationEnvironment):
 """
 
 LIMITS = dict(workers=1, seconds=2.0, memory_gib=0.25, processes=8, output_kib=64)
+# Until memory has run out on a busy machine the time must not be up.
+SECONDS = defaultdict(lambda: LIMITS["seconds"], memory=20.0)
 GOOD = {"one": 1.0, "heard": 1.0}
 
 
@@ -152,7 +155,7 @@ def ended(workers, prompts, seeds=None):
     ],
 )
 def test_a_bad_conversation_fails_alone_and_says_why(workers, bad, cause):
-    ends = ended(workers(), ["fine", "fine", bad, "fine", "fine"])
+    ends = ended(workers(seconds=SECONDS[cause]), ["fine", "fine", bad, "fine", "fine"])
     assert [end.outcome.cause for end in ends] == ["", "", cause, "", ""]
     assert all(end.outcome.rewards == GOOD and end.seconds == {"x": 0.5} for end in ends if not end.outcome.cause)
     assert "example 2" in ends[2].outcome.message
@@ -166,7 +169,7 @@ def test_a_bad_conversation_fails_alone_and_says_why(workers, bad, cause):
 def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
     groups = [[rl.Episode([{"role": "assistant", "content": text}])] * 2 for text in ("fine", bad, "fine")]
     tasks = [task_of(rl.Example("p", id=str(n)), 0, group) for n, group in enumerate(groups)]
-    first, second, third = hosted(tasks, workers())
+    first, second, third = hosted(tasks, workers(seconds=SECONDS[cause]))
     assert [[o.rewards for o in one.outcomes] for one in (first, third)] == [[{"reward": 1.0}] * 2] * 2
     failed = [second.outcome] * 2 if isinstance(second, Ended) else second.outcomes
     assert [outcome.cause for outcome in failed] == [cause] * 2 and "grade" in failed[0].message
@@ -217,6 +220,7 @@ def test_what_a_conversation_leaves_behind_ends_with_its_keeper_even_when_that_i
 def test_conversations_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
     script = f"""
 import os
+from collections import defaultdict
 from pathlib import Path
 import lockstep.rl as rl
 from lockstep.config import RewardConfig, RLConfig
