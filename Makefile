@@ -21,7 +21,7 @@ demo-picture: $(VENV)/.installed
 # Tests start some hundred processes, and each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-# A process for each core, eight at most, of one thread each.
+# Three processes for every two cores (tests/conftest.py), eight at most, of one thread each.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.installed

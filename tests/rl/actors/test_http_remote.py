@@ -139,9 +139,12 @@ def test_what_is_asked_after_weights_that_are_gone_by_now_is_not_sampled_from_ol
     try:
         remote.new_weights({"version": 3, "folder": str(folder)})
         reports.wait()
+        all_there = threading.Event()
+        remote._post(all_there.wait)  # its thread begins with the first when the last is there too
         remote.new_weights({"version": 4, "folder": str(folder / "deleted")})
         remote.ask(Request(0, PROMPTS[0], params, samples))
         remote.new_weights({"version": 5, "folder": str(folder)})
+        all_there.set()
         while not all(sample.finish_reason for sample in samples):
             reports.wait()
     finally:

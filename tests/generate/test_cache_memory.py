@@ -1,0 +1,29 @@
+"""An engine's cache takes memory as it is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """if True:
+    from lockstep import Engine, EngineConfig, SamplingParams, build_model
+    from lockstep.model import preset
+
+    def resident_mib():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096 / 2**20
+
+    model = build_model(preset("qwen3:tiny", 2048), dtype="float32", seed=0)
+    before = resident_mib()
+    engine = Engine(model, EngineConfig(cache_tokens=1 << 18))
+    engine.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=40, ignore_eos=True, seed=0))
+    print(engine.cache.nbytes / 2**20, resident_mib() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_an_engine_takes_the_part_of_its_cache_that_it_fills():
+    found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    capacity, taken = map(float, found.stdout.split())
+    assert capacity == 1536
+    assert taken < 200
