@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,6 +13,8 @@ RoutesForm = Literal["", "digest", "whole"]
 MAX_TOP_LOGPROBS = 20
 LARGEST_TOP_K = 2**31 - 1
 """Above any vocabulary, and a number that a tensor holds."""
+MOST_SAMPLES = 2**16
+"""Of one prompt: each is an object before the first is computed."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,39 @@ class SamplingParams:
     """Also report the experts that each token was computed by, where the model has any: all of them, or a digest."""
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
+        self._check_types()
         limits = [
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature == 0 or 0.01 <= self.temperature <= 100, "0, or from 0.01 to 100"),
             ("top_k", 0 <= self.top_k <= LARGEST_TOP_K, f"from 0 to {LARGEST_TOP_K}"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("n", self.n >= 1, "at least 1"),
+            ("n", 1 <= self.n <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"),
             ("routes", self.routes in get_args(RoutesForm), "digest, whole, or empty"),
             ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}"),
             ("stop", all(stops), "of strings that are not empty"),
         ]
         for name, holds, rule in limits:
             if not holds:
-                raise UserError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+                raise UserError(f"{name} is {getattr(self, name)!r:.60}; it must be {rule}")
+
+    def _check_types(self) -> None:
+        whole = {name: getattr(self, name) for name in ("max_tokens", "top_k", "n", "top_logprobs")}
+        whole |= {"seed": 0 if self.seed is None else self.seed}
+        for name, value in whole.items():
+            if type(value) is not int:
+                raise UserError(f"{name} is {value!r:.60}; it must be a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise UserError(f"{name} is {value!r:.60}; it must be a number")
+        ids = self.stop_token_ids
+        if isinstance(ids, str) or not isinstance(ids, Collection) or any(type(token) is not int for token in ids):
+            raise UserError(f"stop_token_ids is {ids!r:.60}; it must be a tuple of whole numbers")
+        if not all(isinstance(text, str) for text in self.stop):
+            raise UserError(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of them")
 
     @property
     def cuts(self) -> bool:

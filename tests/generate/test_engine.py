@@ -390,6 +390,7 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_later_result():
         ([1], {"n": 0}, "n is 0"),
         ([1], {"top_k": 2**63}, "top_k is 9223372036854775808; it must be from 0"),
         ([1], {"temperature": 1e-9}, "temperature is 1e-09; it must be 0, or from 0.01"),
+        ([1], {"n": 10**9}, "n is 1000000000; it must be from 1 to 65536"),
         ([1], {"temperature": float("nan")}, "temperature is nan"),
         ([1], {"stop": ("END", "")}, "stop is .*not empty"),
     ],
@@ -399,6 +400,26 @@ def test_impossible_requests_are_refused_by_name(prompt, params, message):
     with pytest.raises(UserError, match=message):
         engine.generate([prompt], SamplingParams(**params))
     assert engine.allocator.num_free == engine.allocator.num_pages
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", True, "a number"),
+        ("top_p", "a", "a number"),
+        ("max_tokens", 1.5, "a whole number"),
+        ("seed", 1.5, "a whole number"),
+        ("top_k", 2.5, "a whole number"),
+        ("stop_token_ids", 5, "a tuple of whole numbers"),
+        ("stop_token_ids", ("x",), "a tuple of whole numbers"),
+        ("stop", 5, "a string, or a tuple of them"),
+    ],
+)
+def test_a_request_with_a_value_of_another_type_is_refused_by_name(name, value, rule):
+    params = SamplingParams()
+    object.__setattr__(params, name, value)  # the suite's own checking of types would come first
+    with pytest.raises(UserError, match=f"{name} is .*; it must be {rule}"):
+        params.__post_init__()
 
 
 def test_the_likeliest_tokens_carry_exact_log_probabilities():
