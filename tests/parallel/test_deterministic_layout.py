@@ -57,10 +57,11 @@ def train(
     compiled="none",
     rules=(),
     model="qwen3:micro",
+    heads=(),
 ):
     """Losses and gradient norms of each step, and the weights after the last; odd lengths, so that sums are uneven."""
     world = open_world(parallel, "cpu")
-    shape = preset(model, 131)
+    shape = replace(preset(model, 131), **dict(heads))
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     fill = partial(initialize, seed=3)
     decoder = parallel_model(shape, kind, world, parallel, CompileConfig(compiled), fill)
@@ -131,6 +132,12 @@ def test_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
 )
 def test_steps_have_the_same_bits_where_ranks_share_tokens_features_and_layers(dtype, steps, optimizer, layouts):
     check([SHARED[name] for name in layouts], 2, dtype, 8, steps, True, optimizer)
+
+
+def test_steps_have_the_same_bits_on_as_many_tensor_ranks_as_key_value_heads():
+    heads = (("num_heads", 8), ("num_kv_heads", 4))
+    layouts = [(4, ParallelConfig(tensor=4))]
+    check(layouts, 4, "float32", 4, 3, True, "adamw", "none", (), "qwen3:micro", heads)
 
 
 def test_a_frozen_embedding_that_two_stages_share_is_trained_around():
