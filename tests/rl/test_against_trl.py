@@ -1,6 +1,4 @@
-"""A GRPO step's loss and gradient equal TRL's on the same batch; `record_trl.py` ran the real TRL."""
-
-import json
+"""A GRPO step's loss and gradient equal those of TRL's own trainer, which runs here, on the same batch."""
 
 import pytest
 import torch
@@ -11,9 +9,12 @@ from lockstep.model import ModelConfig, hugging_face_name
 from lockstep.rl import Example
 from lockstep.rl.batch import PolicyLoss, policy_batches
 from lockstep.rl.rollouts import Rollout
-from tests.rl import record_trl as trl
+from tests.rl import trl_step as trl
 
-RECORDED = json.loads(trl.FILE.read_text())
+
+@pytest.fixture(scope="module")
+def theirs():
+    return trl.losses_and_gradients()
 
 
 def _model():
@@ -32,7 +33,7 @@ def _model():
 
 @pytest.mark.parametrize("tokens_per_microbatch", [1000, 5])
 @pytest.mark.parametrize("kind", trl.AVERAGES)
-def test_loss_and_gradient_of_a_step_are_those_of_trl(kind, tokens_per_microbatch):
+def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, tokens_per_microbatch):
     config = RLConfig(
         model="none", loss_average=trl.AVERAGES[kind], **trl.SETTINGS,
         train=TrainConfig(tokens_per_microbatch=tokens_per_microbatch),
@@ -52,13 +53,13 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(kind, tokens_per_microbatc
         loss += float(part.detach())
     assert len(batches) == (1 if tokens_per_microbatch == 1000 else 3)
     assert 0.1 < step.metrics()["policy/clip_fraction"] < 0.9, "some tokens are clipped, others not"
-    recorded = RECORDED[kind]
+    expected = theirs[kind]
     # Both sides compute in float32, in different orders: measured are 1.1e-7 of the loss, and of a parameter's gradient
     # 3e-6 of its norm and 2.3e-5 along a direction, where terms cancel.
-    assert loss == pytest.approx(recorded["loss"], rel=1e-6)
+    assert loss == pytest.approx(expected["loss"], rel=1e-6)
     ours = {hugging_face_name(name): parameter.grad for name, parameter in model.named_parameters()}
-    assert ours.keys() == recorded["gradients"].keys()
+    assert ours.keys() == expected["gradients"].keys()
     for name, gradient in ours.items():
-        (norm, along), (their_norm, their_along) = trl.in_figures(name, gradient), recorded["gradients"][name]
+        (norm, along), (their_norm, their_along) = trl.in_figures(name, gradient), expected["gradients"][name]
         assert norm == pytest.approx(their_norm, rel=1e-5) and norm > 0, name
         assert along == pytest.approx(their_along, abs=5e-5 * their_norm), name

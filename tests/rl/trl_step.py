@@ -1,15 +1,13 @@
-"""Writes trl_grpo.json: loss and gradient of TRL's own GRPOTrainer on a small batch.
+"""Loss and gradient of TRL's own GRPOTrainer on a small batch.
 
-Run with a Python that has trl (1.16), transformers and torch: python tests/rl/record_trl.py. The test beside it needs
-none of them. Weights and the old policy's and the reference's log-probabilities are formulas that both sides compute.
+Weights and the old policy's and the reference's log-probabilities are formulas that both sides compute.
 """
 
-import json
 import math
 import tempfile
-from pathlib import Path
 
-FILE = Path(__file__).with_name("trl_grpo.json")
+import torch
+
 SHAPE = {"vocab_size": 16, "dim": 8, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 4, "intermediate": 12}
 PROMPTS = [[1, 2, 3], [1, 2, 3], [4], [4]]
 COMPLETIONS = [[5, 6, 7, 8, 0], [9, 0], [10, 11, 12, 13], [14]]
@@ -44,20 +42,17 @@ def in_figures(name, gradient):
 
 
 def _formula(shape, value):
-    import torch
-
     return torch.tensor([value(i) for i in range(math.prod(shape))], dtype=torch.float64).reshape(tuple(shape))
 
 
-def record():
-    import torch
-    import transformers
+def losses_and_gradients():
+    """Of each of AVERAGES the loss, and of each parameter's gradient two figures."""
     import trl
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    recorded = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    found = {}
     tokens = Tokenizer(models.WordLevel({str(i): i for i in range(SHAPE["vocab_size"])}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="0", eos_token="0")
     for kind in AVERAGES:
@@ -92,14 +87,12 @@ def record():
             trainer.model.zero_grad()
             loss.backward()
         gradients = {name: in_figures(name, p.grad) for name, p in trainer.model.named_parameters()}
-        recorded[kind] = {"loss": float(loss.detach()), "gradients": gradients}
-    FILE.write_text(json.dumps(recorded, indent=1) + "\n")
+        found[kind] = {"loss": float(loss.detach()), "gradients": gradients}
+    return found
 
 
 def _padded():
     """TRL's batch: prompts padded on the left, completions on the right."""
-    import torch
-
     before, after = max(map(len, PROMPTS)), max(map(len, COMPLETIONS))
 
     def right(rows, fill):
@@ -118,7 +111,3 @@ def _padded():
         "ref_per_token_logps": values(reference_log_prob),
         "num_items_in_batch": torch.tensor(sum(map(len, COMPLETIONS))),
     }
-
-
-if __name__ == "__main__":
-    record()
