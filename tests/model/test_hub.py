@@ -157,3 +157,40 @@ def test_without_a_network_a_model_that_is_not_in_the_cache_is_named(tmp_path, e
     result = _run(code, tmp_path, **environment)
     assert result.returncode == 2 and NAME in result.stderr and "Traceback" not in result.stderr, result.stderr
     assert "the hub cannot be asked" in result.stderr
+
+
+def test_every_command_asks_the_hub_for_a_model_by_its_name(model_folder, tmp_path):
+    other = str(model_folder)
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 4)
+    task = ["--environment", "digit_sum", "--output", str(tmp_path / "run")]
+    data = ["--data", str(pairs), "--output", str(tmp_path / "run")]
+    commands = [
+        ["pretrain", "--model", NAME, *data],
+        ["sft", "--model", NAME, *data],
+        ["dpo", "--model", NAME, *data],
+        ["dpo", "--model", other, "--reference", NAME, *data],
+        ["reward-model", "--model", NAME, *data],
+        ["rl", "--model", NAME, *task],
+        ["rl", "--model", other, "--reward-model", NAME, *task],
+        ["rl", "--model", other, "--algorithm", "distillation", "--teacher", NAME, *task],
+        ["rl", "--model", other, "--engine.draft", "model", "--engine.draft-model", NAME, *task],
+        ["eval", "--model", NAME, *task],
+        ["generate", "--model", NAME, "--prompt", "a"],
+        ["chat", "--model", NAME],
+        ["serve", "--model", NAME],
+        ["parity", "--model", NAME],
+        ["convert", NAME, str(tmp_path / "converted")],
+        ["data", "tokenize", *data, "--tokenizer", NAME],
+    ]
+    code = f"""
+import sys
+from lockstep.cli import main
+for command in {commands}:
+    print(main(command), flush=True)
+    print("next", file=sys.stderr, flush=True)
+"""
+    result = _run(code, tmp_path / "home", HF_HUB_OFFLINE="1")
+    assert result.stdout.split() == ["2"] * len(commands), result.stderr
+    for command, said in zip(commands, result.stderr.split("next\n")):
+        assert f"{NAME}: " in said and "the hub cannot be asked" in said and "Traceback" not in said, command
