@@ -158,6 +158,7 @@ def test_tasks_are_solved_in_workers(package, tmp_path):
     assert [end.rewards for end in ends] == [{"correct": 2.0, "used_tool": 0.0}] * 4
 
 
+@pytest.mark.slow
 def test_tasks_that_every_worker_would_have_otherwise_are_refused(package, tmp_path):
     drawn = TASKS.replace("n = self.config.first", "import os; n = int.from_bytes(os.urandom(4))")
     ends = held_in_workers(package("my_drawn_sums", drawn), tmp_path)
