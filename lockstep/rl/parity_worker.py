@@ -44,7 +44,13 @@ REQUESTS = 8
 
 def main(folder: Path, rank: int) -> None:
     """Works through the jobs of so many ranks as there are of this process."""
-    for job in jobs_of(folder, dist.get_world_size() if dist.is_initialized() else 1):
+    jobs = jobs_of(folder, dist.get_world_size() if dist.is_initialized() else 1)
+    if any(job.backend != "none" for job in jobs):
+        from torch import _dynamo
+
+        # A process of a run compiles one model; this one compiles every shape, dtype and layout.
+        _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 4096
+    for job in jobs:
         target = folder / f"{job.name}.{rank}.json"
         result = sample(job) if isinstance(job, Generating) else score(job, folder)
         partial_file = target.with_suffix(".partial")
