@@ -236,7 +236,7 @@ def _reinforce(
                 batches = policy_batches(
                     ledger.trained, config, world.device, token_budget(ledger.trained, config, world), step - 1
                 )
-                share = own_batches(batches, world, model)
+                share = own_batches(batches, config, world, model)
                 metrics = packing_metrics(batches)
                 generators.training_begins()
                 for inner in range(config.inner_steps):

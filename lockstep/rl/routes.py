@@ -35,9 +35,11 @@ def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
 
 
 def own_routes(recorded: Sequence[Tensor], row: PackedRow, shape: ModelConfig) -> list[bytes] | None:
-    """Of each target of `row`; None where this rank has not computed all layers of all its tokens."""
+    """Of each target of `row`; None where this rank has not computed all layers of all its sequences' tokens."""
     tokens = len(row.tokens)
     if not recorded or len(recorded) != len(shape.mixtures) or any(len(chosen) != tokens for chosen in recorded):
+        return None
+    if row.attention is not None:  # context ranks: the row's other tokens and targets are elsewhere
         return None
     return routes_of_rows(recorded, row.predictors, tokens)
 

@@ -1,20 +1,24 @@
 """Micro-batches: few, in an order that rollouts alone decide, and no completion's bits are touched by its company."""
 
+import math
 import random
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.spread import rollouts as sampled_lengths
+from benchmarks.spread import spread_over
 from lockstep import build_model
 from lockstep.config import CompileConfig, RLConfig, TrainConfig
 from lockstep.model import ModelConfig
 from lockstep.parallel import World, apply_compile
 from lockstep.parallel.world import AXES
 from lockstep.rl import Example
-from lockstep.rl.actors.shares import own_batches
+from lockstep.rl.actors.shares import cost, own_batches, token_budget
 from lockstep.rl.batch import packing_metrics, policy_batches
 from lockstep.rl.critic import assign_values, make_critic
 from lockstep.rl.microbatches import microbatches
@@ -172,8 +176,11 @@ def test_metrics_say_what_is_computed():
     }  # fmt: skip
 
 
-class LastOfFour(World):
-    data_rank = 3
+def _world(ranks, rank=0):
+    class Of(World):
+        data_rank = rank
+
+    return Of(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"data_shard": ranks})
 
 
 def test_rows_count_as_the_rollouts_tokens_however_they_are_cut_and_shared_and_those_of_idle_ranks_for_nothing():
@@ -182,6 +189,46 @@ def test_rows_count_as_the_rollouts_tokens_however_they_are_cut_and_shared_and_t
     for budget in (1, 25, 40, 1000):
         batches = policy_batches(rollouts, RLConfig(model="m"), budget=budget)
         assert sum(int(batch.row.counts.sum()) for batch in batches) == tokens
-    world = LastOfFour(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"data_shard": 4})
-    (idle,) = own_batches(batches, world, build_model(SHAPE, "float32"))
+    (idle,) = own_batches(batches, RLConfig(), _world(4, rank=3), build_model(SHAPE, "float32"))
     assert idle.idle and not idle.row.counts.any() and len(idle.row.counts) == len(idle.row.tokens)
+
+
+@pytest.mark.parametrize(("ranks", "busiest", "waits"), [(2, 1.03, 1.05), (4, 1.1, 1.12), (8, 1.12, 1.15)])
+def test_ranks_have_as_much_to_compute_in_all_and_in_every_turn(ranks, busiest, waits):
+    # Dealt in turn, 8 ranks wait for the slowest 1.6 times as long as an even split takes.
+    for seed in range(8):
+        most, slowest, _ = spread_over(ranks, sampled_lengths(seed, longest=1024), by_cost=True)
+        assert 1 <= most < busiest and most <= slowest < waits
+
+
+def test_long_sequences_cost_more_than_their_rows_and_shared_prompts_only_what_is_computed():
+    def cost_of(*groups):
+        (batch,) = policy_batches(_rollouts([*groups]), RLConfig(model="m"))
+        return cost(batch.row, SHAPE)
+
+    assert cost_of((1, [4000])) > 2 * cost_of((1, [2000]))
+    assert cost_of((1, [2000, 1000])) == cost_of((1, [2000])) + cost_of((1, [1000]))
+    # The second completion brings its own rows and their keys, and not the prompt's.
+    alone, prompt = cost_of((1000, [100])), cost_of((2, [998]))
+    assert cost_of((1000, [100, 100])) == 2 * alone - prompt
+
+
+@settings(max_examples=20, deadline=None)
+@given(groups=GROUPS, ranks=st.integers(2, 5), seed=st.integers(0, 99))
+def test_every_microbatch_is_computed_by_one_rank_and_all_have_as_many(groups, ranks, seed):
+    rollouts, model = _rollouts(groups, seed), build_model(SHAPE, "float32")
+    for deterministic in (False, True):
+        train = TrainConfig(tokens_per_microbatch=100, deterministic_layout=deterministic)
+        config = RLConfig(model="m", train=train)
+        batches = policy_batches(rollouts, config, budget=token_budget(rollouts, config, _world(ranks)))
+        shares = [own_batches(batches, config, _world(ranks, rank), model) for rank in range(ranks)]
+        assert {len(share) for share in shares} == {math.ceil(len(batches) / ranks)}
+        real = [[batch for batch in share if not batch.idle] for share in shares]
+        assert sorted(id(b.rollouts) for own in real for b in own) == sorted(id(b.rollouts) for b in batches)
+        turns = [batch for turn in zip_longest(*real) for batch in turn if batch is not None]
+        if deterministic:
+            # The order in which gradients are summed.
+            assert [id(batch.rollouts) for batch in turns] == [id(batch.rollouts) for batch in batches]
+            assert len(batches) == len(policy_batches(rollouts, config))
+        else:
+            assert len(batches) <= math.ceil(len(policy_batches(rollouts, config)) / ranks) * ranks

@@ -9,44 +9,79 @@ from typing import Any
 
 from lockstep.config import RLConfig
 from lockstep.errors import UserError
-from lockstep.model import TrainableModel
+from lockstep.model import ModelConfig, TrainableModel
+from lockstep.observe import training_flops
 from lockstep.parallel import Pipeline, World
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.batch import PolicyBatch, PolicyLoss
 from lockstep.rl.microbatches import microbatches, shares_prompts
 from lockstep.rl.rollouts import Rollout
 from lockstep.train.context import shard_row
+from lockstep.train.packing import PackedRow
 
 
 def token_budget(rollouts: Sequence[Rollout], config: RLConfig, world: World) -> int:
-    """Tokens of a micro-batch: as set, or so few that every data-parallel rank gets one, where that can be had.
+    """Tokens of a micro-batch: as few as keep the number of turns in which data-parallel ranks compute one each.
 
-    With `train.deterministic_layout` as set: micro-batches, and with them the sums over them, must not depend on ranks.
+    Micro-batches are then about equal, and as many as the turns have room for, where completions can be parted so: the
+    search is MULTIFIT (Coffman, Garey and Johnson, 1978). With `train.deterministic_layout` as set: micro-batches, and
+    with them the sums over them, must not depend on ranks.
     """
-    budget = config.train.tokens_per_microbatch
+    most = config.train.tokens_per_microbatch
     if config.train.deterministic_layout or world.data_size == 1:
-        return budget
-    packed = microbatches(rollouts, budget, shares_prompts(config))
-    while len(packed) < world.data_size and budget > 1:
-        # A prompt is computed once more in each micro-batch, so an even share of today's rows may not be few enough.
-        rows = sum(members.rows for members in packed)
-        budget = max(1, min(math.ceil(rows / world.data_size), budget - budget // 8 - 1))
-        packed = microbatches(rollouts, budget, shares_prompts(config))
-    return budget
+        return most
+    packed = microbatches(rollouts, most, shares_prompts(config))
+    room = math.ceil(len(packed) / world.data_size) * world.data_size
+    too_few = max(0, sum(members.rows for members in packed) // room - 1)
+    # To a hundredth: each try packs all rollouts.
+    while most - too_few > max(1, most // 100):
+        tried = (most + too_few) // 2
+        if len(microbatches(rollouts, tried, shares_prompts(config))) <= room:
+            most = tried
+        else:
+            too_few = tried
+    return most
 
 
-def own_batches(batches: Sequence[PolicyBatch], world: World, model: TrainableModel) -> list[PolicyBatch]:
+def own_batches(
+    batches: Sequence[PolicyBatch], config: RLConfig, world: World, model: TrainableModel
+) -> list[PolicyBatch]:
     """Those that this rank computes, cut as its layout cuts rows; as many on every rank, so some may be idle.
 
-    Data-parallel rank r of n has the micro-batches r, n + r and so on.
+    With `train.deterministic_layout` data-parallel rank r of n has the micro-batches r, n + r and so on; without, those
+    that `spread` gives it.
     """
     count = math.ceil(len(batches) / world.data_size)
     if isinstance(model, Pipeline):
         count = _fitting(model, count)
-    own = list(batches[world.data_rank :: world.data_size])
+    if config.train.deterministic_layout or world.data_size == 1:
+        own = list(batches[world.data_rank :: world.data_size])
+    else:
+        costs = [cost(batch.row, model.config) for batch in batches]
+        own = [batches[index] for index in spread(costs, world.data_size)[world.data_rank]]
     shortest = min(batches, key=lambda batch: len(batch.row.tokens))
     own += [replace(shortest, idle=True, row=shortest.row.idle())] * (count - len(own))
     return [replace(batch, row=shard_row(batch.row, world)) for batch in own]
+
+
+def cost(row: PackedRow, shape: ModelConfig) -> int:
+    """Multiplications and additions to train on a row: those of its rows, and attention's, which grow as squares."""
+    return training_flops(shape, row.lengths) - training_flops(shape, row.left_out or ())
+
+
+def spread(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Of each rank, the micro-batches that it computes, turn by turn.
+
+    FSDP's ranks wait for each other in every turn, so those of a turn cost about as much: the costliest come first. In
+    each turn the rank that has had the least so far takes the costliest, so that the sums are even too.
+    """
+    order = sorted(range(len(costs)), key=lambda index: -costs[index])
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, len(order), ranks):
+        turn = order[start : start + ranks]
+        for share, index in zip(sorted(shares, key=lambda share: sum(costs[own] for own in share)), turn):
+            share.append(index)
+    return shares
 
 
 def _fitting(model: Pipeline, count: int) -> int:

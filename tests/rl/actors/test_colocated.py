@@ -25,7 +25,7 @@ from lockstep.config import (
     TrainConfig,
 )
 from lockstep.errors import UserError
-from lockstep.model import read_config
+from lockstep.model import preset, read_config
 from lockstep.observe import RunFolder, read_metrics
 from lockstep.parallel.world import AXES, World
 from lockstep.rl.actors.shares import token_budget
@@ -224,24 +224,43 @@ def deeper(folder, output):
     return output
 
 
+def mixture(folder, output):
+    """A mixture of experts with the same tokenizer."""
+    shutil.copytree(folder, output)
+    dense = read_config(folder)
+    shape = replace(preset("qwen3_moe:micro", dense.vocab_size, dense.eos_token_ids), num_layers=2)
+    save_model(build_model(shape, dtype="bfloat16", seed=1), output)
+    return output
+
+
 @pytest.mark.parametrize(
     ("ranks", "parallel", "algorithm"),
     [
         (2, ParallelConfig(context=2), "grpo"),
         (3, ParallelConfig(), "ppo"),
+        (2, ParallelConfig(expert=2), "grpo"),
+        (2, ParallelConfig(context=2, expert=2), "grpo"),
         pytest.param(3, ParallelConfig(), "grpo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(tensor=2), "grpo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(pipeline=2, pipeline_schedule="zbv"), "grpo", marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(tensor=4), "grpo", marks=pytest.mark.slow),  # more than key-value heads
+        pytest.param(4, ParallelConfig(expert=2), "ppo", marks=pytest.mark.slow),
+        pytest.param(4, ParallelConfig(expert=2, tensor=2), "grpo", marks=pytest.mark.slow),
+        pytest.param(4, ParallelConfig(expert=2, pipeline=2), "grpo", marks=pytest.mark.slow),
     ],
-    ids=["CP 2", "FSDP 3, PPO", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4"],
-)
+    ids=[
+        "CP 2", "FSDP 3, PPO", "expert 2", "CP 2, expert 2", "FSDP 3", "TP 2", "PP 2, ZBV", "TP 4",
+        "FSDP 2 x expert 2, PPO", "expert 2 x TP 2", "PP 2 x expert 2",
+    ],
+)  # fmt: skip
 def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
     task, model_folder, tmp_path, ranks, parallel, algorithm
 ):
     train = TrainConfig(learning_rate=1e-3, warmup_steps=0, schedule="constant", tokens_per_microbatch=512)
     if parallel.pipeline_schedule == "zbv":  # two stages a rank
         model_folder = deeper(model_folder, tmp_path / "model")
+    if parallel.expert > 1:
+        model_folder = mixture(model_folder, tmp_path / "model")
     first = config_of(
         task, model_folder, tmp_path / "one", ParallelConfig(reduction_chunks=parallel.tensor), train=train, steps=1,
         dtype="float32", off_policy="truncate", entropy_coefficient=0.01, loss_average="budget",
@@ -255,6 +274,8 @@ def test_without_one_order_ranks_sample_the_same_and_measure_nearly_the_same(
         json.loads(line)["token_ids"] for line in rollouts[1].splitlines()
     ]
     assert many["parity/tokens_different"] == 0 and many["parity/tokens_checked"] == alone["parity/tokens_checked"]
+    if parallel.expert > 1 == parallel.context * parallel.tensor * parallel.pipeline:
+        assert many["parity/routes_different"] == 0 and many["parity/routes_checked"] == many["parity/tokens_checked"]
     compared = ("policy/", "off_policy/", "value/", "grad_norm")
     for name in ["loss", *(name for name in alone if name.startswith(compared))]:
         # float32 sums in another order: some units in the last of 24 bits, of terms up to a hundred times the sum.
