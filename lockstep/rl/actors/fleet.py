@@ -69,6 +69,8 @@ class Fleet:
         self.heard = 0
         """Grows with whatever comes from the generators."""
         self._none_since = time.monotonic()
+        self._was_ready = False
+        """Whether there has been a generator with weights."""
         self._first_version = 0
         self._last_loss = ""
         self._failure: Exception | None = None
@@ -84,7 +86,7 @@ class Fleet:
         params: SamplingParams | Sequence[SamplingParams],
         first: int | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine.generate`. Raises RunStopped where no generator is left."""
+        """As `Engine.generate`. Raises RunStopped where no generator is left, UserError where there never was one."""
         return self.complete([self.begin(*each) for each in _pairs(prompts, params)], first)
 
     def begin(
@@ -176,11 +178,19 @@ class Fleet:
             if request in self._refused:
                 raise UserError(self._refused[request])
         if not self._versions and time.monotonic() - self._none_since > self.start_seconds:
-            raise RunStopped(
+            raise self.none_left(
                 f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds){self._last_loss}; "
-                "their logs are in the run's folder, under logs/. --resume continues from the newest checkpoint",
-                exit_code=1,
+                "their logs are in the run's folder, under logs/"
             )
+
+    def none_left(self, problem: str) -> Exception:
+        """What ends the run for want of generators: where none was ever ready, something is wrong with its settings."""
+        if self._was_ready:
+            return RunStopped(f"{problem}. --resume continues from the newest checkpoint", exit_code=1)
+        return UserError(
+            f"{problem}. None has been ready since the run began; mend what keeps them away, or raise "
+            "actors.start_seconds, and start the run again with --resume"
+        )
 
     # Its remotes.
 
@@ -308,6 +318,7 @@ class Fleet:
             if self._remotes.get(remote.name) is remote:
                 before = self._versions.get(remote.name, 0)
                 self._versions[remote.name] = believable_version(version, before, self._given)
+                self._was_ready = True
                 self._hand_out()
                 self.changed.notify_all()
 
