@@ -62,6 +62,8 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
         assert KEYS | {"policy/kl"} <= metrics.keys()
         assert metrics["parity/tokens_different"] == 0 and metrics["parity/tokens_checked"] > 0
         assert metrics["policy/ratio_first_max"] == 1.0
+        laps = [name for name in metrics if name.startswith("time/share/")]
+        assert {"time/share/generate", "time/share/train"} < {*laps} and 0.9 < sum(metrics[n] for n in laps) <= 1.001
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["tokens"]["generated"] == sum(m["rollout/tokens"] for m in steps)
     assert summary["tokens"]["trained"] == 2 * sum(m["rollout/tokens"] + m["rollout/prompt_tokens"] for m in steps)

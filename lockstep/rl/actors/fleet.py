@@ -403,6 +403,11 @@ class RememberingFleet:
                 },
             }
 
+    def count(self) -> tuple[int, int]:
+        with self._fleet.changed:
+            unfinished = sum(request.unfinished for request in self._asked.values())
+            return sum(len(request.samples) for request in self._asked.values()) - unfinished, unfinished
+
     def close(self) -> None:
         self._fleet.dismiss(self)
 

@@ -89,7 +89,9 @@ LAYOUTS = {
     "CP 2 x TP 2": (4, replace(ONE, context=2, tensor=2)),
     "TP 2 x PP 2": (4, replace(ONE, tensor=2, pipeline=2)),
 }
-OWN = ("time", "ranks", "rollout/environment_seconds", "rollout/tokens_per_second", "pipeline/", "generators/")
+OWN = (
+    "time", "ranks", "rollout/environment_seconds", "rollout/tokens_per_second", "pipeline/", "generators/", "buffer/",
+)  # fmt: skip
 """Beginnings of metrics that a layout may change."""
 
 
