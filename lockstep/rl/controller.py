@@ -276,7 +276,7 @@ def _reinforce(
                         checkpoints.save(step, state, last=step == config.steps)
             if bar is not None:
                 shown = {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
-                bar.advance(**shown | observer.for_terminal(metrics))
+                bar.advance(1, "", **shown | observer.for_terminal(metrics))
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
             if ending and step < config.steps:
                 world.on_main(partial(write_report, run.path, title_of(config)))

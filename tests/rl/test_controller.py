@@ -31,7 +31,8 @@ KEYS = {
     "reward/format/mean", "rollout/tokens_mean", "rollout/truncated", "rollout/tokens_per_second", "policy/ratio_max",
     "policy/clip_fraction", "policy/entropy", "policy/staleness_max", "parity/tokens_checked",
     "parity/tokens_different", "parity/max_delta", "time/generate", "time/reward", "time/train", "time/weight_sync",
-    "time/step",
+    "time/step", "generators/own/busy", "generators/own/queue_seconds", "generators/own/prefill_seconds",
+    "generators/own/decode_seconds", "generators/own/token_seconds",
 }  # fmt: skip
 
 

@@ -205,6 +205,7 @@ class Fleet:
         """Forgets a generator, whose samples others go on with; returns it, if it was one."""
         with self.changed:
             remote = self._remotes.pop(name, None)
+            self._work.left(name)
             if self._versions.pop(name, None) is not None and not self._versions:
                 self._none_since = time.monotonic()
             for request in [request for request, asked in self._asked.items() if asked == name]:
@@ -243,10 +244,11 @@ class Fleet:
     def metrics(self) -> dict[str, float]:
         """What each generator has done since the last call, as `generators/NAME/…`."""
         with self.changed:
-            return self._work.metrics({name: self._remotes[name].did for name in self._versions})
+            held = {name: self._samples_at(name) for name in self._versions}
+            return self._work.metrics({name: self._remotes[name].did for name in held}, held)
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """When generators sampled and took weights, as Chrome's trace events; idle is what is left."""
+        """When generators sampled, took weights and were idle, as Chrome's trace events."""
         with self.changed:
             return self._work.events()
 
@@ -280,6 +282,7 @@ class Fleet:
             if not all_of_them and load[name] and load[name] + request.unfinished > 2 * remote.room:
                 return
             self._asked[request.id], request.given_version = name, self._versions[name]
+            request.given_at = request.given_at or time.monotonic()
             load[name] += request.unfinished
             remote.ask(request)
 
@@ -319,6 +322,7 @@ class Fleet:
                 before = self._versions.get(remote.name, 0)
                 self._versions[remote.name] = believable_version(version, before, self._given)
                 self._was_ready = True
+                self._work.heard(remote.name, remote.did)
                 self._hand_out()
                 self.changed.notify_all()
 

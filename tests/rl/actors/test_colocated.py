@@ -141,6 +141,10 @@ def check(task, model, tmp_path, layouts, **changes):
         output = tmp_path / name.replace(" ", "")
         launch(ranks, run, config_of(task, model, output, parallel, **changes), seconds=600)
         assert outcome(output) == alone, name
+        last = read_metrics(output / "metrics.jsonl")[-1]
+        busy = [f"generators/rank_{rank}/busy" for rank in range(0, ranks, parallel.tensor)]
+        assert sorted(key for key in last if key.endswith("/busy")) == busy
+        assert all(0 < last[key] <= 1 for key in busy)
 
 
 @pytest.mark.parametrize(
