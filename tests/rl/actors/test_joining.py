@@ -221,11 +221,10 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
     shelf.close()
     assert found[0] <= versions and max(found[0]) == max(versions)
     assert found[1] == {2}
-    # The second has waited for what came before it, whether for the weights or for the other's tokens.
     figures = {key.split("/")[-1]: value for key, value in metrics.items()}
     assert figures["held"] == 0 and figures["prefill_seconds"] > 0 and figures["decode_seconds"] > 0
-    if on_update == "finish":
-        assert figures["queue_seconds"] > figures["decode_seconds"] / 4
+    if on_update == "finish":  # the second has waited behind the weights, for 60 tokens of the first
+        assert figures["queue_seconds"] > 0.02
 
 
 def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model_folder, world):
