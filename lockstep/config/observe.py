@@ -18,6 +18,8 @@ class ObserveConfig:
     """Also log to Weights & Biases (needs the wandb package; without a network set WANDB_MODE=offline)."""
     trackio: bool = False
     """Also log to trackio, which keeps runs on this machine (needs the trackio package)."""
+    terminal: tuple[str, ...] = ()
+    """Metrics that the terminal shows beside its own, by name, such as time/generate; * stands for anything."""
     project: str = "lockstep"
     """Project that Weights & Biases and trackio show the run in, under the name of its folder."""
     timeline_steps: Annotated[int, AtLeast(0)] = 200

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -56,6 +56,18 @@ class Statistics:
     guesses_accepted: int = 0
     """Those of them that were drawn."""
     preemptions: int = 0
+    sampling_seconds: float = field(default=0.0, compare=False)
+    """In steps."""
+    samples_ended: int = 0
+    """Those that were sampled to their end; the seconds below are sums over them."""
+    queue_seconds: float = field(default=0.0, compare=False)
+    """From when they were asked to their first step."""
+    prefill_seconds: float = field(default=0.0, compare=False)
+    """From there to their first token."""
+    decode_seconds: float = field(default=0.0, compare=False)
+    """From there to their last."""
+    tokens_decoded: int = 0
+    """Those after the first ones."""
 
 
 class Engine:
@@ -193,7 +205,7 @@ class Engine:
         self._check(prompt, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = self._fresh_seed() if params.seed is None else params.seed
-        stop_ids = params.ending_ids(self.model.config.eos_token_ids)
+        stop_ids, now = params.ending_ids(self.model.config.eos_token_ids), time.perf_counter()
         sequences = [
             Sequence(
                 request_id=request_id,
@@ -204,6 +216,7 @@ class Engine:
                 prompt_length=len(prompt),
                 stop_ids=stop_ids,
                 decoder=StreamDecoder(self.tokenizer) if params.stop and self.tokenizer else None,
+                asked_at=now,
             )
             for index in range(params.n)
         ]
@@ -301,11 +314,12 @@ class Engine:
         if self._under_way:
             self._start_over()
         self._under_way = True
+        began = time.perf_counter()
         try:
             if chunks := self.scheduler.schedule():
                 with self._weights.in_use(), whole_rows():
                     samples = self._guess_and_compute(chunks)
-                self._count(chunks)
+                self._count(chunks, began)
                 for event in self._events(samples):
                     self._inboxes.get(event.request_id, self._unowned).append(event)
         except BaseException:
@@ -313,6 +327,7 @@ class Engine:
             self._start_over()
             raise
         self._under_way = False
+        self.statistics.sampling_seconds += time.perf_counter() - began
 
     def _start_over(self) -> None:
         unfinished = {number: [s for s in group if s.finish_reason is None] for number, group in self._requests.items()}
@@ -394,6 +409,7 @@ class Engine:
                 finished += self._ended_with(chunk.sequence)
         self.statistics.tokens_sampled += len(events)
         if finished:
+            self._count_ended(finished)
             self.scheduler.remove(finished)
             for request_id in {s.request_id for s in finished}:
                 if all(s.finish_reason is not None for s in self._requests[request_id]):
@@ -441,7 +457,13 @@ class Engine:
         self.scheduler.forget(unfinished)
         self.scheduler.remove(unfinished)
 
-    def _count(self, chunks: list[Chunk]) -> None:
+    def _count(self, chunks: list[Chunk], began: float) -> None:
+        now = time.perf_counter()
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.begun_at = sequence.begun_at or began
+            if chunk.is_sampled and not sequence.first_at:
+                sequence.first_at, sequence.sampled_before = now, sequence.sampled
         statistics = self.statistics
         statistics.steps += 1
         statistics.prompt_tokens_computed += sum(
@@ -449,6 +471,16 @@ class Engine:
         )
         statistics.prompt_tokens_reused = self.scheduler.reused_tokens
         statistics.preemptions = self.scheduler.preemptions
+
+    def _count_ended(self, finished: list[Sequence]) -> None:
+        now, statistics = time.perf_counter(), self.statistics
+        for sequence in finished:
+            if sequence.finish_reason != "error":
+                statistics.samples_ended += 1
+                statistics.queue_seconds += sequence.begun_at - sequence.asked_at
+                statistics.prefill_seconds += sequence.first_at - sequence.begun_at
+                statistics.decode_seconds += now - sequence.first_at
+                statistics.tokens_decoded += sequence.sampled - sequence.sampled_before - 1
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         check_token_ids(prompt, self.model.config.vocab_size, "the prompt")

@@ -60,5 +60,8 @@ class Remembering(Sampler, Protocol):
     def state(self) -> dict[str, Any]:
         """Each request's samples as far as they have come, JSON-able, by a digest of the request."""
 
+    def count(self) -> tuple[int, int]:
+        """Samples that have ended, and those that go on."""
+
     def close(self) -> None:
         """Ends whatever was asked here: who waits for its samples gets RunStopped."""

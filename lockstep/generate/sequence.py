@@ -43,6 +43,15 @@ class Sequence:
     slot: int = -1
     """Row of the engine's arrays while it runs."""
 
+    asked_at: float = 0.0
+    """Of time.perf_counter, as what follows."""
+    begun_at: float = 0.0
+    """When the first step began that computed something of it; 0: none has."""
+    first_at: float = 0.0
+    """When this engine sampled its first token of it; 0: it has not."""
+    sampled_before: int = 0
+    """Tokens that were there then: another engine's."""
+
     @property
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 
@@ -86,6 +87,11 @@ class Observer:
             self._metrics.write(step, metrics)
             if self._on_metrics is not None:
                 self._on_metrics(step, metrics)
+
+    def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Those of a step's that `observe.terminal` names, in its order."""
+        found = [name for chosen in self.config.terminal for name in metrics if fnmatchcase(name, chosen)]
+        return {name: metrics[name] for name in found}
 
     def rewind(self, step: int) -> None:
         """Forgets the metrics after `step`, which the run writes anew."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
+import queue
 import secrets
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +18,10 @@ from lockstep.observe.logs import log
 
 PATIENCE = 3
 """Failures in a row, after which a sink is not written to any more."""
+MOST_WAITING = 1000
+"""Steps that are kept for a sink that is slower than the run."""
+CLOSE_SECONDS = 10.0
+"""Less than `faults.stop_seconds`, within which a run that gets a signal ends."""
 LEFT_OUT = "observe.%s could not be %s (%s), and the run goes on without it; metrics.jsonl in %s is whole"
 
 
@@ -54,15 +62,58 @@ def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
 
 
 class Guarded:
-    """A sink whose failures are warnings; after `PATIENCE` in a row it is left alone, for each may take its time."""
+    """A sink on a thread of its own, so that one that blocks holds nobody up. Its failures are warnings.
+
+    After `PATIENCE` failures in a row it is left alone. Its steps keep their order; where `MOST_WAITING` of them wait
+    for it, those that follow are left out.
+    """
 
     def __init__(self, name: str, sink: Sink):
         self._name, self._sink = name, sink
-        self._failures = 0
+        self._failures = self._left_out = 0
+        self._waiting: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        # Trackers know their run by a context variable of the thread that has opened it.
+        work = partial(contextvars.copy_context().run, self._work)
+        self._thread = threading.Thread(target=work, name=f"observe.{name}", daemon=True)
+        self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Returns at once."""
         if self._failures >= PATIENCE:
             return
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put((step, dict(metrics)))
+            return
+        self._left_out += 1
+        if self._left_out == 1:
+            log.warning(
+                "observe.%s is %d steps behind at step %d, and is given no more until it takes some; metrics.jsonl in "
+                "the run's folder is whole", self._name, MOST_WAITING, step,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Waits for what has not been written yet, and for the sink's own end: for `CLOSE_SECONDS` at most."""
+        self._waiting.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.warning(
+                "observe.%s has not ended within %g s, and is left behind; what it shows ends early",
+                self._name,
+                CLOSE_SECONDS,
+            )
+        if self._left_out:
+            log.warning("observe.%s was too slow for %d steps, which it does not show", self._name, self._left_out)
+
+    def _work(self) -> None:
+        for step, metrics in iter(self._waiting.get, None):
+            if self._failures < PATIENCE:
+                self._write(step, metrics)
+        try:
+            self._sink.close()
+        except Exception as error:
+            log.warning("observe.%s could not be closed (%s); what it shows may end early", self._name, error)
+
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         try:
             self._sink.write(step, metrics)
             self._failures = 0
@@ -70,12 +121,6 @@ class Guarded:
             self._failures += 1
             if self._failures == PATIENCE:
                 log.warning(LEFT_OUT, self._name, f"written to at step {step}", error, "the run's folder")
-
-    def close(self) -> None:
-        try:
-            self._sink.close()
-        except Exception as error:
-            log.warning("observe.%s could not be closed (%s); what it shows may end early", self._name, error)
 
 
 class TensorBoard:

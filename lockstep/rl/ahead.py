@@ -98,6 +98,19 @@ class Ahead:
         for begun in self._begun.values():
             begun.wait()
 
+    def metrics(self) -> dict[str, float]:
+        """Steps that are asked by now, and their samples: how many are ready, and how many are still sampled."""
+        if not self.depth:
+            return {}
+        begun = list(self._begun.values())
+        samples = [each.samples() for each in begun]
+        return {
+            "buffer/steps_ready": sum(each.is_ready for each in begun),
+            "buffer/steps_under_way": sum(not each.is_ready for each in begun),
+            "buffer/samples_ready": sum(ended for ended, _ in samples),
+            "buffer/samples_under_way": sum(going_on for _, going_on in samples),
+        }
+
     def state(self) -> dict[str, Any]:
         """What is under way, JSON-able: the places of its prompts, and their samples as far as they have come."""
         samples = dict(self._kept)
@@ -162,6 +175,15 @@ class _Begun:
             self._found = draw()
         except BaseException as error:  # whoever wants the rollouts gets it
             self._found = error
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.thread.is_alive()
+
+    def samples(self) -> tuple[int, int]:
+        """Those that have ended, and those that go on: of a step that is ready none, for stragglers are stopped."""
+        ended, going_on = self.sampler.count()
+        return ended, 0 if self.is_ready else going_on
 
     def wait(self) -> None:
         while self.thread.is_alive():

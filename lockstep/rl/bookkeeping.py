@@ -47,7 +47,10 @@ class Stopwatch:
         self._lap = ""
 
     def metrics(self) -> dict[str, float]:
-        return {**self._laps, "time/step": self._last - self._began}
+        """Seconds, and each lap's share of the step's."""
+        whole = self._last - self._began
+        shares = {lap.replace("time/", "time/share/"): seconds / whole for lap, seconds in self._laps.items()}
+        return {**self._laps, "time/step": whole, **shares}
 
 
 def due(step: int, every: int, last: int) -> bool:

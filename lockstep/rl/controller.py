@@ -257,7 +257,7 @@ def _reinforce(
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
                 metrics |= rollout_metrics(ledger.rollouts) | ledger.metrics(given) | stopwatch.metrics()
-                metrics |= staleness_metrics(ledger.trained, step) | generators.metrics()
+                metrics |= staleness_metrics(ledger.trained, step) | generators.metrics() | ahead.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
                 if not only and due(step, config.validation_every, config.steps):
@@ -275,7 +275,8 @@ def _reinforce(
                     with timeline.span("checkpoint"):
                         checkpoints.save(step, state, last=step == config.steps)
             if bar is not None:
-                bar.advance(reward=metrics["reward/mean"], different=metrics["parity/tokens_different"])
+                shown = {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
+                bar.advance(1, "", **shown | observer.for_terminal(metrics))
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
             if ending and step < config.steps:
                 world.on_main(partial(write_report, run.path, title_of(config)))

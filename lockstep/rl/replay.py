@@ -47,6 +47,7 @@ NOT_COMPARED = (
     "ranks",
     "pipeline/",
     "generators/",
+    "buffer/",
     "rollout/tokens_per_second",
     "rollout/environment_seconds",
     "rollout/tool_seconds/",

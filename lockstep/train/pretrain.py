@@ -252,7 +252,7 @@ def _train(
                     shown |= {"loss": metrics["loss"], "tokens_per_s": metrics["tokens_per_second"]}
                     if "validation/loss" in metrics:
                         shown["validation"] = metrics["validation/loss"]
-                    bar.reach(step, "", **shown)
+                    bar.reach(step, "", **shown | observer.for_terminal(metrics))
 
             if answers is not None and isinstance(model, Decoder) and step > start and not stopped_by:
                 answers.write(step, model)

@@ -4,13 +4,14 @@ import dataclasses
 import random
 import sys
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import Engine, EngineConfig, SamplingParams, build_model, ops, score
+from lockstep import Completion, Engine, EngineConfig, SamplingParams, build_model, ops, score
 from lockstep.config import CompileConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig
@@ -167,6 +168,37 @@ def test_a_small_cache_preempts_and_a_shared_prompt_is_computed_once():
     # Four full pages are shared; each sample computes the 65th token itself.
     assert engine.statistics.prompt_tokens_computed == 64 + 8
     assert engine.statistics.prompt_tokens_reused == 64 * 7
+
+
+def test_the_seconds_of_a_sample_are_told_apart(monkeypatch):
+    now = [10.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(sys.modules["lockstep.generate.engine"], "time", clock)
+    engine = Engine(MODELS["float32"], EngineConfig(max_tokens_per_step=4, max_sequences=1, draft="none"))
+    compute = engine._compute
+
+    def in_a_second(chunks):
+        now[0] += 1
+        return compute(chunks)
+
+    monkeypatch.setattr(engine, "_compute", in_a_second)
+    # One after the other: a prompt of two steps and three tokens each, and one of which a token is there already.
+    params = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
+    engine.add([1, 2, 3, 4, 5], params)
+    engine.add([1, 2, 3], params, [Completion([9], [-1.0], "abort")])
+    while engine.has_work:
+        engine.step()
+    found = dataclasses.asdict(engine.statistics)
+    assert {
+        name: found[name] for name in found if "seconds" in name or name in ("samples_ended", "tokens_decoded")
+    } == {
+        "sampling_seconds": 4 + 2,
+        "samples_ended": 2,
+        "queue_seconds": 0 + 4,
+        "prefill_seconds": 2 + 1,
+        "decode_seconds": 2 + 1,
+        "tokens_decoded": 2 + 1,
+    }
 
 
 def test_greedy_takes_the_likeliest_token_and_top_k_1_does_too():

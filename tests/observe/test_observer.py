@@ -89,6 +89,19 @@ def test_each_rank_has_a_log_of_its_own_and_its_error_in_it(tmp_path):
     assert not (tmp_path / "alone").exists() and log.level == logging.NOTSET and not log.handlers
 
 
+def test_the_terminal_shows_what_it_is_asked_for_beside_its_own(tmp_path):
+    config = PretrainConfig(observe=ObserveConfig(terminal=("time/*", "loss", "nothing")))
+    metrics = {"loss": 2.5, "time/train": 0.25, "tokens": 7.0, "time/step": 1.0}
+    assert Observer(config.observe, FaultConfig(), tmp_path).for_terminal(metrics) == {
+        "time/train": 0.25,
+        "time/step": 1.0,
+        "loss": 2.5,
+    }
+    assert Observer(ObserveConfig(), FaultConfig(), tmp_path).for_terminal(metrics) == {}
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert from_toml(tmp_path / "config.toml", PretrainConfig()) == config
+
+
 def test_chosen_steps_survive_a_configuration_file(tmp_path):
     config = PretrainConfig(observe=ObserveConfig(profile_steps=(3, 10), wandb=True))
     (tmp_path / "config.toml").write_text(to_toml(config))

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import threading
 from typing import ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import lockstep.rl as rl
 from lockstep.config import ActorsConfig, EngineConfig, ObserveConfig
 from lockstep.errors import RunStopped, UserError
-from lockstep.observe import MetricsWriter, open_run, read_metrics
+from lockstep.observe import MetricsWriter, open_run, read_metrics, sinks
 from lockstep.observe.sinks import PATIENCE, Guarded
 from lockstep.rl import prompts
 from lockstep.rl.controller import reinforce
@@ -117,10 +118,11 @@ def test_a_tracker_that_fails_on_its_way_is_left_alone_after_a_few_times(tmp_pat
     class Unreachable:
         """As a client without a network: every request fails but some."""
 
-        tried = 0
+        def __init__(self):
+            self.tried = []
 
         def write(self, step, metrics):
-            self.tried += 1
+            self.tried.append(step)
             if step not in (2, 3):
                 raise ConnectionError("no route to host")
 
@@ -133,11 +135,46 @@ def test_a_tracker_that_fails_on_its_way_is_left_alone_after_a_few_times(tmp_pat
         writer._sinks = [Guarded("wandb", tracker)]
         for step in range(1, 12):
             writer.write(step, {"loss": 1.0})
-    assert tracker.tried == 3 + PATIENCE, "steps 1, 2 and 3, and then three in a row"
+    assert tracker.tried == [*range(1, 4 + PATIENCE)], "steps 1, 2 and 3, and then three in a row"
     first, second = caplog.messages
     assert "observe.wandb could not be written to at step 6 (no route to host), and the run goes on" in first
     assert "observe.wandb could not be closed (nobody answers)" in second
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 12))
+
+
+@pytest.mark.parametrize("stuck_in", ["write", "close"])
+def test_a_tracker_that_never_returns_holds_nothing_up(tmp_path, caplog, monkeypatch, stuck_in):
+    stuck, never = threading.Event(), threading.Event()
+
+    class Tracker:
+        def write(self, step, metrics):
+            self.stand("write")
+
+        def close(self):
+            self.stand("close")
+
+        def stand(self, where):
+            if where == stuck_in:
+                stuck.set()
+                never.wait(30)
+
+    monkeypatch.setattr(sinks, "MOST_WAITING", 5)
+    monkeypatch.setattr(sinks, "CLOSE_SECONDS", 0.1)
+    run = open_run(str(tmp_path / "run"), "")
+    with MetricsWriter(run.path) as writer:
+        writer._sinks = [Guarded("wandb", Tracker())]
+        writer.write(1, {"loss": 1.0})
+        assert stuck_in == "close" or stuck.wait(60)
+        for step in range(2, 10) if stuck_in == "write" else ():
+            writer.write(step, {"loss": 1.0})
+    never.set()
+    said = ["observe.wandb has not ended within 0.1 s, and is left behind"]
+    if stuck_in == "write":
+        said.insert(0, "observe.wandb is 5 steps behind at step 7, and is given no more until it takes some")
+        said.append("observe.wandb was too slow for 3 steps, which it does not show")
+    assert len(caplog.messages) == len(said)
+    assert all(message.startswith(start) for message, start in zip(caplog.messages, said))
+    assert [m["step"] for m in read_metrics(run.metrics)] == list(range(1, 10 if stuck_in == "write" else 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -31,7 +31,8 @@ KEYS = {
     "reward/format/mean", "rollout/tokens_mean", "rollout/truncated", "rollout/tokens_per_second", "policy/ratio_max",
     "policy/clip_fraction", "policy/entropy", "policy/staleness_max", "parity/tokens_checked",
     "parity/tokens_different", "parity/max_delta", "time/generate", "time/reward", "time/train", "time/weight_sync",
-    "time/step",
+    "time/step", "generators/own/busy", "generators/own/queue_seconds", "generators/own/prefill_seconds",
+    "generators/own/decode_seconds", "generators/own/token_seconds",
 }  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def test_gsm8k_trains_with_every_bit_compared(tmp_path, model_folder, dtype):
         assert KEYS | {"policy/kl"} <= metrics.keys()
         assert metrics["parity/tokens_different"] == 0 and metrics["parity/tokens_checked"] > 0
         assert metrics["policy/ratio_first_max"] == 1.0
+        laps = [name for name in metrics if name.startswith("time/share/")]
+        assert {"time/share/generate", "time/share/train"} < {*laps} and 0.9 < sum(metrics[n] for n in laps) <= 1.001
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["tokens"]["generated"] == sum(m["rollout/tokens"] for m in steps)
     assert summary["tokens"]["trained"] == 2 * sum(m["rollout/tokens"] + m["rollout/prompt_tokens"] for m in steps)

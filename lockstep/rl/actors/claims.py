@@ -35,7 +35,7 @@ LOWEST = -3.4e38
 MOST_TENSOR = 1024
 LARGEST_PID = 2**31
 LARGEST_FIGURE = 1e15
-FIGURES = (*(each.name for each in fields(Statistics)), "held", "sampling_seconds", "weights_seconds")
+FIGURES = (*(each.name for each in fields(Statistics)), "weights_seconds")
 """What `Remote.did` has, where it has anything."""
 
 

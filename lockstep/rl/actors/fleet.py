@@ -69,6 +69,8 @@ class Fleet:
         self.heard = 0
         """Grows with whatever comes from the generators."""
         self._none_since = time.monotonic()
+        self._was_ready = False
+        """Whether there has been a generator with weights."""
         self._first_version = 0
         self._last_loss = ""
         self._failure: Exception | None = None
@@ -84,7 +86,7 @@ class Fleet:
         params: SamplingParams | Sequence[SamplingParams],
         first: int | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine.generate`. Raises RunStopped where no generator is left."""
+        """As `Engine.generate`. Raises RunStopped where no generator is left, UserError where there never was one."""
         return self.complete([self.begin(*each) for each in _pairs(prompts, params)], first)
 
     def begin(
@@ -176,11 +178,19 @@ class Fleet:
             if request in self._refused:
                 raise UserError(self._refused[request])
         if not self._versions and time.monotonic() - self._none_since > self.start_seconds:
-            raise RunStopped(
+            raise self.none_left(
                 f"no generator has been ready for {self.start_seconds:g} s (actors.start_seconds){self._last_loss}; "
-                "their logs are in the run's folder, under logs/. --resume continues from the newest checkpoint",
-                exit_code=1,
+                "their logs are in the run's folder, under logs/"
             )
+
+    def none_left(self, problem: str) -> Exception:
+        """What ends the run for want of generators: where none was ever ready, something is wrong with its settings."""
+        if self._was_ready:
+            return RunStopped(f"{problem}. --resume continues from the newest checkpoint", exit_code=1)
+        return UserError(
+            f"{problem}. None has been ready since the run began; mend what keeps them away, or raise "
+            "actors.start_seconds, and start the run again with --resume"
+        )
 
     # Its remotes.
 
@@ -195,6 +205,7 @@ class Fleet:
         """Forgets a generator, whose samples others go on with; returns it, if it was one."""
         with self.changed:
             remote = self._remotes.pop(name, None)
+            self._work.left(name)
             if self._versions.pop(name, None) is not None and not self._versions:
                 self._none_since = time.monotonic()
             for request in [request for request, asked in self._asked.items() if asked == name]:
@@ -233,10 +244,11 @@ class Fleet:
     def metrics(self) -> dict[str, float]:
         """What each generator has done since the last call, as `generators/NAME/…`."""
         with self.changed:
-            return self._work.metrics({name: self._remotes[name].did for name in self._versions})
+            held = {name: self._samples_at(name) for name in self._versions}
+            return self._work.metrics({name: self._remotes[name].did for name in held}, held)
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """When generators sampled and took weights, as Chrome's trace events; idle is what is left."""
+        """When generators sampled, took weights and were idle, as Chrome's trace events."""
         with self.changed:
             return self._work.events()
 
@@ -270,6 +282,7 @@ class Fleet:
             if not all_of_them and load[name] and load[name] + request.unfinished > 2 * remote.room:
                 return
             self._asked[request.id], request.given_version = name, self._versions[name]
+            request.given_at = request.given_at or time.monotonic()
             load[name] += request.unfinished
             remote.ask(request)
 
@@ -308,6 +321,8 @@ class Fleet:
             if self._remotes.get(remote.name) is remote:
                 before = self._versions.get(remote.name, 0)
                 self._versions[remote.name] = believable_version(version, before, self._given)
+                self._was_ready = True
+                self._work.heard(remote.name, remote.did)
                 self._hand_out()
                 self.changed.notify_all()
 
@@ -391,6 +406,11 @@ class RememberingFleet:
                     for digest, request in self._asked.items()
                 },
             }
+
+    def count(self) -> tuple[int, int]:
+        with self._fleet.changed:
+            unfinished = sum(request.unfinished for request in self._asked.values())
+            return sum(len(request.samples) for request in self._asked.values()) - unfinished, unfinished
 
     def close(self) -> None:
         self._fleet.dismiss(self)

@@ -124,7 +124,7 @@ class _Generator:
         self._told = 0.0
         self._did: dict[str, float] = {}
         """What is told of its work; see `Remote.did`."""
-        self._seconds = {"sampling_seconds": 0.0, "weights_seconds": 0.0}
+        self._weights_seconds = 0.0
         for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
             threading.Thread(target=work, name="trainer", daemon=True).start()
         try:
@@ -170,8 +170,7 @@ class _Generator:
             if self._engine.has_work:
                 if self._timeline.phase != "sample":
                     self._timeline.enter("sample")
-                with self._taking("sampling_seconds"):
-                    ended = any(event.finish_reason for event in self._engine.step())
+                ended = any(event.finish_reason for event in self._engine.step())
                 if ended or time.monotonic() - self._told > TELL_SECONDS:
                     self._tell()
 
@@ -201,6 +200,8 @@ class _Generator:
             self._channel.send({"kind": "refused", "id": message["id"], "problem": str(error)})
             return
         sequences = list(self._engine.samples(request))
+        for sequence in sequences:
+            sequence.asked_at = message["came_at"]
         told = [sequence.sampled for sequence in sequences]
         ended = [completion.finish_reason != "abort" for completion in begun]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
@@ -236,7 +237,8 @@ class _Generator:
             edition = newer
         if taken.outcome == "taken":
             self._engine.weights_changed(edition["version"])
-            self._channel.send({"kind": "has_weights", "version": edition["version"]})
+            self._note_work()
+            self._channel.send({"kind": "has_weights", "version": edition["version"], "did": self._did})
         else:
             self._channel.send({"kind": "lost", "why": f"weights of version {taken.version}: {taken.said}"})
 
@@ -250,16 +252,16 @@ class _Generator:
     def _read(self, edition: Edition) -> Taken:
         leads = isinstance(self._engine, LeadingEngine)
         with (
-            self._taking("weights_seconds"),
+            self._taking_weights(),
             self._engine.on_all_ranks("take", edition) if leads else nullcontext(),  # type: ignore[attr-defined]
         ):
             return self._reader.take(edition)
 
     @contextmanager
-    def _taking(self, what: str) -> Iterator[None]:
+    def _taking_weights(self) -> Iterator[None]:
         began = time.monotonic()
         yield
-        self._seconds[what] += time.monotonic() - began
+        self._weights_seconds += time.monotonic() - began
 
     def _tell(self) -> None:
         """What has been sampled since it was last called."""
@@ -282,15 +284,19 @@ class _Generator:
                 samples.append([request_id, index, new])
             if all(held.ended):
                 del self._held[request_id]
-        unfinished = sum(not ended for held in self._held.values() for ended in held.ended)
-        self._did = dataclasses.asdict(self._engine.statistics) | self._seconds | {"held": unfinished}
+        self._note_work()
         if samples:
             self._channel.send({"kind": "tokens", "samples": samples, "did": self._did})
+
+    def _note_work(self) -> None:
+        self._did = dataclasses.asdict(self._engine.statistics) | {"weights_seconds": self._weights_seconds}
 
     def _receive(self) -> None:
         try:
             while True:
-                self._inbox.put(self._channel.receive()[0])
+                message = self._channel.receive()[0]
+                # What waits behind weights waits from here on.
+                self._inbox.put(message | {"came_at": time.perf_counter()})
         except Closed as error:
             self._inbox.put(error)
             _end_unless(self._over)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from lockstep.model import ScoringModel, TrainableModel
 from lockstep.parallel import World
 from lockstep.rl.actors.models import sampling_model
 from lockstep.rl.actors.weights import WeightTransfer
+from lockstep.rl.actors.work_log import figures_of
 from lockstep.rl.recorded import sampled_before
 
 
@@ -33,7 +35,7 @@ class Generators(Protocol):
         """Makes samplers for steps that are sampled ahead, which go on from what another's `state` has kept."""
 
     def metrics(self) -> dict[str, float]:
-        """What generators in processes of their own have done since the last call."""
+        """What each generator has done since the last call. All ranks call it."""
 
     def trace_events(self) -> list[dict[str, Any]]:
         """When they did it, as Chrome's trace events."""
@@ -113,7 +115,7 @@ class OwnGenerator:
         else:
             self.sampler = LeadingEngine(self._whole.model, config.engine, tokenizer, draft, leads=False)
 
-        self._counted = replace(self.sampler.statistics)
+        self._counted, self._asked_at = asdict(self.sampler.statistics), time.monotonic()
 
     @property
     def policy(self) -> ScoringModel:
@@ -124,12 +126,16 @@ class OwnGenerator:
         return self.sampler.statistics.steps
 
     def metrics(self) -> dict[str, float]:
-        """As `Generators`: what was guessed, and how much of that was drawn."""
-        before, done = self._counted, replace(self.sampler.statistics)
-        self._counted = done
-        guessed = done.tokens_guessed - before.tokens_guessed
-        figures = {"tokens_guessed": guessed, "guesses_accepted": done.guesses_accepted - before.guesses_accepted}
-        return {f"generators/own/{name}": float(figure) for name, figure in figures.items()} if guessed else {}
+        """As `Generators`: of the engine in one process, else of each tensor group's, by its first rank."""
+        before, self._counted = self._counted, asdict(self.sampler.statistics)
+        asked_before, self._asked_at = self._asked_at, time.monotonic()
+        new = {name: count - before[name] for name, count in self._counted.items()}
+        own = figures_of(new, self._asked_at - asked_before)
+        every = self._world.gather({} if self._follows else own)
+        names = [f"rank_{rank}" for rank in range(len(every))] if len(every) > 1 else ["own"]
+        return {
+            f"generators/{name}/{key}": float(value) for name, each in zip(names, every) for key, value in each.items()
+        }
 
     def recall(self, run: Path) -> None:
         """Guesses by what a resumed run has sampled; not where ranks share a model, which must all guess alike."""

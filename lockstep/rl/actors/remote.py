@@ -64,6 +64,8 @@ class Request:
     begun_at: float = field(default_factory=time.monotonic)
     first_at: float = 0.0
     """When its first token was known here; 0: not yet."""
+    given_at: float = 0.0
+    """When a generator was first given it; 0: none was."""
     given_version: int = 0
     """Of the weights of the generator that has it, when it was given it."""
 
@@ -82,9 +84,8 @@ class Remote(Protocol):
 
     @property
     def did(self) -> Mapping[str, float]:
-        """What it has done since it began: the engine's `Statistics`, seconds of sampling and of taking weights as
-        `sampling_seconds` and `weights_seconds`, and the samples that it holds now as `held`. Empty: it does not say.
-        """
+        """What it has done since it began: the engine's `Statistics`, and seconds of taking weights as
+        `weights_seconds`. Empty: it does not say."""
 
     def ask(self, request: Request) -> None:
         """Begins, or goes on with, those samples of `request` that have not ended."""

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from lockstep.config import ActorsConfig
 from lockstep.config.actors import LOCAL
-from lockstep.errors import RunStopped
 from lockstep.observe import log
 from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.ranks import Group, end_ranks, start_ranks, start_stand_in
@@ -83,8 +82,7 @@ class Supervisor:
                 for place in self._places:
                     self._look(place)
         except OSError as error:
-            problem = f"generators cannot be started: {error}; --resume continues from the newest checkpoint"
-            self._fleet.fail(RunStopped(problem, exit_code=1))
+            self._fleet.fail(self._fleet.none_left(f"generators cannot be started: {error}"))
             self._ending.wait()
         until = time.monotonic() + END_SECONDS
         for rank in [rank for place in self._places for rank in place.ranks]:
@@ -117,9 +115,9 @@ class Supervisor:
         place.failures = 0 if place.was_ready else place.failures + 1
         if place.failures >= MOST_FAILURES:
             own = self._log(place, min(ended, default=0))
-            self._fleet.fail(RunStopped(
+            self._fleet.fail(self._fleet.none_left(
                 f"{place.name} {why} before it could sample, {MOST_FAILURES} times over. {own} ends with: "
-                f"{_last_line(own)}. --resume continues from the newest checkpoint", exit_code=1))  # fmt: skip
+                f"{_last_line(own)}"))  # fmt: skip
             self._ending.wait()
             return
         log.warning("%s %s; it is started again", place.name, why)

@@ -298,6 +298,30 @@ def test_a_prompt_asked_with_other_counts_is_still_asked_once(monkeypatch):
     assert [len(own) for own in places(second)] == [3] * 6
 
 
+def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way():
+    with running(2, generators=1) as run:
+        of_a_step = PROMPTS * SAMPLES
+        # While nobody drives the generator nothing is sampled.
+        run.ended.set()
+        run.driver.join()
+        run.ahead.begin(1, last=2)
+        assert run.ahead.metrics() == {
+            "buffer/steps_ready": 0,
+            "buffer/steps_under_way": 2,
+            "buffer/samples_ready": 0,
+            "buffer/samples_under_way": 2 * of_a_step,
+        }
+        run.ended.clear()
+        run.driver = threading.Thread(target=run._drive)
+        run.driver.start()
+        run.ahead.wait()
+        assert list(run.ahead.metrics().values()) == [2, 0, 2 * of_a_step, 0]
+        run.ahead.drawn(1, 0, PROMPTS)
+        assert list(run.ahead.metrics().values()) == [1, 0, of_a_step, 0]
+    with running(0) as run:
+        assert run.ahead.metrics() == {}
+
+
 def test_what_is_older_than_promised_stops_the_run():
     loader = PromptLoader(EXAMPLES, seed=1)
     with running(0) as run:
@@ -372,15 +396,15 @@ def test_nothing_grows_over_a_long_run():
             f"{type(owner).__name__}.{name}": len(value)
             for owner in owners
             for name, value in vars(owner).items()
-            if hasattr(value, "__len__")
+            if hasattr(value, "__len__") and getattr(value, "maxlen", None) is None
         }
 
     found = []
     with running(2, generators=2, room=100) as run:
         for step in range(20, 321, 100):
             run.train(step)
-            run.fleet.metrics()
             run.ahead.wait()
+            run.fleet.metrics()
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded
             assert len(run.state()["ahead"]["samples"]) == 2 * PROMPTS

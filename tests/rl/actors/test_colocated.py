@@ -89,7 +89,9 @@ LAYOUTS = {
     "CP 2 x TP 2": (4, replace(ONE, context=2, tensor=2)),
     "TP 2 x PP 2": (4, replace(ONE, tensor=2, pipeline=2)),
 }
-OWN = ("time", "ranks", "rollout/environment_seconds", "rollout/tokens_per_second", "pipeline/", "generators/")
+OWN = (
+    "time", "ranks", "rollout/environment_seconds", "rollout/tokens_per_second", "pipeline/", "generators/", "buffer/",
+)  # fmt: skip
 """Beginnings of metrics that a layout may change."""
 
 
@@ -139,6 +141,10 @@ def check(task, model, tmp_path, layouts, **changes):
         output = tmp_path / name.replace(" ", "")
         launch(ranks, run, config_of(task, model, output, parallel, **changes), seconds=600)
         assert outcome(output) == alone, name
+        last = read_metrics(output / "metrics.jsonl")[-1]
+        busy = [f"generators/rank_{rank}/busy" for rank in range(0, ranks, parallel.tensor)]
+        assert sorted(key for key in last if key.endswith("/busy")) == busy
+        assert all(0 < last[key] <= 1 for key in busy)
 
 
 @pytest.mark.parametrize(

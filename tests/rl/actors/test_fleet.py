@@ -179,6 +179,12 @@ def test_without_a_generator_for_too_long_the_run_ends_and_says_where_to_look():
     assert isinstance(came["error"], RunStopped) and "no generator has been ready for 0.05 s" in str(came["error"])
 
 
+def test_a_run_that_no_generator_ever_joins_is_badly_set_up():
+    fleet = fleet_of(start_seconds=0.0)
+    with pytest.raises(UserError, match="no generator has been ready for 0 s .* None has been ready since the run beg"):
+        fleet.wait_for_weights()
+
+
 def test_one_that_the_run_needs_and_that_does_not_fit_ends_it_but_a_guest_does_not(caplog):
     fleet = fleet_of(Recorded("one"))
     fleet.required = {"one"}

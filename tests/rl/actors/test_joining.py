@@ -12,7 +12,7 @@ import lockstep.rl.actors.supervisor as supervisor_module
 from lockstep import Completion, Engine, SamplingParams
 from lockstep.checkpoint import load_model
 from lockstep.config import ActorsConfig, CompileConfig, EngineConfig, ParallelConfig, RLConfig
-from lockstep.errors import RunStopped, UserError
+from lockstep.errors import UserError
 from lockstep.model import arithmetic_of, build_model, preset, read_config, save_model
 from lockstep.observe.sign_of_life import host as place
 from lockstep.parallel import open_world
@@ -182,9 +182,8 @@ def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_pa
     fleet.new_weights({"version": 1})
     actors = ActorsConfig(generators=1, threads=1)
     supervisor = Supervisor(actors, fleet, "127.0.0.1:1", KEY, "", tmp_path / "logs")
-    with supervisor, pytest.raises(RunStopped) as stopped:
+    with supervisor, pytest.raises(UserError) as stopped:
         fleet.generate([[1]], SamplingParams())
-    assert stopped.value.exit_code == 1
     assert "generator_0 ended with exit code 1 before it could sample, 3 times over" in str(stopped.value)
     assert f"{tmp_path}/logs/generator_0.log ends with: RuntimeError: this environment is damaged." in str(
         stopped.value
@@ -217,10 +216,15 @@ def test_what_a_generator_has_begun_is_finished_before_new_weights_where_it_shou
         fleet.new_weights(shelf.publish(2))
         second = fleet.begin([5] * prompt, params)
         found = [set(group[0].versions) for group in fleet.complete([first, second])]
+        metrics = fleet.metrics()
     run.join(20)
     shelf.close()
     assert found[0] <= versions and max(found[0]) == max(versions)
     assert found[1] == {2}
+    figures = {key.split("/")[-1]: value for key, value in metrics.items()}
+    assert figures["held"] == 0 and figures["prefill_seconds"] > 0 and figures["decode_seconds"] > 0
+    if on_update == "finish":  # the second has waited behind the weights, for 60 tokens of the first
+        assert figures["queue_seconds"] > 0.02
 
 
 def test_a_sample_whose_end_nobody_has_told_is_ended_by_the_next_generator(model_folder, world):
