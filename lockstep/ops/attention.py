@@ -31,6 +31,8 @@ PAGE = 16
 """Tokens of a cache page."""
 BLOCK = 64
 """Keys between two rescalings of the running softmax; part of the arithmetic, so it never changes."""
+VECTOR = 16
+"""Lanes of the compiled kernels' vectors: they take heads that are a multiple of it, which others are widened to."""
 
 
 @runtime_checkable
@@ -53,7 +55,8 @@ class Attention(Protocol):
 class KVCache:
     """The pages of every layer. Keys lie transposed within a page, `[head_dim, PAGE]`, as the products read them.
 
-    values: whether there are any beside the keys; a page of values is `[PAGE, head_dim]`.
+    values: whether there are any beside the keys; a page of values is `[PAGE, head_dim]`. `head_dim` is the
+    `paged_width` of the model's.
     """
 
     def __init__(
@@ -67,12 +70,13 @@ class KVCache:
         values: bool = True,
     ):
         self.num_pages = num_pages
+        width = paged_width(head_dim, dtype, device)
         # Zeroed, and written with finite values alone (`write_pages_reference` says how): a masked key's weight is
         # exactly 0, but 0 · NaN would not be.
-        self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, head_dim, PAGE), dtype, device)
+        self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, width, PAGE), dtype, device)
         self.values: Tensor | None = None
         if values:
-            self.values = zeros_on_demand((num_layers, num_pages, num_kv_heads, PAGE, head_dim), dtype, device)
+            self.values = zeros_on_demand((num_layers, num_pages, num_kv_heads, PAGE, width), dtype, device)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Of one layer: those of the keys, and of the values where there are any."""
@@ -188,9 +192,10 @@ class PackedAttention:
 
     def pages(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Keys and values in pages, laid out as in `KVCache`."""
-        tokens, (kv_heads, head_dim) = self.slots.shape[0], k.shape[1:]
-        keys = k.new_zeros(self.num_pages, kv_heads, head_dim, PAGE)
-        values = None if v is None else v.new_zeros(self.num_pages, kv_heads, PAGE, head_dim)
+        tokens, kv_heads = self.slots.shape[0], k.shape[1]
+        width = paged_width(k.shape[2], k.dtype, k.device)
+        keys = k.new_zeros(self.num_pages, kv_heads, width, PAGE)
+        values = None if v is None else v.new_zeros(self.num_pages, kv_heads, PAGE, width)
         _write_pages(k[:tokens], None if v is None else v[:tokens], self.slots, keys, values)
         return keys, values
 
@@ -273,12 +278,17 @@ def _gradients(
 
         return attention_backward.attend_backward(grad_out, q, k, v, out, log_sums, starts, pieces, dtype, terms)
     contexts, first_keys = pieces or (starts.diff(), starts[:-1])
-    if not _native(q):
+    if not native.usable(q):
         grad_q, grad_k, grad_v = attend_backward_reference(
             grad_out, q, k, v, out, log_sums, starts, contexts, first_keys, terms
         )
         return grad_q, grad_k.to(dtype), grad_v.to(dtype)
     heads, head_dim = q.shape[1:]
+    if head_dim % VECTOR:
+        grad_out, q, k, v, out = (_widened(x) for x in (grad_out, q, k, v, out))
+        terms = terms._replace(scale=terms.factor(head_dim))
+        grads = _gradients(grad_out, q, k, v, out, log_sums, starts, pieces, terms, dtype, triton)
+        return _narrowed(grads[0], head_dim), _narrowed(grads[1], head_dim), _narrowed(grads[2], head_dim)
     grad_q = torch.zeros(q.shape, dtype=torch.float32)
     grad_k, grad_v = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     native.call(
@@ -321,20 +331,21 @@ def _warn_of_latents() -> None:
     )
 
 
-def _native(x: Tensor) -> bool:
-    if native.usable(x) and x.shape[-1] % PAGE:
-        _warn_of_width(x.shape[-1])
-        return False
-    return native.usable(x)
+def paged_width(head_dim: int, dtype: torch.dtype, device: str | torch.device) -> int:
+    """Features of a head in a page: a multiple of `VECTOR` for the compiled kernels, with zeros behind the head's own.
+
+    Zeros add nothing to the scores, and what they give of the output is cut off.
+    """
+    compiled = native.usable(torch.empty(0, dtype=dtype, device=device))
+    return -(-head_dim // VECTOR) * VECTOR if compiled else head_dim
 
 
-@cache
-def _warn_of_width(head_dim: int) -> None:
-    warnings.warn(
-        f"head_dim {head_dim} is no multiple of {PAGE}: attention runs in its PyTorch form, several times slower and "
-        "with other bits than the compiled one",
-        stacklevel=2,
-    )
+def _widened(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % VECTOR))
+
+
+def _narrowed(x: Tensor, head_dim: int) -> Tensor:
+    return x[..., :head_dim].contiguous()
 
 
 def _write_pages(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
@@ -343,8 +354,10 @@ def _write_pages(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tensor, value
 
         assert v is not None and values is not None
         return write_pages(k, v, slots, keys, values)
-    if not _native(k):
+    if not native.usable(k):
         return write_pages_reference(k, v, slots, keys, values)
+    if k.shape[-1] % VECTOR:
+        k, v = _widened(k), None if v is None else _widened(v)
     given = None if v is None else v.contiguous()
     native.call("write_pages", k.dtype, k.contiguous(), given, slots, keys, values, *k.shape)
 
@@ -359,9 +372,13 @@ def _attend(
     tokens: int,
     terms: Terms,
 ) -> tuple[Tensor, Tensor]:
-    if not _native(q):
+    if not native.usable(q):
         return attend_reference(q, keys, values, table, starts, contexts, BLOCK, terms)
     rows, heads, head_dim = q.shape
+    if head_dim % VECTOR:
+        terms = terms._replace(scale=terms.factor(head_dim))
+        out, log_sums = _attend(_widened(q), keys, values, table, starts, contexts, tokens, terms)
+        return _narrowed(out, head_dim), log_sums
     out = torch.empty_like(q) if tokens == rows else torch.zeros_like(q)
     log_sums = torch.empty(rows, heads, dtype=torch.float32)
     sinks = None if terms.sinks is None else terms.sinks.float().contiguous()

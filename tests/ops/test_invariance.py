@@ -64,7 +64,7 @@ def test_slicing_of_the_head_does_not_change_log_probabilities(monkeypatch):
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
     heads=st.sampled_from([(2, 2), (4, 2), (4, 1)]),
-    head_dim=st.sampled_from([16, 32, 48, 64, 80, 96]),
+    head_dim=st.sampled_from([8, 16, 32, 40, 48, 64, 80, 96]),
     random=st.randoms(use_true_random=False),
 )
 def test_attention_is_the_same_however_sequences_are_cut_ordered_and_paged(dtype, lengths, heads, head_dim, random):

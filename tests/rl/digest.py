@@ -31,17 +31,20 @@ def digests(folder: Path) -> dict[str, str]:
     from lockstep.train.pretrain import pretrain
 
     folder.mkdir(parents=True, exist_ok=True)
-    shape = ModelConfig(
-        family="qwen3", vocab_size=258, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        intermediate_size=160, qk_norm=True,
-    )  # fmt: skip
-    save_model(build_model(shape, dtype="float32", seed=0), folder / "fresh")
-    ByteTokenizer().save(folder / "fresh")
-    first = PretrainConfig(
-        output=str(folder / "pretrain"), model=str(folder / "fresh"), steps=10, tokens_per_step=1024,
-        sequence_length=128, dtype="float32", train=TrainConfig(learning_rate=1e-2, warmup_steps=2),
-    )  # fmt: skip
-    pretrain(first, list(pretraining_text(400, error_rate=0.45, seed=0)))
+    text = list(pretraining_text(400, error_rate=0.45, seed=0))
+    for name, head_dim, steps in (("pretrain", 16, 10), ("narrow heads", 40, 3)):
+        shape = ModelConfig(
+            family="qwen3", vocab_size=258, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim,
+            intermediate_size=160, qk_norm=True,
+        )  # fmt: skip
+        fresh = folder / f"{name}, fresh"
+        save_model(build_model(shape, dtype="float32", seed=0), fresh)
+        ByteTokenizer().save(fresh)
+        first = PretrainConfig(
+            output=str(folder / name), model=str(fresh), steps=steps, tokens_per_step=1024,
+            sequence_length=128, dtype="float32", train=TrainConfig(learning_rate=1e-2, warmup_steps=2),
+        )  # fmt: skip
+        pretrain(first, text)
     second = RLConfig(
         output=str(folder / "rl"), model=str(folder / "pretrain" / "checkpoints" / "step_00000010"),
         environment=f"{__file__}:Digits", steps=20, prompts_per_step=4, samples_per_prompt=4, max_new_tokens=8,
@@ -52,6 +55,7 @@ def digests(folder: Path) -> dict[str, str]:
     reinforce(second)
     return {
         "pretrain": _of_metrics(folder / "pretrain", ("loss", "grad_norm")),
+        "narrow heads": _of_metrics(folder / "narrow heads", ("loss", "grad_norm")),
         "rl": _of_metrics(folder / "rl", ("loss", "grad_norm", "policy/kl", "policy/entropy", "reward/mean")),
         "rollouts": _of_rollouts(folder / "rl"),
     }

@@ -11,6 +11,7 @@ from tests.rl.digest import digests_of_a_process
 
 EXPECTED = {
     "pretrain": "89431d3be430b2b06e99edba222f6e7894c71802903d96a3a16e9d0c1970c1b1",
+    "narrow heads": "7a6234fe4a70d47119934b0d0d2d73acc51eb918b2ccf5319771ed9b3be98afd",
     "rl": "90703212628c15ce5b5ea589ed58f4d887723cab755a5d72682cae7c992fbd64",
     "rollouts": "93c79bc9b91cdf469289ea8c1e4f9d32a2e2d66cc92c08511eed16659a9d040c",
 }
