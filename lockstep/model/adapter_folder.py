@@ -62,6 +62,11 @@ def base_folder(folder: Path) -> Path:
         ) from error
     if is_adapter_folder(found):
         raise UserError(f"{folder}: its base {base} is an adapter too; merge that first: lockstep convert --merge")
+    if not (found / "config.json").is_file():
+        raise UserError(
+            f"{folder}: its base is not there ({base} has no config.json; of a run it is one of the folders in "
+            f"checkpoints/); correct base_model_name_or_path in {SETTINGS}"
+        )
     return found
 
 

@@ -54,12 +54,23 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
     """
     folder = local_folder(path)
-    config = read_config(folder)
-    files = tensor_files(folder)
-    refuse_few_bytes(folder, config)
-    model = Decoder(config, _dtype_of(files, dtype), "meta").to_empty(device=device)
-    copy_weights(check_tensors(model, folder, files))
+    model = _empty_model(folder, dtype).to_empty(device=device)
+    copy_weights(check_tensors(model, folder, tensor_files(folder)))
     return model
+
+
+def refuse_unloadable(folder: Path, dtype: str | torch.dtype | None = None) -> None:
+    """Raises UserError where `load_model` would, without memory for the weights: of their files it reads the headers.
+
+    An adapter that knows its base is compared with it, for which the base's files are read.
+    """
+    check_tensors(_empty_model(folder, dtype), folder, tensor_files(folder))
+
+
+def _empty_model(folder: Path, dtype: str | torch.dtype | None) -> Decoder:
+    config = read_config(folder)
+    refuse_few_bytes(folder, config)
+    return Decoder(config, _dtype_of(tensor_files(folder), dtype), "meta")
 
 
 def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:

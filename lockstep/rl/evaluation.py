@@ -16,7 +16,7 @@ from lockstep.config import EvalConfig, RLConfig, validate
 from lockstep.data import load_tokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine
-from lockstep.model import open_device
+from lockstep.model import is_auto, open_device, read_config, refuse_score_head, refuse_unloadable
 from lockstep.observe import Progress, announce, start_line
 from lockstep.parallel import apply_compile
 from lockstep.rl.collect import evaluate as sample_and_grade
@@ -94,9 +94,14 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     examples = examples_of(environment, config.split)[: config.examples or None]
     folders = [model_folder(model) for model in config.model]
     reward_model = _reward_model(config, settings, environment)
-    output = _open_output(config)
+    for folder in folders:
+        _refuse_unusable(folder, config.dtype)
     results: list[ModelResult] = []
-    with _saying_what_is_kept(results), open_grader(settings, environment, is_given, output) as grader:
+    with (
+        _saying_what_is_kept(results),
+        _output(config) as output,
+        open_grader(settings, environment, is_given, output) as grader,
+    ):
         for number, (name, folder) in enumerate(zip(config.model, folders), 1):
             own = dataclasses.replace(settings, model=str(folder))
             rollouts = _judged(config, own, name, folder, examples, environment, grader, reward_model)
@@ -213,8 +218,32 @@ def _refuse_failures(figures: Figures, config: EvalConfig, rollouts: Sequence[Ro
         )
 
 
+def _refuse_unusable(folder: Path, dtype: str) -> None:
+    """Raises UserError for a model that cannot be sampled from, before another one is and before there is a folder."""
+    shape = read_config(folder)
+    refuse_score_head(shape, str(folder))
+    refuse_unloadable(folder, None if is_auto(dtype) else dtype)
+    load_tokenizer(folder, shape.vocab_size)
+
+
+@contextmanager
+def _output(config: EvalConfig) -> Iterator[Path]:
+    """The folder, without an earlier evaluation's files; one that was not there is gone again if it failed and is empty.
+
+    Raises UserError where the files are not to be replaced.
+    """
+    was_there = Path(config.output).exists()
+    output = _open_output(config)
+    try:
+        yield output
+    except BaseException:
+        if not was_there:
+            with suppress(OSError):  # not empty: what is finished is kept
+                output.rmdir()
+        raise
+
+
 def _open_output(config: EvalConfig) -> Path:
-    """The folder, without an earlier evaluation's files. Raises UserError where they are not to be replaced."""
     output = Path(config.output)
     there = [path for path in (output / RESULT, *output.glob("completions_*.jsonl")) if path.exists()]
     if there and not config.overwrite:

@@ -16,7 +16,7 @@ import lockstep
 from lockstep.cli import main
 from lockstep.commands.evaluate import _sentence
 from lockstep.commands.terminal import in_encoding
-from lockstep.config import EvalConfig, RewardConfig
+from lockstep.config import EngineConfig, EvalConfig, RewardConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
 from lockstep.rl.environment import Environment, Example
@@ -223,6 +223,34 @@ def test_a_prompt_that_is_no_text_is_named(tmp_path, folders):  # noqa: F811
         lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("config.json", "config.json asks for"),
+        ("model.safetensors", "broken/model.safetensors"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_before_any_is_sampled(tmp_path, folders, file, said):  # noqa: F811
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[0], broken)
+    if file == "config.json":
+        shape = json.loads((broken / file).read_text())
+        (broken / file).write_text(json.dumps(shape | {"intermediate_size": shape["intermediate_size"] // 2}))
+    else:
+        (broken / file).write_text("{")
+    with pytest.raises(UserError, match=said):
+        lockstep.evaluate(_eval(tmp_path, folders[0], broken, overwrite=False), Early())
+    assert not (tmp_path / "eval").exists()
+
+
+def test_a_folder_that_was_there_stays_where_nothing_comes_of_it(tmp_path, folders):  # noqa: F811
+    (tmp_path / "eval").mkdir()
+    engine = EngineConfig(draft="layers", draft_layers=100)
+    with pytest.raises(UserError, match="draft_layers is 100"):
+        lockstep.evaluate(_eval(tmp_path, folders[0], engine=engine), Early())
+    assert not list((tmp_path / "eval").iterdir())
+
+
 def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, folders, monkeypatch):  # noqa: F811
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
@@ -230,7 +258,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, folders,
     monkeypatch.setattr("lockstep.rl.rollouts.json.dumps", full)
     with pytest.raises(RunStopped, match=r"completions_1.jsonl: cannot be written \(No space left on device\); free"):
         lockstep.evaluate(_eval(tmp_path, folders[0], examples=2), Early())
-    assert not list((tmp_path / "eval").iterdir())
+    assert not (tmp_path / "eval").exists()
 
 
 def test_a_comparison_says_how_many_prompts_it_left_out():
@@ -306,4 +334,4 @@ def test_an_interruption_before_the_first_model_is_done_keeps_nothing(tmp_path, 
 
     with pytest.raises(KeyboardInterrupt, match="no model was finished, so nothing is kept"):
         lockstep.evaluate(_eval(tmp_path, folders[0], examples=1), Interrupting())
-    assert not list((tmp_path / "eval").iterdir())
+    assert not (tmp_path / "eval").exists()

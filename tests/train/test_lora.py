@@ -219,8 +219,12 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     save_model(build_model(replace(SHAPE, num_layers=1), "float32"), base)
     with pytest.raises(UserError, match=r"another base: it adapts layers.1.*, which .* does not have"):
         load_model(adapter)
+    (base / "config.json").unlink()  # as in a run's folder
+    missing = "its base is not there .* correct base_model_name_or_path"
+    with pytest.raises(UserError, match=f"^{adapter}: {missing}"):
+        load_model(adapter)
     shutil.rmtree(base)
-    with pytest.raises(UserError, match="its base is not there .* correct base_model_name_or_path"):
+    with pytest.raises(UserError, match=f"^{adapter}: {missing}"):
         load_model(adapter)
 
 

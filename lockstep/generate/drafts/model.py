@@ -28,7 +28,10 @@ def first_layers(model: Decoder, count: int) -> Decoder:
             f"engine.draft_layers is {count}; a draft of the model's own takes from 1 to "
             f"{model.config.num_layers - 1} of its {model.config.num_layers} layers"
         )
-    part = Decoder(replace(model.config, num_layers=count), model.dtype, "meta")
+    lora = model.config.lora
+    if lora is not None:
+        lora = replace(lora, modules=tuple(name for name in lora.modules if int(name.split(".")[1]) < count))
+    part = Decoder(replace(model.config, num_layers=count, lora=lora), model.dtype, "meta")
     for name, child in model.named_children():
         setattr(part, name, child)
     part.layers = nn.ModuleList(list(model.layers)[:count])
