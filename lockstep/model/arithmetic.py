@@ -32,11 +32,13 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
     except UserError:
         raise
     except ValueError as error:
+        here = ops.arithmetic()
+        other = here if here == "pytorch" or chosen == "portable" else "portable"
         if chosen == wanted:
-            raise UserError(f"{error}; give --arithmetic portable or auto") from error
+            raise UserError(f"{error}; give --arithmetic {other}") from error
         raise UserError(
             f"computed so far in {recorded} arithmetic, which cannot be had here: {error}. Resume where it can, or "
-            "accept other bits from here on with --arithmetic portable"
+            f"accept other bits from here on with --arithmetic {other}"
         ) from error
     if ops.is_emulated(name):
         warnings.warn(

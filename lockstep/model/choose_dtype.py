@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 import time
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from lockstep import ops
 from lockstep.model.checkpoint import folder_dtype
 from lockstep.model.dtypes import DTYPES, resolve_dtype
-from lockstep.ops.cache import cache_folder, fingerprint
+from lockstep.ops.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
 
 ROWS, FEATURES = 256, 512
 """Of the product that is timed, with its gradients: a small model's, far beyond what its launch costs."""
@@ -62,17 +60,15 @@ def training_seconds() -> dict[str, float]:
     """
     of = (ops.native.build_name(), str(torch.get_num_threads()))
     path = cache_folder() / f"dtype-{fingerprint('dtype', *of)}.json"
-    if path.is_file():
-        try:
-            known = {name: float(json.loads(path.read_text())[name]) for name in DTYPES}
-            if all(0 < seconds < math.inf for seconds in known.values()):
-                return known
-        except (ValueError, KeyError, TypeError):
-            pass  # a file that is damaged is measured anew
+    kept = kept_measurement(path)
+    try:
+        known = {name: float(kept[name]) for name in DTYPES}
+        if all(0 < seconds < math.inf for seconds in known.values()):
+            return known
+    except (ValueError, KeyError, TypeError):
+        pass  # nothing is there, or a damaged file
     measured = _measure()
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(measured))
-    partial.replace(path)
+    keep_measurement(path, measured)
     return measured
 
 

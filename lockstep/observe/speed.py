@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import resource
 import time
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ import torch
 from lockstep import ops
 from lockstep.model import ModelConfig
 from lockstep.observe.machine import busy_neighbours
-from lockstep.ops.cache import cache_folder, fingerprint
+from lockstep.ops.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
 
 NVIDIA_PEAKS = {
     "B200": 2250e12,
@@ -80,17 +78,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     measured = _measure(device, dtype)
     if measured <= before:
         return before
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps({"flops": measured, "dtype": str(dtype), "threads": torch.get_num_threads()}))
-    partial.replace(path)
+    keep_measurement(path, {"flops": measured, "dtype": str(dtype), "threads": torch.get_num_threads()})
     return measured
 
 
 def _kept(path: Path) -> float:
     """The best measurement so far; 0 where there is none, or a damaged file."""
     try:
-        flops = float(json.loads(path.read_text())["flops"])
-    except (OSError, ValueError, KeyError, TypeError):
+        flops = float(kept_measurement(path)["flops"])
+    except (ValueError, KeyError, TypeError):
         return 0.0
     return flops if 0 < flops < math.inf else 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import stat
@@ -11,6 +12,7 @@ import warnings
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,6 +88,31 @@ def _instead_of(folder: Path, problem: str) -> Path:
         stacklevel=3,
     )
     return other
+
+
+def kept_measurement(path: Path) -> Any:
+    """What `keep_measurement` was given; None where there is nothing, or a damaged file."""
+    if path in _unwritten:
+        return _unwritten[path]
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def keep_measurement(path: Path, measured: dict[str, Any]) -> None:
+    """Writes it to a file of the cache folder; where the disk is full, it is kept for this process alone."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(measured))
+        partial.replace(path)
+    except OSError:
+        _unwritten[path] = measured
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+_unwritten: dict[Path, dict[str, Any]] = {}
 
 
 def fingerprint(*more: str | bytes) -> str:

@@ -1,7 +1,12 @@
 """Where a model computes, in which dtype and arithmetic: as asked, and as chosen where nothing is."""
 
+import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from lockstep.model import (
     set_arithmetic,
     training_seconds,
 )
+from lockstep.observe.speed import peak_flops
 from lockstep.ops.native import instruction_sets
 from lockstep.rl.parity_check import check_parity
 from lockstep.train import pack
@@ -71,6 +77,8 @@ def test_another_arithmetic_is_taken_or_refused_by_name():
         assert set_arithmetic("auto", CPU, recorded="portable") == "portable", "a resumed run keeps its own"
     except UserError as error:
         assert "arithmetic bf16_pairs needs AVX512-BF16" in str(error)
+        with pytest.raises(UserError, match="give --arithmetic portable$"):
+            set_arithmetic("bf16_pairs", CPU)
         with pytest.raises(UserError, match="computed so far in bf16_pairs arithmetic.*--arithmetic portable"):
             set_arithmetic("auto", CPU, recorded="bf16_pairs")
     finally:
@@ -78,6 +86,74 @@ def test_another_arithmetic_is_taken_or_refused_by_name():
     with pytest.raises(UserError, match="arithmetic portable is one of the CPU's, but the device is cuda:0"):
         set_arithmetic("portable", torch.device("cuda:0"))
     assert set_arithmetic("auto", torch.device("cuda:0")) == "auto"
+
+
+REFUSALS = {
+    "LOCKSTEP_NATIVE=0": (
+        "portable",
+        "arithmetic portable is that of the compiled operators, which LOCKSTEP_NATIVE=0 switches off; "
+        "give --arithmetic pytorch",
+    ),
+    "LOCKSTEP_NATIVE=1": (
+        "pytorch",
+        "arithmetic pytorch is that of the plain operators, which serve with LOCKSTEP_NATIVE=0 alone; "
+        "give --arithmetic portable",
+    ),
+    f"LOCKSTEP_ISA={instruction_sets.supported()[-1].name}": (
+        "bf16_pairs",
+        "arithmetic bf16_pairs needs AVX512-BF16, which this processor lacks or LOCKSTEP_ISA rules out (instruction "
+        f"sets here: {instruction_sets.supported()[-1].name}); give --arithmetic portable",
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", REFUSALS)
+def test_an_arithmetic_that_cannot_be_had_is_refused_with_one_that_can(setting):
+    wanted, message = REFUSALS[setting]
+    program = f"""
+import torch
+from lockstep.errors import UserError
+from lockstep.model import set_arithmetic
+try:
+    set_arithmetic({wanted!r}, torch.device("cpu"))
+except UserError as error:
+    print(error)
+"""
+    environment = os.environ | dict([setting.split("=")])
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (result.stdout.strip(), result.stderr) == (message, "")
+
+
+def test_portable_kernels_that_cannot_be_compiled_are_named_with_the_compilers_reason(monkeypatch):
+    from lockstep.ops import native
+
+    # As where the disk is full, and the cache folder holds those of another arithmetic.
+    sets = {each.name: "No space left on device" for each in instruction_sets.supported() if not each.emulated}
+    monkeypatch.setattr(native, "_not_compiled", sets)
+    monkeypatch.setattr(native, "_usable_sets", lambda: [])
+    monkeypatch.setattr(native, "arithmetic", lambda: "bf16_pairs")
+    monkeypatch.setattr("lockstep.ops.arithmetic", native.arithmetic)
+    with pytest.raises(UserError, match="portable could not be compiled .*No space left.*give --arithmetic bf16_pairs"):
+        set_arithmetic("portable", CPU)
+
+
+@pytest.mark.parametrize("keep", [training_seconds, lambda: peak_flops(CPU, torch.float32)])
+def test_what_was_measured_outlasts_a_full_disk_in_memory(tmp_path, monkeypatch, keep):
+    from lockstep.ops import cache, native
+
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    native.library()  # compiled before the cache folder is another
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "_unwritten", {})
+    monkeypatch.setattr("lockstep.observe.speed.busy_neighbours", lambda: 0)
+    monkeypatch.setattr(Path, "write_text", full)
+    measured = keep()
+    assert not list((tmp_path / "lockstep").iterdir())
+    monkeypatch.setattr("lockstep.observe.speed.busy_neighbours", lambda: 1)
+    assert keep() == measured
 
 
 def test_a_checkpoint_of_another_arithmetic_is_named_where_it_is_opened(tmp_path, model_folder, caplog):

@@ -42,13 +42,14 @@ def library() -> ctypes.CDLL | None:
         except CompilerMissing as error:
             # An older compiler may not know a processor's newest instructions.
             reason = reason or error
-            _not_compiled.add(each.name)
+            _not_compiled[each.name] = str(error)
             continue
         if reason is not None:
             warnings.warn(f"the kernels for {each.name} are used, which are slower: {reason}", stacklevel=2)
         _offer_openmp()
         return ctypes.CDLL(str(path))
-    warnings.warn(f"the plain PyTorch operators are used, which are slower: {reason}", stacklevel=2)
+    if _wanted_arithmetic == "auto":  # else it is refused
+        warnings.warn(f"the plain PyTorch operators are used, which are slower: {reason}", stacklevel=2)
     return None
 
 
@@ -70,10 +71,14 @@ def _chosen() -> InstructionSet:
     wanted = _wanted_arithmetic
     if sets := _usable_sets():
         return sets[0]
+    for each in supported():
+        if each.arithmetic == wanted and each.name in _not_compiled:
+            raise ValueError(
+                f"the kernels for arithmetic {wanted} could not be compiled ({each.name}): {_not_compiled[each.name]}"
+            )
     raise ValueError(
         f"arithmetic {wanted} needs {_NEEDS[wanted]}, which this processor lacks or LOCKSTEP_ISA rules out "
-        f"(instruction sets here: {', '.join(each.name for each in supported())}"
-        + (f"; of these could not be compiled: {', '.join(sorted(_not_compiled))})" if _not_compiled else ")")
+        f"(instruction sets here: {', '.join(each.name for each in supported())})"
     )
 
 
@@ -87,14 +92,19 @@ def set_arithmetic(name: str) -> str:
     global _wanted_arithmetic
     if name not in ARITHMETICS:
         raise ValueError(f'arithmetic is "{name}"; it can be {", ".join(ARITHMETICS)}')
-    if (name == "pytorch") != (library() is None) and name != "auto":
-        raise ValueError(f"arithmetic is {name}, but the operators here are {arithmetic()}")
     if library() is None:
+        if name not in ("auto", "pytorch"):
+            switched_off = os.environ.get("LOCKSTEP_NATIVE", "1") == "0"
+            why = "LOCKSTEP_NATIVE=0 switches off" if switched_off else "could not be compiled"
+            raise ValueError(f"arithmetic {name} is that of the compiled operators, which {why}")
         return arithmetic()
+    if name == "pytorch":
+        raise ValueError("arithmetic pytorch is that of the plain operators, which serve with LOCKSTEP_NATIVE=0 alone")
     before, _wanted_arithmetic = _wanted_arithmetic, name
     library.cache_clear()
     _functions.clear()
     try:
+        _chosen()
         library()
         return _chosen().arithmetic
     except ValueError:
@@ -165,7 +175,8 @@ def function(name: str) -> Any:
 
 _pretending = False
 _wanted_arithmetic = "auto"
-_not_compiled: set[str] = set()
+_not_compiled: dict[str, str] = {}
+"""Instruction sets by name, and why."""
 _functions: dict[tuple[str, torch.dtype], Any] = {}
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float}
 
