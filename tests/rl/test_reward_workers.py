@@ -121,12 +121,16 @@ def test_a_keeper_is_given_up_where_several_looks_in_a_row_find_it_stopped(task,
 
         gets(signal.SIGSTOP, stopped=True)
         assert [keeper.stays_stopped() for _ in range(2)] == [False, False]
+        keeper.grades = True
+        assert grader.awaited() == "reward worker 0, which a signal has stopped"
         gets(signal.SIGCONT, stopped=False)
         assert not keeper.stays_stopped()
+        assert grader.awaited() == "reward worker 0"
         gets(signal.SIGSTOP, stopped=True)
         assert [keeper.stays_stopped() for _ in range(3)] == [False, False, True]
         gets(signal.SIGCONT, stopped=False)
         assert grader([(Example("p"), "fine")])[0].rewards == {"one": 1.0}
+        assert grader.awaited() == ""
 
 
 def test_a_reward_that_leaks_fails_nothing_before_the_limit_and_not_its_neighbours(graded):

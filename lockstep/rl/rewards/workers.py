@@ -111,6 +111,14 @@ class Workers:
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
         return _grade(self.keepers, jobs, self.moved)
 
+    def awaited(self) -> str:
+        """Those that grade just now: `reward worker 0, reward worker 2`."""
+        return ", ".join(
+            f"reward worker {number}{', which a signal has stopped' if keeper.stopped else ''}"
+            for number, keeper in enumerate(self.keepers)
+            if keeper.grades
+        )
+
 
 def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callable[[], None]) -> list[Outcome]:
     """Every job's outcome, in order. A thread for each keeper takes chunks until none are left."""
@@ -131,11 +139,14 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
     def drive(keeper: KeeperProcess) -> None:
         try:
             while taken := chunk():
+                keeper.grades = True
                 asked = [(plain[id(jobs[index][0])], jobs[index][1]) for index in taken]
                 outcomes.update(zip(taken, keeper.grade(asked)))
                 moved()
         except BaseException as error:
             errors.append(error)
+        finally:
+            keeper.grades = False
 
     threads = [threading.Thread(target=drive, args=(keeper,), daemon=True) for keeper in keepers[1:]]
     for thread in threads:
@@ -156,6 +167,10 @@ class KeeperProcess:
         # What it starts inherits this, and can be found by it when the keeper is gone.
         self.mark = "LOCKSTEP_KEEPER", secrets.token_hex()
         self.process: subprocess.Popen[bytes] | None = None
+        self.grades = False
+        """Whether the trainer waits for its answers; read by another thread."""
+        self.stopped = 0
+        """Looks in a row that have found it stopped."""
         self.start()
 
     def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
