@@ -117,7 +117,7 @@ class SignOfLife:
             content = self._who | {
                 "step": line.step,
                 "phase": line.phase,
-                "waits_for": line.waits_for[:MESSAGE],
+                "waits_for": (line.awaited() or line.waits_for)[:MESSAGE],
                 "patience": line.patience,
                 "progress": line.progress,
                 "work": line.work,

@@ -45,6 +45,8 @@ class Timeline:
         """Grows with every phase begun or ended, on all ranks alike: the least tells who is furthest behind."""
         self.counters: list[Callable[[], int]] = []
         """Of work within phases, such as an engine's steps; read by another thread."""
+        self.awaited: Callable[[], str] = str
+        """Whom work within a phase waits for just now, such as `reward worker 0`; read by another thread."""
         self.changed: Callable[[], None] = _nothing
         """Called where a step or a phase begins."""
         self._moves = 0

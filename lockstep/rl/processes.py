@@ -39,6 +39,14 @@ def descendants(process: int, spared: frozenset[int] = frozenset()) -> list[int]
     return found
 
 
+def is_stopped(child: int) -> bool:
+    """Whether a signal has stopped a child of this process; never where the system does not tell."""
+    with contextlib.suppress(ChildProcessError):  # it has ended
+        if hasattr(os, "waitid"):  # macOS has it since Python 3.13
+            return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
 def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float = 10.0) -> None:
     """Kills a child that leads its group, and then everything below this process but what `spared` has, and reaps it.
 

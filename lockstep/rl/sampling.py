@@ -17,7 +17,7 @@ from lockstep.rl.collect import collect, evaluate
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
-from lockstep.rl.rewards.workers import open_grader, own_limit
+from lockstep.rl.rewards.workers import Workers, open_grader, own_limit
 from lockstep.rl.rollouts import Rollout
 
 Draws = Callable[[Sequence[Example]], list[Rollout]]
@@ -48,6 +48,8 @@ class Sampling:
         self._recorded = recorded
         self.talks = isinstance(environment, ConversationEnvironment)
         self.grader = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
+        if isinstance(self.grader, Workers):
+            timeline.awaited = self.grader.awaited
         # Conversations of steps to come are held while this step's are graded, one step after the other.
         self._talking, self._conversing = threading.Lock(), self.grader
         if self.talks and config.actors.max_staleness:

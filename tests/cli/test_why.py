@@ -168,6 +168,16 @@ def test_a_rank_that_was_killed_is_the_cause_and_not_the_one_that_lost_it(tmp_pa
     assert [actor["state"] for actor in found["actors"]] == ["ended", "gone"]
 
 
+def test_a_reward_worker_that_takes_long_is_named(tmp_path, model_folder, start):
+    config = config_of(tmp_path, model_folder, "Gate", steps=1, rewards=RewardConfig(workers=1, seconds=900.0))
+    run, (process,) = tmp_path / "run", start(1, config)
+    found = wait_for(lambda: (a := read_actors(run).get("rank_0")) and a.phase == "reward" and a.waits_for, [process])
+    assert found == "reward worker 0"
+    (tmp_path / "go").touch()
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+
+
 def test_one_process_alone_is_named_where_it_stands_until_it_has_ended(tmp_path, model_folder, start, capsys):
     config = config_of(tmp_path, model_folder, "Gate", steps=1, faults=FaultConfig(watchdog_seconds=0.0))
     run, (process,) = tmp_path / "run", start(1, config)

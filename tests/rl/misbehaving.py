@@ -18,6 +18,7 @@ CAUSES = {
     "exits_at_once": "killed",
     "kills_itself": "killed",
     "kills_its_keeper": "killed",
+    "stops_its_keeper": "killed",
     "forks": "processes",
     "writes_into_pipes": "killed",
 }
@@ -57,6 +58,10 @@ class Misbehaving:
 
     def kills_its_keeper(self):
         os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+
+    def stops_its_keeper(self):
+        os.kill(os.getppid(), signal.SIGSTOP)
         time.sleep(1000)
 
     def forks(self):

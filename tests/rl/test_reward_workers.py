@@ -1,6 +1,9 @@
 """Reward workers: whatever a reward does, it costs its own rollout only."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.rl import Environment, Example, Rollout
 from lockstep.rl.collect import assign_rewards
 from lockstep.rl.ledger import Ledger
-from lockstep.rl.processes import descendants
+from lockstep.rl.processes import descendants, is_stopped
 from lockstep.rl.rewards.workers import open_workers
 from tests.rl.misbehaving import CAUSES
 
@@ -39,6 +42,11 @@ class Task(Misbehaving, rl.Environment):
 
     def prints_some(self):
         print("x")
+
+    def waits_for_a_file(self):
+        open(__file__ + ".began", "w").close()
+        while not os.path.exists(__file__ + ".go"):
+            time.sleep(0.01)
 
     def forges(self):
         # As its worker answers, in each pipe: of a forger the trainer believes no cause and no control character.
@@ -70,8 +78,9 @@ def task(tmp_path_factory):
 
 
 @pytest.fixture
-def graded(task, tmp_path):
+def graded(task, tmp_path, monkeypatch):
     """`graded(completions, …)`: the cause of each failure, an empty string for each that has its reward."""
+    monkeypatch.setattr("lockstep.rl.rewards.workers.LOOK_SECONDS", 0.1)
 
     def grade(completions, kind="Task", **changes):
         config = RLConfig(environment=f"{task}:{kind}", rewards=RewardConfig(**(LIMITS | changes)))
@@ -88,6 +97,40 @@ def graded(task, tmp_path):
 @pytest.mark.parametrize(("bad", "cause"), [*CAUSES.items(), ("hangs_deaf", "timeout")])
 def test_a_bad_reward_fails_alone_and_says_why(graded, bad, cause):
     assert graded(["fine", "fine", bad, "fine", "fine"], workers=1) == ["", "", cause, "", ""]
+
+
+def test_a_keeper_that_a_reward_stops_is_given_up_long_before_its_jobs_could_have_ended(graded):
+    began = time.monotonic()
+    assert graded(["fine", "stops_its_keeper"], workers=1) == ["", "killed"]
+    assert time.monotonic() < began + 60, "the trainer gives two jobs 80 s, and the one at fault 70 s more"
+
+
+def test_a_keeper_is_given_up_where_several_looks_in_a_row_find_it_stopped(task, tmp_path):
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS | {"workers": 1}))
+    with open_workers(config, tmp_path) as grader:
+        (keeper,) = grader.keepers
+        keeper.await_ready()
+        assert keeper.process
+
+        def gets(sent, stopped):
+            os.kill(keeper.process.pid, sent)
+            until = time.monotonic() + 60
+            while is_stopped(keeper.process.pid) != stopped:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+        gets(signal.SIGSTOP, stopped=True)
+        assert [keeper.stays_stopped() for _ in range(2)] == [False, False]
+        keeper.grades = True
+        assert grader.awaited() == "reward worker 0, which a signal has stopped"
+        gets(signal.SIGCONT, stopped=False)
+        assert not keeper.stays_stopped()
+        assert grader.awaited() == "reward worker 0"
+        gets(signal.SIGSTOP, stopped=True)
+        assert [keeper.stays_stopped() for _ in range(3)] == [False, False, True]
+        gets(signal.SIGCONT, stopped=False)
+        assert grader([(Example("p"), "fine")])[0].rewards == {"one": 1.0}
+        assert grader.awaited() == ""
 
 
 def test_a_reward_that_leaks_fails_nothing_before_the_limit_and_not_its_neighbours(graded):
@@ -171,10 +214,6 @@ def test_of_a_thousand_rewards_two_hundred_bad_ones_fail_and_no_other(graded, ta
 
 
 def test_workers_end_with_the_trainer_even_when_it_is_killed(task, tmp_path):
-    import signal
-    import subprocess
-    import sys
-
     script = f"""
 import os, sys, threading
 from pathlib import Path
@@ -198,6 +237,35 @@ with open_workers(config, Path(r"{tmp_path}")) as grader:
     while any(_runs(process) for process in below):
         assert time.monotonic() < until, "keeper and worker outlive the trainer"
         time.sleep(0.02)
+
+
+def test_a_job_that_is_suspended_with_all_its_processes_loses_no_reward(task, tmp_path):
+    script = f"""
+from pathlib import Path
+import lockstep.rl.rewards.workers as workers
+from lockstep.config import RewardConfig, RLConfig
+from lockstep.rl import Example
+workers._patience = lambda config, jobs: 4.0
+config = RLConfig(environment="{task}:Task", rewards=RewardConfig(workers=1, seconds=900))
+with workers.open_workers(config, Path(r"{tmp_path}")) as grader:
+    print(grader([(Example("p"), "waits_for_a_file")])[0].cause or "graded", flush=True)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not Path(f"{task}.began").exists():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        everyone = [trainer.pid, *descendants(trainer.pid)]
+        for process in everyone:
+            os.kill(process, signal.SIGSTOP)
+        Path(f"{task}.go").touch()
+        time.sleep(5)  # longer than the trainer would wait
+        for process in everyone:
+            os.kill(process, signal.SIGCONT)
+        assert trainer.communicate(timeout=60) == ("graded\n", None)
+    finally:
+        trainer.kill()
 
 
 def _runs(process):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from lockstep.rl.environment import Example
 from lockstep.rl.rewards.calling import KILLED, failure
 from lockstep.rl.rewards.frames import Closed
 from lockstep.rl.rewards.keeper import CONVERSE, DONE
-from lockstep.rl.rewards.workers import KeeperProcess, Workers, fields_of
+from lockstep.rl.rewards.workers import ENDED_KEEPER, LOOK_SECONDS, KeeperProcess, Workers, fields_of
 
 SILENCE = 60.0
 """Seconds beyond the environment's time in which a keeper must say something, before it is taken for dead."""
@@ -52,8 +51,6 @@ class _Table:
     one_by_one: bool = False
     open: bool = False
     """Whether the keeper holds conversations."""
-    heard: float = 0.0
-    """When it has said something."""
 
 
 class HostingInWorkers:
@@ -88,14 +85,15 @@ class HostingInWorkers:
 
     def next(self, wait: bool) -> Said | Again | None:
         """What a conversation says; None where none has said anything and there is no need to wait."""
-        began = time.monotonic()
+        looks = 0  # in vain; by a clock a keeper would be silent while this process itself is stopped
         while not self._said:
-            self._listen(1.0 if wait else 0.0)
+            heard = self._listen(LOOK_SECONDS if wait else 0.0)
             if not wait:
                 break
-            for table in self._tables:
+            looks = 0 if heard else looks + 1
+            for table in self._tables if looks else ():
                 # All of them are the environment's, or the trainer would not wait.
-                if table.numbers and time.monotonic() > max(began, table.heard) + self._patience:
+                if table.numbers and (table.keeper.stays_stopped() or looks * LOOK_SECONDS > self._patience):
                     self._lose(table)
         return self._said.popleft() if self._said else None
 
@@ -107,19 +105,21 @@ class HostingInWorkers:
     def _table(self, number: int) -> _Table:
         return self._tables[number % len(self._tables)]
 
-    def _listen(self, seconds: float) -> None:
+    def _listen(self, seconds: float) -> bool:
+        """Whether anything has come."""
         poll = select.poll()
         tables = {table.keeper.stream.reads: table for table in self._tables if table.open}
         for end in tables:
             poll.register(end, select.POLLIN)
-        for end, _ in poll.poll(1000 * seconds):
+        heard = poll.poll(1000 * seconds)
+        for end, _ in heard:
             table = tables[end]
-            table.heard = time.monotonic()
             try:
                 for data in table.keeper.stream.messages():
                     self._hear(table, said_of(data))
             except (Closed, TypeError, ValueError, OverflowError):
                 self._lose(table)
+        return bool(heard)
 
     def _hear(self, table: _Table, said: Said) -> None:
         if said.number not in table.numbers:
@@ -136,7 +136,7 @@ class HostingInWorkers:
             self._begin(table, table.numbers[:1])
 
     def _lose(self, table: _Table) -> None:
-        """A keeper has ended, or is silent."""
+        """A keeper has ended, or is stopped or silent."""
         table.keeper.close()
         table.open = False
         if not table.numbers:
@@ -149,11 +149,11 @@ class HostingInWorkers:
             self._begin(table, table.numbers[:1])
             return
         task = self._tasks[suspects[0]]
-        problem = f"the {task['method']} of example {Example(**task['example']).name} ended the workers' keeper"
+        problem = f"the {task['method']} of example {Example(**task['example']).name} {ENDED_KEEPER}"
         self._hear(table, Ended(suspects[0], [], False, failure(KILLED, problem), {}))
 
     def _begin(self, table: _Table, numbers: Sequence[int]) -> None:
-        table.begun, table.heard = list(numbers), time.monotonic()
+        table.begun = list(numbers)
         if not numbers:
             return
         opening = [] if table.open else [CONVERSE]

@@ -21,6 +21,10 @@ class Closed(Exception):
     """The other side is gone, or has written what is no message."""
 
 
+class Silent(Closed):
+    """No message has come in time."""
+
+
 def chunk_of(jobs: Sequence[PlainJob]) -> dict[str, Any]:
     """Jobs as one message, in which the example that several completions share stands once."""
     examples = {id(example): example for example, _ in jobs}
@@ -90,12 +94,12 @@ def receive(pipe: int, buffer: bytearray, seconds: float | None = None) -> Any:
 
 
 def receive_body(pipe: int, buffer: bytearray, seconds: float | None = None) -> bytes:
-    """The JSON of the next message, as it is. Raises Closed."""
+    """The JSON of the next message, as it is. Raises Closed, and Silent, after which it may be asked again."""
     until = None if seconds is None else time.monotonic() + seconds
     while (message := take_body(buffer)) is None:
         left = None if until is None else max(0.0, until - time.monotonic())
         if not _ready(pipe, select.POLLIN, left):
-            raise Closed(f"no answer for {seconds:g} s")
+            raise Silent(f"no answer for {seconds:g} s")
         if not (read := os.read(pipe, 2**16)):
             raise Closed("the end of the pipe")
         buffer += read

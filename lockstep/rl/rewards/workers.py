@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import subprocess
@@ -20,9 +21,9 @@ from lockstep.config import RewardConfig, RLConfig
 from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.environments import ADAPTERS
-from lockstep.rl.processes import end_marked
+from lockstep.rl.processes import end_marked, is_stopped
 from lockstep.rl.rewards.calling import KILLED, PATIENCE, Grader, Job, Outcome, failure, outcome_from
-from lockstep.rl.rewards.frames import Closed, PlainJob, Stream, chunk_of, receive, send
+from lockstep.rl.rewards.frames import Closed, PlainJob, Silent, Stream, chunk_of, receive, send
 from lockstep.rl.rewards.grading import grade_here
 
 CHUNK = 64
@@ -32,9 +33,15 @@ KEEPER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lockstep
 START_SECONDS = 600.0
 """For an environment to be imported, with all that it imports itself."""
 
-
+LOOK_SECONDS = 1.0
+"""How often the trainer looks at a keeper that says nothing: a reward may have stopped it."""
+STOPPED_LOOKS = 3
+"""In a row that find a keeper stopped, before it is given up. A job that suspends all its processes and lets them
+continue, this one first, stops it for less."""
 END_SECONDS = 15.0
 """For a keeper to end by itself, with all that is below it, before it is killed."""
+ENDED_KEEPER = "ended or stopped the workers' keeper"
+"""What the user is told of it."""
 
 
 @contextmanager
@@ -104,6 +111,14 @@ class Workers:
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
         return _grade(self.keepers, jobs, self.moved)
 
+    def awaited(self) -> str:
+        """Those that grade just now: `reward worker 0, reward worker 2`."""
+        return ", ".join(
+            f"reward worker {number}{', which a signal has stopped' if keeper.stopped else ''}"
+            for number, keeper in enumerate(self.keepers)
+            if keeper.grades
+        )
+
 
 def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callable[[], None]) -> list[Outcome]:
     """Every job's outcome, in order. A thread for each keeper takes chunks until none are left."""
@@ -124,11 +139,14 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
     def drive(keeper: KeeperProcess) -> None:
         try:
             while taken := chunk():
+                keeper.grades = True
                 asked = [(plain[id(jobs[index][0])], jobs[index][1]) for index in taken]
                 outcomes.update(zip(taken, keeper.grade(asked)))
                 moved()
         except BaseException as error:
             errors.append(error)
+        finally:
+            keeper.grades = False
 
     threads = [threading.Thread(target=drive, args=(keeper,), daemon=True) for keeper in keepers[1:]]
     for thread in threads:
@@ -149,6 +167,10 @@ class KeeperProcess:
         # What it starts inherits this, and can be found by it when the keeper is gone.
         self.mark = "LOCKSTEP_KEEPER", secrets.token_hex()
         self.process: subprocess.Popen[bytes] | None = None
+        self.grades = False
+        """Whether the trainer waits for its answers; read by another thread."""
+        self.stopped = 0
+        """Looks in a row that have found it stopped."""
         self.start()
 
     def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
@@ -159,7 +181,7 @@ class KeeperProcess:
             self.start()
         if len(jobs) > 1:
             return [outcome for job in jobs for outcome in self.grade([job])]
-        return [failure(KILLED, f"the reward of example {Example(**jobs[0][0]).name} ended the workers' keeper")]
+        return [failure(KILLED, f"the reward of example {Example(**jobs[0][0]).name} {ENDED_KEEPER}")]
 
     def _ask(self, jobs: list[PlainJob]) -> list[Outcome]:
         self.await_ready()
@@ -186,7 +208,7 @@ class KeeperProcess:
             )
         assert self.process.stdin and self.process.stdout
         self.stream = Stream(self.process.stdout.fileno(), self.process.stdin.fileno())
-        self.ready = False
+        self.ready, self.stopped = False, 0
         self.send({"environment": self.environment, "limits": asdict(self.config)})
 
     def send(self, message: Any) -> None:
@@ -194,8 +216,20 @@ class KeeperProcess:
         send(self.stream.writes, message)
 
     def receive(self, seconds: float) -> Any:
-        """The next message. Raises Closed where there is none for so long."""
-        return receive(self.stream.reads, self.stream.inbox, seconds)
+        """The next message. Raises Closed where there is none for so long, or the keeper stays stopped."""
+        # Looks are counted, for the clock runs on while this process itself is stopped.
+        for _ in range(math.ceil(seconds / LOOK_SECONDS)):
+            with contextlib.suppress(Silent):
+                return receive(self.stream.reads, self.stream.inbox, LOOK_SECONDS)
+            if self.stays_stopped():
+                raise Closed("a signal has stopped it")
+        raise Closed(f"no answer for {seconds:g} s")
+
+    def stays_stopped(self) -> bool:
+        """Whether the last STOPPED_LOOKS calls, which are to be LOOK_SECONDS apart, have found it stopped."""
+        assert self.process
+        self.stopped = self.stopped + 1 if is_stopped(self.process.pid) else 0
+        return self.stopped >= STOPPED_LOOKS
 
     def await_ready(self) -> None:
         """Starts it where it has ended. Raises UserError where it cannot load the environment."""
@@ -204,7 +238,8 @@ class KeeperProcess:
         if self.ready:
             return
         try:
-            error = self.receive(START_SECONDS)["error"]
+            # Without looks at it: were it given up here, the run would end.
+            error = receive(self.stream.reads, self.stream.inbox, START_SECONDS)["error"]
         except Closed as closed:
             error = f"its process ended ({closed})"
         if error:
@@ -220,6 +255,8 @@ class KeeperProcess:
             return
         assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
+        if is_stopped(self.process.pid):
+            self.process.kill()
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -67,9 +67,6 @@ class Talk(Misbehaving, rl.ConversationEnvironment):
         for _ in range(20):
             kept.append(bytearray(b"x" * 50_000_000))
 
-    def stops_its_keeper(self):
-        os.kill(os.getppid(), signal.SIGSTOP)
-
     def leaves_a_process_without_a_keeper(self):
         self.leaves_a_process()
         (left,) = open(f"/proc/self/task/{os.getpid()}/children").read().split()
@@ -106,8 +103,10 @@ def task(tmp_path_factory):
 
 
 @pytest.fixture
-def workers(task, tmp_path):
-    """`workers(…)`: a context manager of workers, which leaves no process behind."""
+def workers(task, tmp_path, monkeypatch):
+    """`workers(…)`: a context manager of workers, which leaves no process behind. Stopped ones are found at once."""
+    monkeypatch.setattr("lockstep.rl.rewards.workers.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("lockstep.rl.conversations.in_workers.LOOK_SECONDS", 0.1)
     opened, before = [], set(descendants(os.getpid()))
 
     def make(**changes):
@@ -175,9 +174,10 @@ def test_a_grade_that_fails_costs_its_own_group(workers, bad, cause):
     assert [outcome.cause for outcome in failed] == [cause] * 2 and "grade" in failed[0].message
 
 
-def test_a_keeper_that_says_nothing_is_started_again(workers, monkeypatch):
-    monkeypatch.setattr("lockstep.rl.conversations.in_workers.SILENCE", 1.0)
-    monkeypatch.setattr("lockstep.rl.rewards.workers.END_SECONDS", 0.5)
+@pytest.mark.parametrize("looks", [3, 10**9], ids=["seen to be stopped", "by its silence"])
+def test_a_keeper_that_says_nothing_is_started_again(workers, monkeypatch, looks):
+    monkeypatch.setattr("lockstep.rl.conversations.in_workers.SILENCE", 1.0 if looks > 3 else 10**9)
+    monkeypatch.setattr("lockstep.rl.rewards.workers.STOPPED_LOOKS", looks)
     ends = ended(workers(seconds=0.5), ["fine", "stops_its_keeper", "fine"])
     assert [end.outcome.cause for end in ends] == ["", "killed", ""]
 
