@@ -1,5 +1,6 @@
 // Prints a digest of what the kernels compute on fixed data: in one arithmetic the same on every processor.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <vector>
@@ -22,6 +23,18 @@ void clamped_swiglu_f32(const float*, const float*, float*, int64_t);
 void clamped_swiglu_backward_f32(const float*, const float*, const float*, float*, float*, int64_t);
 void column_sums_f32(const float*, float*, int64_t, int64_t);
 void rotary_f32(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, float);
+void route_f32(const float*, const float*, float*, int64_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t,
+               int64_t);
+void order_by_expert_f32(const int64_t*, int64_t*, int64_t*, int64_t*, int64_t, int64_t);
+void combine_f32(const float*, const float*, const int64_t*, float*, int64_t, int64_t, int64_t);
+void grouped_product_f32(const float*, const float*, int64_t, int64_t, int64_t, const uint32_t*, float*, const int64_t*,
+                         int64_t, int64_t, int64_t);
+void grouped_product_bf16(const bf16*, const bf16*, int64_t, int64_t, int64_t, const uint32_t*, bf16*, const int64_t*,
+                          int64_t, int64_t, int64_t);
+void grouped_outer_f32(const float*, const float*, float*, const int64_t*, int64_t, int64_t, int64_t);
+void block_squares_f32(const float*, double*, int64_t);
+void integer_squares_f32(const float*, int64_t*, int64_t, int64_t);
+void join_masses_f32(const float*, const float*, float*, float*, float*, int64_t, int64_t);
 void write_pages_f32(const float*, const float*, const int64_t*, float*, float*, int64_t, int64_t, int64_t);
 void attend_f32(const float*, float*, float*, const float*, const float*, const int32_t*, const int32_t*,
                 const int32_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float, int64_t, const float*);
@@ -71,6 +84,144 @@ static void digest(const char* what, const std::vector<T>& data) {
     const unsigned char* bytes = (const unsigned char*)data.data();
     for (size_t i = 0; i < data.size() * sizeof(T); i++) hash = (hash ^ bytes[i]) * 1099511628211u;
     std::printf("%s %016llx\n", what, (unsigned long long)hash);
+}
+
+// A line that no expected digest has, where a kernel computes something else than what defines it.
+static void require(const char* what, bool is_as_defined) {
+    if (!is_as_defined) std::printf("%s: not as defined\n", what);
+}
+
+// Of `candidates` the `count` with the highest scores, highest first, of equal ones the first.
+static std::vector<int64_t> highest_of(const std::vector<float>& scores, std::vector<int64_t> candidates, int64_t count) {
+    std::stable_sort(candidates.begin(), candidates.end(), [&](int64_t a, int64_t b) { return scores[a] > scores[b]; });
+    candidates.resize(count);
+    return candidates;
+}
+
+static std::vector<int64_t> range(int64_t first, int64_t stop) {
+    std::vector<int64_t> out;
+    for (int64_t i = first; i < stop; i++) out.push_back(i);
+    return out;
+}
+
+enum { SOFTMAX, SOFTMAX_OF_CHOSEN, SIGMOID };
+
+// Weights are compared in float64: e^x is the kernels' own.
+static void routes(int64_t scoring, bool normalize, int64_t groups, int64_t groups_kept) {
+    const int64_t tokens = 40, experts = 12, active = 3, size = experts / groups;
+    auto logits = values(tokens, experts);
+    const auto bias = values(1, experts);
+    for (float& logit : logits) logit /= 16.f;
+    logits[5] = logits[2];
+    std::vector<float> weights(tokens * active);
+    std::vector<int64_t> chosen(tokens * active);
+    route_f32(logits.data(), scoring == SIGMOID ? bias.data() : nullptr, weights.data(), chosen.data(), tokens, experts,
+              active, scoring, normalize, 2.5f, groups, groups_kept);
+    for (int64_t t = 0; t < tokens; t++) {
+        std::vector<double> powers;
+        std::vector<float> scores, worth;
+        std::vector<int64_t> allowed;
+        for (int64_t e = 0; e < experts; e++) {
+            const double x = logits[t * experts + e];
+            powers.push_back(scoring == SIGMOID ? 1 / (1 + std::exp(-x)) : std::exp(x));
+            scores.push_back(scoring == SIGMOID ? (float)powers[e] + bias[e] : (float)x);
+        }
+        for (int64_t g = 0; g < groups; g++) {
+            const auto best = highest_of(scores, range(g * size, (g + 1) * size), 2);
+            worth.push_back(scores[best[0]] + scores[best[1]]);
+        }
+        for (const int64_t g : highest_of(worth, range(0, groups), groups_kept))
+            for (int64_t e = g * size; e < (g + 1) * size; e++) allowed.push_back(e);
+        std::sort(allowed.begin(), allowed.end());
+        const auto expected = highest_of(scores, allowed, active);
+        double total = 0;
+        for (int64_t e = 0; e < experts; e++) {
+            const bool counts = scoring == SOFTMAX || std::count(expected.begin(), expected.end(), e);
+            if (counts) total += powers[e];
+        }
+        if (scoring == SIGMOID && !normalize) total = 1;
+        for (int64_t j = 0; j < active; j++) {
+            require("routes", chosen[t * active + j] == expected[j]);
+            const double weight = powers[expected[j]] / total * 2.5;
+            require("their weights", std::fabs(weights[t * active + j] - weight) <= 1e-6 * weight);
+        }
+    }
+    digest("routes", chosen);
+    digest("their weights", weights);
+    std::vector<int64_t> starts(experts + 1), places(chosen.size()), sources(chosen.size()), order;
+    order_by_expert_f32(chosen.data(), starts.data(), places.data(), sources.data(), chosen.size(), experts);
+    for (int64_t e = 0; e < experts; e++) {
+        require("starts of experts", starts[e] == (int64_t)order.size());
+        for (size_t i = 0; i < chosen.size(); i++)
+            if (chosen[i] == e) order.push_back(i);
+    }
+    require("starts of experts", starts[experts] == (int64_t)order.size());
+    require("rows by expert", sources == order);
+    for (size_t i = 0; i < order.size(); i++) require("places of choices", places[order[i]] == (int64_t)i);
+    const int64_t dim = 37;
+    const auto rows = values(chosen.size(), dim);
+    std::vector<float> out(tokens * dim);
+    combine_f32(rows.data(), weights.data(), places.data(), out.data(), tokens, active, dim);
+    for (int64_t i = 0; i < tokens * dim; i++) {
+        float total = 0;
+        for (int64_t j = i / dim * active; j < (i / dim + 1) * active; j++)
+            total = std::fma(rows[places[j] * dim + i % dim], weights[j], total);
+        require("sums of choices", out[i] == total);
+    }
+    digest("sums of choices", out);
+}
+
+// A group's product is that of its rows alone.
+static void grouped_products() {
+    const int64_t depth = 101, outputs = 75, groups = 4, starts[] = {0, 5, 5, 38, 40};
+    const auto x = values(40, depth), w = values(groups * outputs, depth), grad = values(40, outputs);
+    const auto narrow_x = narrowed(x), narrow_w = narrowed(w);
+    std::vector<float> out(40 * outputs), expected(out.size()), outer(groups * outputs * depth), of_outer(outer.size());
+    std::vector<uint16_t> narrow(out.size()), of_narrow(out.size());
+    const auto in = [](const std::vector<uint16_t>& x) { return (const bf16*)x.data(); };
+    grouped_product_f32(x.data(), w.data(), outputs * depth, depth, 1, nullptr, out.data(), starts, groups, depth, outputs);
+    grouped_product_bf16(in(narrow_x), in(narrow_w), outputs * depth, depth, 1, nullptr, (bf16*)narrow.data(), starts, groups,
+                         depth, outputs);
+    grouped_outer_f32(grad.data(), x.data(), outer.data(), starts, groups, outputs, depth);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t first = starts[g], rows = starts[g + 1] - first, matrix = g * outputs * depth;
+        if (rows == 0) continue;
+        product_f32(x.data() + first * depth, depth, 1, w.data() + matrix, depth, 1, nullptr,
+                    expected.data() + first * outputs, rows, depth, outputs, 1);
+        product_bf16((const bf16*)(narrow_x.data() + first * depth), depth, 1, (const bf16*)(narrow_w.data() + matrix), depth,
+                     1, nullptr, (bf16*)(of_narrow.data() + first * outputs), rows, depth, outputs, 1);
+        product_f32(grad.data() + first * outputs, 1, outputs, x.data() + first * depth, 1, depth, nullptr,
+                    of_outer.data() + matrix, outputs, rows, depth, 1);
+    }
+    require("grouped product", out == expected);
+    require("grouped product in bfloat16", narrow == of_narrow);
+    require("gradient of grouped matrices", outer == of_outer);
+    digest("grouped product", out);
+    digest("grouped product in bfloat16", narrow);
+    digest("gradient of grouped matrices", outer);
+}
+
+static void sums_of_squares() {
+    const int64_t count = 2500, block = 1024, blocks = 3, exponent = 20;
+    const auto x = values(1, count);
+    std::vector<double> sums(blocks), expected;
+    std::vector<int64_t> integers(blocks), of_integers(blocks);
+    block_squares_f32(x.data(), sums.data(), count);
+    integer_squares_f32(x.data(), integers.data(), count, exponent);
+    for (int64_t b = 0; b < blocks; b++) {
+        double lanes[32] = {};
+        for (int64_t i = b * block; i < std::min(count, (b + 1) * block); i++) {
+            lanes[i % 32] += (double)x[i] * x[i];
+            of_integers[b] += (int64_t)std::nearbyint((double)x[i] * x[i] * (1 << exponent));
+        }
+        for (int64_t half = 16; half > 0; half /= 2)
+            for (int64_t lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+        expected.push_back(lanes[0]);
+    }
+    require("sums of squares", sums == expected);
+    require("sums of squares in integers", integers == of_integers);
+    digest("sums of squares", sums);
+    digest("sums of squares in integers", integers);
 }
 
 static void attention_in_bfloat16(int64_t dim, int64_t window, const float* sinks) {
@@ -207,4 +358,17 @@ int main() {
     digest("its gradient of up", grad_up);
     column_sums_f32(q.data(), columns.data(), tokens, heads * dim);
     digest("sums of columns", columns);
+    std::vector<float> scaled(rows), joined(rows), joined_entropies(rows), joined_normalizers(rows);
+    for (int64_t r = 0; r < rows; r++) scaled[r] = x[r * width + targets[r]] * inverse[r];
+    join_masses_f32(masses.data(), scaled.data(), joined.data(), joined_entropies.data(), joined_normalizers.data(), rows,
+                    count);
+    require("masses joined",
+            joined == chosen && joined_entropies == entropies && joined_normalizers == normalizers);
+    digest("masses joined", joined);
+    sums_of_squares();
+    grouped_products();
+    routes(SOFTMAX, true, 1, 1);
+    routes(SOFTMAX_OF_CHOSEN, true, 1, 1);
+    routes(SIGMOID, true, 4, 2);
+    routes(SIGMOID, false, 4, 2);
 }

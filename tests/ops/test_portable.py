@@ -65,6 +65,24 @@ clamped activation 597a7fceec91aa87 afbd6d0653bd3b50 79eb7ec0e120b37f
 its gradient c67a40b91bee866f 6cbaa2e4c2c4ea88 88133e46c633b767
 its gradient of up 97e580a01bb62d1f efddb7a45488768c 93ed7561f39c4e37
 sums of columns 71135d50823d438b 37906112a1b4efb0 b63ed5d4ba903563
+masses joined 8d0d9432240f7839 e2ddec0f6d492cd6 0bc1d4c3fc846f91
+sums of squares aee10fc537bba474 833afed2855b8c7b 0770dd8699215cfc
+sums of squares in integers 2fc0b14655c3c07a 15ec1a1eb26e24c9 001c2a6ce6ef5942
+grouped product 58fd213f55aff2e4 56064169a9b13d73 a11fd4b9001429ac
+grouped product in bfloat16 68ba927c54e01c5d c9c548afe6d42abe 87a22ec0d465fc65
+gradient of grouped matrices c9625e33d23c16af a1fb7fdb93cf9950 70385fdcdbb3c117
+routes 9b5192c229879b24 fddd0ace944bc5db 66fff1e66c6d2f9c
+their weights ee3ef700fb193680 226fff3970348917 0fecbf6c557a9548
+sums of choices f64f6ff0c705d29e 83eaae4b95e57995 4d351d59d868af66
+routes b4c3fd9052b757bf 376ccd0487659174 9c9a28282f6ab687
+their weights 364b0b04610e6285 ead41e5428d02222 52ba947ac44f318d
+sums of choices 77046948fc9283cc 5f3cf7bc7b350fbb a18ec44a37eb1124
+routes c12a15deb4252c0c 754ad53bcdf8fa7b 202d64cc22c3f764
+their weights 28d9b8f8e3b52827 5d67f6a243eaf600 7df6f7cd5e4abbbf
+sums of choices 640d1eb916caca06 fd75ae0d124cf4ad 2ba062627e20ff4e
+routes df9467594ddda526 37fbd586ac51b38d f71cf464809a0a6e
+their weights c9437d26fea747cd 586640e4e83388ee 8d842bcc0b682505
+sums of choices 82613158fb2183f9 124b156afc29c4b2 daf43c358bf78281
 """
 """The digest so far after each operator, in each arithmetic: where two differ, the first line that does names it."""
 
