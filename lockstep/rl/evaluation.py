@@ -228,7 +228,7 @@ def _refuse_unusable(folder: Path, dtype: str) -> None:
 
 @contextmanager
 def _output(config: EvalConfig) -> Iterator[Path]:
-    """The folder, without an earlier evaluation's files. One that it has made goes again if a failure leaves it empty.
+    """The folder, without an earlier evaluation's files; a new one is gone again where it failed and is empty.
 
     Raises UserError where the files are not to be replaced.
     """

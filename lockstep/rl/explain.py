@@ -161,7 +161,9 @@ def _in_words(kind: str, weight: str, before: list[Tap]) -> str:
     if kind == "linear" and weight in ("embed_tokens", "lm_head"):
         return "lm_head"
     if found := re.fullmatch(r"layers\.(\d+)\.(?:\w+\.)*?(\w+(?:\.bias)?)", weight):
-        return f"layer {found[1]}, {'experts' if kind.endswith('experts') else found[2]}"
+        # The weights of these are not the operator: a route's may be the bias of its choices, and experts have three.
+        own = "experts" if kind.endswith("experts") else kind if kind == "route" else found[2]
+        return f"layer {found[1]}, {own}"
     if weight:
         return weight
     last = before[-1][0]

@@ -1,12 +1,14 @@
 """Where bits differ, the operator that makes them differ is named: a difference planted in each of them in turn."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lockstep import build_model, ops
 from lockstep.errors import UserError
 from lockstep.model import preset
-from lockstep.rl.explain import CHUNK, first_difference, in_words
+from lockstep.rl.explain import CHUNK, TAPPED, first_difference, in_words
 
 TOKENS, PROMPT = [*range(5, 45)], 21
 
@@ -25,7 +27,8 @@ def test_paths_that_agree_are_said_to_agree(model):
 def in_the_last_place(x, element):
     """`x`, of one element the lowest bit flipped."""
     x = x.clone()
-    x.view(-1)[element : element + 1].view(torch.int16).bitwise_xor_(1)
+    whole = torch.int16 if x.element_size() == 2 else torch.int32
+    x.view(-1)[element : element + 1].view(whole).bitwise_xor_(1)
     return x
 
 
@@ -33,10 +36,13 @@ def plant(monkeypatch, model, kind, number):
     """The `number`-th call of an operator in a forward pass differs where it has a single row: in decoding."""
     exact, calls = getattr(ops, kind), [0]
 
-    def different(*arguments):
-        out = exact(*arguments)
+    def different(*arguments, **named):
+        out = exact(*arguments, **named)
         calls[0] += 1
-        return in_the_last_place(out, 3) if out.shape[0] == 1 and calls[0] == number else out
+        rows = out[0] if kind == "route" else out
+        if rows.shape[0] > 1 or calls[0] != number:
+            return out
+        return (in_the_last_place(rows, 0), out[1]) if kind == "route" else in_the_last_place(rows, 3)
 
     monkeypatch.setattr(ops, kind, different)
     forward = model.forward
@@ -86,6 +92,60 @@ def test_of_a_projection_with_a_bias_product_and_sum_are_named(monkeypatch, kind
     model = build_model(preset("gpt_oss:micro", 259), "float32", seed=1)
     plant(monkeypatch, model, kind, number)
     assert first_difference(model, TOKENS, PROMPT).operator == name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_in_each_family_a_difference_in_any_kind_of_operator_is_named_in_the_first_layer_and_the_last(family):
+    """The weight that a call gets, or for one without any the layer under way, says what it is to be named."""
+    shape = replace(preset(f"{family}:micro", 259), num_layers=2)
+    model, tokens, prompt = build_model(shape, "float32", seed=1), TOKENS[:4], 3
+    planted = set()
+    for kind in TAPPED:
+        names = names_of_calls(model, kind, tokens)
+        for number in {1, len(names)} if names else ():
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch, model, kind, number)
+                found = first_difference(model, tokens, prompt)
+            assert (found.operator, found.position) == (names[number - 1], prompt), f"call {number} of {kind}"
+            planted.add((kind, found.operator))
+    mixture = {"router_logits", "route", "clamped_experts" if family == "gpt_oss" else "experts"}
+    biases = {"add_bias"} if family == "gpt_oss" else set()
+    kinds = {kind for kind, _ in planted} - {"embedding", "head_linear", "silu_mul"}
+    assert kinds == {"rms_norm", "linear", "rotary"} | (mixture if shape.experts else set()) | biases
+
+
+def names_of_calls(model, kind, tokens):
+    """What each call of an operator in a forward pass and the head is to be named, by its weight and its layer."""
+    weights = {id(p): n.removesuffix(".weight") for n, p in model.named_parameters()}
+    exact, under_way, names = getattr(ops, kind), ["layer 0"], []
+
+    def called(*arguments, **named):
+        weight = next((weights[id(x)] for x in arguments if id(x) in weights), "")
+        last = weight.rpartition(".")[2] if not weight.endswith(".bias") else ".".join(weight.split(".")[-2:])
+        if kind == "rotary":
+            last = "rotary of keys" if names and names[-1].endswith("of queries") else "rotary of queries"
+        elif kind.endswith("experts"):
+            last = "experts"
+        elif kind == "route":
+            last = "route"
+        elif not weight:
+            last = kind
+        in_layer = weight.startswith("layers.") or not weight
+        head = kind in ("linear", "head_linear") and weight in ("embed_tokens", "lm_head")
+        names.append("lm_head" if head else f"{under_way[0]}, {last}" if in_layer else last)
+        return exact(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, kind, called)
+        for layer, block in enumerate(model.layers):
+
+            def forward(*arguments, layer=layer, own=block.forward, **named):
+                under_way[0] = f"layer {layer}"
+                return own(*arguments, **named)
+
+            patch.setattr(block, "forward", forward)
+        model.logits(model(torch.tensor(tokens), torch.arange(len(tokens)), ops.PackedAttention([len(tokens)], "cpu")))
+    return names
 
 
 def test_attention_the_last_norm_and_the_head_are_named_too(monkeypatch, model):
