@@ -75,6 +75,8 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
         self._running: Future[str] | None = None
+        self.newest: int | None = None
+        """The step of the newest whole one that was saved or resumed from here."""
 
     def due(self, step: int) -> bool:
         """Every `checkpoint.every` steps, and at the last one."""
@@ -135,6 +137,7 @@ class Checkpoints:
                 problem = self._load(folder)
             if not problem:
                 self._name_other_bits(folder, state.get("arithmetic", ""))
+                self.newest = state["step"]
                 return state
             if self.world.is_main:
                 log.warning("%s cannot be resumed from: %s; trying an older one", folder, problem)
@@ -194,6 +197,7 @@ class Checkpoints:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
+            self.newest = step
             return ""
         except dcp.CheckpointException as error:
             failures = {rank: failure for rank, (failure, _) in error.failures.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +20,8 @@ from lockstep.observe.run_lock import LOCK, locked
 from lockstep.observe.sign_of_life import forget_signs
 from lockstep.observe.watchdog import VERDICT
 
+LAUNCH = "launch"
+"""In the run's `logs/`: which torchrun has started it."""
 CONFIG, METRICS, PROMPTS = "config.toml", "metrics.jsonl", "prompts.jsonl"
 WRITTEN = {
     CONFIG, METRICS, PROMPTS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "reference.safetensors",
@@ -125,7 +129,30 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
         # First and at once: a folder whose run was killed here is that run's, or still empty.
         run.record(config_toml)
     (run.path / "checkpoints").mkdir(exist_ok=True)
+    (run.path / "logs" / LAUNCH).unlink(missing_ok=True)
+    if launch := _launch():
+        (run.path / "logs").mkdir(exist_ok=True)
+        (run.path / "logs" / LAUNCH).write_text(launch)
     return run
+
+
+def is_restarted(output: str) -> bool:
+    """Whether torchrun starts the run in `output` again that it has started before (`--max-restarts`).
+
+    Of the environment alone one could not tell it from a run that was there before, and that the first start refused.
+    """
+    path = Path(output)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or not _is_run(path):
+        return False
+    mark = path / "logs" / LAUNCH
+    return mark.is_file() and mark.read_text() == _launch()
+
+
+def _launch() -> str:
+    """The torchrun that has started this process; empty without one."""
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        return ""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}: process {os.getppid()} on {socket.gethostname()}"
 
 
 def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
@@ -154,7 +181,7 @@ def _is_run(path: Path) -> bool:
 
 def _has_results(path: Path) -> bool:
     """Whether a step, or what explains why there is none, was written."""
-    own = (CONFIG, CONFIG + ".partial", LOCK)
+    own = (CONFIG, CONFIG + ".partial", LOCK, LAUNCH)
     passing = ("timeline", "heartbeat_")
     files = [p for p in path.rglob("*") if p.is_file() and p.name not in own and not p.name.startswith(passing)]
     return any(p.stat().st_size for p in files)

@@ -61,6 +61,8 @@ class Ahead:
         """Places of prompts that were under way when the run was saved: they are asked before others."""
         self._kept: dict[str, Any] = {}
         """Samples that were under way then."""
+        self._before: tuple[int, int, list[int], dict[int, _Begun]] = 0, 0, [], {}
+        """Before the step that is due was drawn: the prompts' position, what they had left out, `_owed`, `_begun`."""
 
     def begin(self, step: int, last: int) -> None:
         """Asks for the first rounds of the steps up to `step + depth`, as far as there are so many."""
@@ -68,6 +70,11 @@ class Ahead:
             for later in range(step, min(step + self.depth, last) + 1):
                 if later not in self._begun:
                     self._begin(later)
+        self._before = self._prompts.position, self._prompts.left_out, list(self._owed), dict(self._begun)
+
+    def take_back(self) -> None:
+        """The step that was begun last is drawn by the run that goes on from `state`, with the same prompts."""
+        self._prompts.position, self._prompts.left_out, self._owed, self._begun = self._before
 
     def drawn(self, step: int, extra_round: int, missing: int) -> Drawn:
         """A step's round, of `missing` groups unless they were asked before.
@@ -93,10 +100,11 @@ class Ahead:
             )
         return Drawn(asked, rollouts, places)
 
-    def wait(self) -> None:
-        """Until all that has been asked is sampled, or has failed."""
-        for begun in self._begun.values():
-            begun.wait()
+    def wait(self, version: int) -> None:
+        """Until all that older weights than this version sample has come, or has failed."""
+        for step, begun in self._begun.items():
+            if step <= version + self.depth:
+                begun.wait()
 
     def metrics(self) -> dict[str, float]:
         """Steps that are asked by now, and their samples: how many are ready, and how many are still sampled."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import Checkpoints
-from lockstep.checkpoint.random_state import seed_generators
+from lockstep.checkpoint.random_state import random_state, seed_generators, set_random_state
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer
 from lockstep.observe import (
@@ -71,7 +71,7 @@ from lockstep.rl.sampling import Draws, Sampling
 from lockstep.train import Trainer
 from lockstep.train.bad_steps import BadSteps
 from lockstep.train.settle import settle
-from lockstep.train.stop_signal import StopSignal
+from lockstep.train.stop_signal import Interrupted, StopSignal
 from lockstep.train.threads import fitting_threads
 
 
@@ -147,9 +147,11 @@ def _reinforce(
         average.write()
     generators.new_weights(start)
     replicas = Replicas(world, config.actors.separate)
+    stop = StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest)
     sampling = Sampling(
-        config, environment, is_given, tokenizer, rendering, replicas, generators, recorded, run.path, timeline, opened
-    )
+        config, environment, is_given, tokenizer, rendering, replicas, generators, recorded, run.path, timeline, stop,
+        opened,
+    )  # fmt: skip
     ahead = Ahead(
         sampling.draw,
         prompts,
@@ -169,14 +171,42 @@ def _reinforce(
     def judge(step: int) -> dict[str, Any]:
         """Samples and grades the held-out examples; writes what came of them, and returns it in figures."""
         patience = max(sampling.grading_seconds, sampling.start_seconds)
-        with timeline.span("validation", sampling.waits_for, patience):
+        # Later ones are of weights that are not saved yet.
+        interrupts = nullcontext() if step else stop.interrupts()
+        with timeline.span("validation", sampling.waits_for, patience), suppress(Interrupted), interrupts:
             judged = sampling.evaluate(held_out)
+        if step == 0:
+            give_up_if_stopped(1)
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
         if reward_model:
             assign_scores(validation, reward_model, rendering, config, replicas, timeline.moved)
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
         return validation_metrics(validation, environment)
+
+    def save(step: int) -> None:
+        """Saves the run as it is after `step`."""
+        if config.actors.on_update == "finish":
+            # What is half done would go on with weights that it would not have had.
+            with timeline.span("generate", sampling.waits_for, sampling.seconds):
+                ahead.wait(step)
+        state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
+        with timeline.span("checkpoint"):
+            checkpoints.save(step, state, last=step == config.steps)
+
+    def give_up_if_stopped(step: int) -> None:
+        """Where a rank has a signal, ends the run as it was before `step`, of which nothing is in the weights yet."""
+        stopped_by = max(replicas.gather(stop.received))
+        if not stopped_by:
+            return
+        checkpoints.wait()
+        if step > 1 and not only and checkpoints.newest != step - 1:
+            ahead.take_back()
+            set_random_state(random_before)
+            save(step - 1)
+        if step > 1:
+            world.on_main(partial(write_report, run.path, title_of(config)))
+        raise stop.error(stopped_by, step - 1, config.output)
 
     announce_start(config, environment, model, world, start)
     # All ranks watch what rank 0 has written, and come to the same.
@@ -185,7 +215,7 @@ def _reinforce(
     bad_steps, clock = BadSteps(config.faults, run.path, tokenizer), time.perf_counter()
     with (
         fitting_threads(model.config, config.train.tokens_per_microbatch),
-        StopSignal(config.faults.stop_seconds) as stop,
+        stop,
         checkpoints,
         Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics, timeline) as observer,
         (progress or Progress("rl", config.steps, "step")) if world.is_main else nullcontext() as bar,
@@ -200,13 +230,16 @@ def _reinforce(
             with observer.step(step):
                 stopwatch = Stopwatch(timeline)
                 ledger, outcomes = Ledger(config.prompts_per_step, recorded is not None), list[Outcome]()
+                random_before = random_state()
                 ahead.begin(step, config.steps)
                 for extra_round in range(algorithm.extra_rounds + 1):
                     stopwatch.begin("time/generate", sampling.waits_for, sampling.seconds)
-                    asked, drawn, places = ahead.drawn(step, extra_round, ledger.missing)
-                    stopwatch.begin("time/reward", patience=sampling.grading_seconds)
-                    graded = assign_rewards(drawn, environment, config.rewards, sampling.grader)
+                    with suppress(Interrupted), stop.interrupts():
+                        asked, drawn, places = ahead.drawn(step, extra_round, ledger.missing)
+                        stopwatch.begin("time/reward", patience=sampling.grading_seconds)
+                        graded = assign_rewards(drawn, environment, config.rewards, sampling.grader)
                     stopwatch.begin("time/wait", everyone)
+                    give_up_if_stopped(step)
                     drawn, graded = replicas.everyones(asked, drawn, graded)
                     outcomes += graded
                     if reward_model:
@@ -238,6 +271,7 @@ def _reinforce(
                 )
                 share = own_batches(batches, config, world, model)
                 metrics = packing_metrics(batches)
+                give_up_if_stopped(step)
                 generators.training_begins()
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
@@ -267,13 +301,7 @@ def _reinforce(
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts, config.router_replay))
                 world.on_main(partial(write_prompts, run.prompts, step, ledger.places()))
                 if not only and (stopped_by or checkpoints.due(step)):
-                    if config.actors.on_update == "finish":
-                        # What is half done would go on with weights that it would not have had.
-                        with timeline.span("generate", sampling.waits_for, sampling.seconds):
-                            ahead.wait()
-                    state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
-                    with timeline.span("checkpoint"):
-                        checkpoints.save(step, state, last=step == config.steps)
+                    save(step)
             if bar is not None:
                 shown = {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
                 bar.advance(1, "", **shown | observer.for_terminal(metrics))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from lockstep.config import RLConfig
@@ -19,6 +19,7 @@ from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.rewards.workers import Workers, open_grader, own_limit
 from lockstep.rl.rollouts import Rollout
+from lockstep.train.stop_signal import StopSignal
 
 Draws = Callable[[Sequence[Example]], list[Rollout]]
 """Rollouts of these examples that were sampled before."""
@@ -39,13 +40,14 @@ class Sampling:
         recorded: Draws | None,
         run: Path,
         timeline: Timeline,
+        stop: StopSignal,
         opened: ExitStack,
     ):
         """is_given: whether `environment` is an object of the caller's, which workers cannot load. recorded: instead of
         sampling. `opened` ends the graders."""
         self._config, self._environment, self._tokenizer = config, environment, tokenizer
         self._rendering, self._replicas, self._generators = rendering, replicas, generators
-        self._recorded = recorded
+        self._recorded, self._stop = recorded, stop
         self.talks = isinstance(environment, ConversationEnvironment)
         self.grader = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
         if isinstance(self.grader, Workers):
@@ -92,6 +94,10 @@ class Sampling:
                 self._rendering, own,
             )  # fmt: skip
 
-    def _asks(self) -> AbstractContextManager[bool]:
+    @contextmanager
+    def _asks(self) -> Iterator[bool]:
         """Whether this rank asks for samples, and does not only compute them with another one."""
-        return self._generators.conversing() if self.talks else nullcontext(True)
+        together = len(self._replicas.ranks) > 1 and not self._config.actors.separate
+        held = self._stop.held() if together else nullcontext()
+        with held, self._generators.conversing() if self.talks else nullcontext(True) as asks:
+            yield asks

@@ -203,7 +203,7 @@ def _train(
     shown: dict[str, float] = {}
     stopped_by = 0
     threads = fitting_threads(model.config, config.train.tokens_per_microbatch)
-    with threads, StopSignal(config.faults.stop_seconds) as stop, checkpoints:
+    with threads, StopSignal(config.faults.stop_seconds, lambda: checkpoints.newest) as stop, checkpoints:
         with (
             Observer(config.observe, config.faults, run.path, world.rank, world.size, on_metrics) as observer,
             (progress or Progress(command, config.steps, "step")) if world.is_main else nullcontext() as bar,

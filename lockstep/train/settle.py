@@ -13,7 +13,7 @@ from lockstep.config import PretrainConfig, RLConfig, algorithm_of
 from lockstep.config.toml import refuse_other_command
 from lockstep.errors import UserError
 from lockstep.model import choose_dtype, is_auto, read_config, set_arithmetic
-from lockstep.observe.run_folder import CONFIG
+from lockstep.observe.run_folder import CONFIG, is_restarted
 from lockstep.observe.start import announce
 from lockstep.parallel import World, chunks_for
 
@@ -23,10 +23,13 @@ Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
 def settle(config: Config, world: World) -> Config:
     """`config` with models' folders, `arithmetic`, `reduction_chunks`, `dtype` and its algorithm's settings.
 
-    A run's config.toml records them. A resumed run keeps its own, unless others are given. Rank 0 chooses the dtype;
-    where ranks would compute in different arithmetics, all take the portable one. Raises UserError for what cannot be
-    had here.
+    A run's config.toml records them. A resumed run keeps its own, unless others are given; one that torchrun restarts
+    is resumed. Rank 0 chooses the dtype; where ranks would compute in different arithmetics, all take the portable one.
+    Raises UserError for what cannot be had here.
     """
+    if world.from_main(lambda: is_restarted(config.output)):
+        # With the command of the first start, which may lack the one and have the other.
+        config = dataclasses.replace(config, resume=True, overwrite=False)
     folders: Any = _folders(config, world)
     config = dataclasses.replace(config, **folders)
     recorded = world.from_main(lambda: recorded_settings(config))

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the step is finished, saved, and the run ends."""
+"""SIGTERM and SIGINT: the run is saved, and ends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,10 @@ from lockstep.parallel.world import AXES
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended what ran in `StopSignal.interrupts`. Whoever lets a Ctrl-C through lets this through, too."""
+
+
 class StopSignal:
     """Notes the signals while it is open. A context manager.
 
@@ -26,9 +32,11 @@ class StopSignal:
     once, with 128 + its number. Outside of the main thread, where Python cannot take signals, nothing is noted.
     """
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, seconds: float, saved: Callable[[], int | None] = lambda: None):
+        """saved: the step of the newest whole checkpoint, for whoever reads that the time was too short; None: none."""
+        self.seconds, self._saved = seconds, saved
         self.received = 0
+        self._interrupts = False
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -38,7 +46,7 @@ class StopSignal:
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, _ignore) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
             threading.Thread(target=self._watch, name="stop signal", daemon=True).start()
         return self
 
@@ -55,21 +63,54 @@ class StopSignal:
         counts = world.sum([float(self.received == number) for number in SIGNALS], AXES)
         return next((int(number) for number, count in zip(SIGNALS, counts) if count), 0)
 
+    @contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Within it the first signal, or one that has come before, ends what the main thread does, by Interrupted.
+
+        Only for what no other rank computes with this one, and what leaves nothing half done.
+        """
+        self._interrupts = True
+        try:
+            self._interrupt()
+            yield
+        finally:
+            self._interrupts = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within `interrupts`, what must not be ended: a signal waits until it is done."""
+        interrupts, self._interrupts = self._interrupts, False
+        yield
+        self._interrupts = interrupts
+        self._interrupt()
+
     def error(self, number: int, step: int, output: str) -> RunStopped:
-        """What ends the run once `step` is saved: with exit code 128 + the signal's number."""
+        """What ends the run once `step` is saved, or before its first (0): with exit code 128 + the signal's number."""
         name = signal.Signals(number).name
-        return RunStopped(
-            f"{output}: {name} ended the run after step {step}, which is saved; continue it with --resume",
-            exit_code=128 + number,
-        )
+        ended = f"after step {step}, which is saved; continue it with --resume"
+        if step == 0:
+            ended = "in its first step, before which there is nothing to save; --resume begins it again"
+        return RunStopped(f"{output}: {name} ended the run {ended}", exit_code=128 + number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Replaces a handler that would end the process."""
+        # The watching thread may come later, and whoever is interrupted asks at once.
+        self.received = self.received or number
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self.received and self._interrupts:
+            self._interrupts = False
+            raise Interrupted
 
     def _watch(self) -> None:
+        first = True
         while byte := self._reader.recv(1):
             if byte[0] not in SIGNALS:
                 continue
-            if self.received:
+            if not first:
                 os._exit(128 + byte[0])
-            self.received = byte[0]
+            first, self.received = False, byte[0]
             # Threads of their own: whoever cannot write to the terminal holds up neither deadline nor second signal.
             for work in (self._deadline, self._say):
                 threading.Thread(target=work, daemon=True).start()
@@ -77,17 +118,23 @@ class StopSignal:
 
     def _say(self) -> None:
         name = signal.Signals(self.received).name
-        log.warning("%s: this step is finished and saved, then the run ends; a second signal ends it at once", name)
+        log.warning(
+            "%s: the run saves and ends, within %.0f s (faults.stop_seconds); a second signal ends it at once, unsaved",
+            name,
+            self.seconds,
+        )
 
     def _deadline(self) -> None:
         if not self._ended.wait(self.seconds):
+            step = self._saved()
+            there = "It has no whole checkpoint, and --resume begins it again"
+            if step is not None:
+                there = f"Its newest whole checkpoint is of step {step}, and --resume continues from there"
             log.critical(
-                "%s came %.0f s ago (faults.stop_seconds) and the run has not come to its end; it is left as it is",
+                "%s came %.0f s ago (faults.stop_seconds) and the run has not come to its end; it is left as it is. "
+                "%s; --checkpoint.every N saves every N steps",
                 signal.Signals(self.received).name,
                 self.seconds,
+                there,
             )
             os._exit(EXIT_CODE)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Replaces a handler that would end the process."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -29,6 +30,7 @@ from lockstep.parallel import close_world, open_world, parallel_model
 from lockstep.train import Trainer, loss_spikes, pack
 from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.pretrain import NextTokenLoss, pretrain
+from lockstep.train.stop_signal import Interrupted, StopSignal
 from tests.parallel.launch import launch, ranks_environment
 
 
@@ -183,14 +185,44 @@ def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, r
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == last + 1
 
 
-def test_what_does_not_end_within_its_deadline_is_ended():
-    code = """
+@pytest.mark.parametrize(
+    ("saved", "there"),
+    [
+        ("None", "It has no whole checkpoint, and --resume begins it again"),
+        ("40", "Its newest whole checkpoint is of step 40, and --resume continues from there"),
+    ],
+)
+def test_what_does_not_end_within_its_deadline_is_ended_and_told_what_is_left(saved, there):
+    code = f"""
 import os, signal, time
 from lockstep.train.stop_signal import StopSignal
-with StopSignal(0.2):
+with StopSignal(0.2, lambda: {saved}):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 """
     result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert result.returncode == 124 and "SIGTERM came 0 s ago" in result.stderr
-    assert "SIGTERM: this step is finished and saved, then the run ends; a second signal" in result.stderr
+    assert "SIGTERM: the run saves and ends, within 0 s (faults.stop_seconds); a second signal" in result.stderr
+    assert f"{there}; --checkpoint.every N saves every N steps" in result.stderr
+
+
+def test_a_signal_interrupts_only_what_may_be_and_waits_for_what_is_held():
+    done = []
+    with StopSignal(60) as stop:
+        with stop.interrupts():
+            done.append("before")
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("after")
+        with suppress(Interrupted), stop.interrupts():
+            done.append("a signal that has come before")
+    with StopSignal(60) as stop:
+        with suppress(Interrupted), stop.interrupts():
+            with stop.held():
+                os.kill(os.getpid(), signal.SIGINT)
+                done.append("held")
+            done.append("what follows it")
+        assert stop.received == signal.SIGINT
+    with StopSignal(60) as stop, suppress(Interrupted), stop.interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    assert done == ["before", "after", "held"]

@@ -137,7 +137,7 @@ class HostingInWorkers:
 
     def _lose(self, table: _Table) -> None:
         """A keeper has ended, or is stopped or silent."""
-        table.keeper.close()
+        table.keeper.end()
         table.open = False
         if not table.numbers:
             return
@@ -170,7 +170,7 @@ def _leave(keeper: KeeperProcess) -> None:
         while keeper.receive(SILENCE) != DONE:
             pass
     except Closed:
-        keeper.close()
+        keeper.end()
 
 
 def hosted(tasks: Sequence[Task], workers: Workers) -> list[Ended | Graded]:

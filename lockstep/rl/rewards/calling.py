@@ -90,7 +90,11 @@ def call_rewards(
         places = asyncio.Semaphore(concurrent)
         await asyncio.gather(*(call(index, job, places) for index, job in enumerate(jobs)))
 
-    asyncio.run_coroutine_threadsafe(call_all(), event_loop()).result()
+    called = asyncio.run_coroutine_threadsafe(call_all(), event_loop())
+    try:
+        called.result()
+    finally:
+        called.cancel()  # does nothing to what is done
 
 
 class TimeUpError(Exception):

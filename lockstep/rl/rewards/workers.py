@@ -143,6 +143,8 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
                 asked = [(plain[id(jobs[index][0])], jobs[index][1]) for index in taken]
                 outcomes.update(zip(taken, keeper.grade(asked)))
                 moved()
+        except KeyboardInterrupt:  # a signal, and so in the main thread
+            raise
         except BaseException as error:
             errors.append(error)
         finally:
@@ -151,9 +153,13 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
     threads = [threading.Thread(target=drive, args=(keeper,), daemon=True) for keeper in keepers[1:]]
     for thread in threads:
         thread.start()
-    drive(keepers[0])
-    for thread in threads:
-        thread.join()
+    try:
+        drive(keepers[0])
+        for thread in threads:
+            thread.join()
+    finally:
+        with lock:
+            waiting.clear()  # a signal waits for nobody, and the others take no more
     if errors:
         raise errors[0]
     return [outcomes[index] for index in range(len(jobs))]
@@ -171,6 +177,7 @@ class KeeperProcess:
         """Whether the trainer waits for its answers; read by another thread."""
         self.stopped = 0
         """Looks in a row that have found it stopped."""
+        self.closed = False
         self.start()
 
     def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
@@ -193,7 +200,10 @@ class KeeperProcess:
         return [outcome_from(answer) for answer in answers]
 
     def start(self) -> None:
-        self.close()
+        """Raises Closed where nobody wants it any more: a thread may still wait for its answer."""
+        self.end()
+        if self.closed:
+            raise Closed("the run ends")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", KEEPER, json.dumps([place or os.getcwd() for place in sys.path])],
@@ -250,6 +260,11 @@ class KeeperProcess:
         self.ready = True
 
     def close(self) -> None:
+        """Ends it for good."""
+        self.closed = True
+        self.end()
+
+    def end(self) -> None:
         """Ends the keeper, which ends its worker and all that the worker has started."""
         if self.process is None:
             return

@@ -219,7 +219,7 @@ def test_a_resumed_run_loses_no_prompt_and_repeats_none_and_keeps_the_promise(be
 def test_samples_that_were_under_way_go_on_where_they_were():
     with running(2, seed=3) as first:
         first.train(3)
-        first.ahead.wait()
+        first.ahead.wait(first.step)
         state = first.state()
         first.train(5, last=5)
     with running(2, seed=4, state=state, step=3) as second:
@@ -241,7 +241,7 @@ def test_samples_that_were_under_way_go_on_where_they_were():
 def test_a_resumed_run_that_is_saved_again_holds_all_that_it_was_given():
     with running(2, seed=3) as first:
         first.train(3)
-        first.ahead.wait()
+        first.ahead.wait(first.step)
         state = first.state()
     with running(2, seed=4, state=state, step=3) as second:
         assert second.state() == state  # before anything is asked
@@ -257,10 +257,28 @@ def test_with_finish_a_run_that_is_resumed_is_the_run_that_was_never_interrupted
     for stop in (1, 3, 6):
         with running(2, True, generators=1, seed=stop) as first:
             first.train(stop, last=9)
-            first.ahead.wait()
+            first.ahead.wait(first.step)
             state = first.state()
         with running(2, True, generators=3, seed=2, state=state, step=stop) as second:
             second.train(9, last=9)
+        assert plain(second) == plain(whole, stop + 1)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_step_that_was_drawn_and_taken_back_is_drawn_again_by_the_run_that_is_resumed(depth):
+    with running(depth, True, seed=1) as whole:
+        whole.train(9, last=9, extra_rounds=(4, 7))
+    for stop in (3, 6):
+        with running(depth, True, generators=1, seed=stop) as first:
+            first.train(stop, last=9, extra_rounds=(4,))
+            first.ahead.begin(stop + 1, 9)
+            first.ahead.drawn(stop + 1, 0, PROMPTS)
+            first.ahead.drawn(stop + 1, 1, 1)
+            first.ahead.take_back()
+            first.ahead.wait(stop)  # what this step's weights sample may go on later
+            state = first.state()
+        with running(depth, True, generators=3, seed=2, state=state, step=stop) as second:
+            second.train(9, last=9, extra_rounds=(4, 7))
         assert plain(second) == plain(whole, stop + 1)
 
 
@@ -270,7 +288,7 @@ def test_of_more_prompts_than_are_trained_on_the_stragglers_are_dropped_and_none
         with running(2, finish, generators=2, losses=0.01 * (not finish), seed=stop, oversampling=1.5) as first:
             first.train(stop, last=9, extra_rounds=(2,))
             if finish:
-                first.ahead.wait()
+                first.ahead.wait(first.step)
             state = first.state()
         with running(2, finish, generators=3, seed=1, state=state, step=stop, oversampling=1.5) as second:
             second.train(9, last=9)
@@ -403,8 +421,8 @@ def test_nothing_grows_over_a_long_run():
     with running(2, generators=2, room=100) as run:
         for step in range(20, 321, 100):
             run.train(step)
-            run.ahead.wait()
             run.fleet.metrics()
+            run.ahead.wait(run.step)
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded
             assert len(run.state()["ahead"]["samples"]) == 2 * PROMPTS

@@ -207,7 +207,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing(whole, tmp_path):
     run.wait(lambda: run.step == 2)
     generators = [pid for pids in run.generators().values() for pid in pids]
     os.kill(run.process.pid, signal.SIGINT)
-    run.wait(lambda: "SIGINT: this step is finished and saved, then the run ends" in run.said)
+    run.wait(lambda: "SIGINT: the run saves and ends" in run.said)
     os.kill(run.process.pid, signal.SIGINT)
     assert run.end(2) == 128 + signal.SIGINT and "which is saved" not in run.said
     end = time.monotonic() + 2

@@ -1,0 +1,215 @@
+"""A signal within a step that takes longer than the run has to end: nothing that was learnt is lost, nor any bit."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import CheckpointConfig, FaultConfig, RewardConfig, to_toml
+from tests.parallel.launch import CONTEXT, launch, ranks_environment
+from tests.rl.actors.test_colocated import LAYOUTS, ONE, config_of, outcome, run
+
+TASK = """
+import os, time
+from pathlib import Path
+import numpy as np
+import lockstep.rl as rl
+
+FOLDER = Path(__file__).parent
+
+def holds(where, rank=""):
+    # Once the steps that the mark names are done, and on the rank that it names.
+    mark, metrics = FOLDER / where, FOLDER / "run" / "metrics.jsonl"
+    if not mark.exists():
+        return False
+    steps, own = mark.read_text().split(",")
+    held = rank in ("", own) and (len(metrics.read_text().splitlines()) - 1 if metrics.exists() else -1) == int(steps)
+    if held:
+        (FOLDER / "reached").touch()
+    return held
+
+def stall(where, rank=""):
+    while holds(where, rank):
+        time.sleep(0.01)
+
+class Vowels(rl.Environment):
+    def examples(self, split):
+        for word in ("stone", "river", "cloud", "apple", "winter", "summer", "leaves in autumn"):
+            yield rl.Example(prompt=word)
+    def reward(self, example, completion):
+        stall("grade")
+        return {"vowels": sum(c in "aeiou" for c in completion) / (1 + len(completion))}
+
+class Drawing(Vowels):
+    # What the step that is given up has drawn is drawn again.
+    def reward(self, example, completion):
+        noise = float(np.random.random())
+        return super().reward(example, completion)["vowels"] + noise
+
+class Awaiting(Vowels):
+    async def reward(self, example, completion):
+        import asyncio
+        while holds("grade"):
+            await asyncio.sleep(0.01)
+        return super().reward(example, completion)
+
+class Talk(rl.ConversationEnvironment):
+    def examples(self, split):
+        for word in ("stone", "river", "cloud", "apple", "winter"):
+            yield rl.Example(prompt=word)
+    async def converse(self, example, chat):
+        chat.add(example.prompt)
+        text = (await chat.reply()).text
+        stall("grade")
+        return {"e": float(text.count("e"))}
+"""
+
+
+def _end(config, folder, environment, resume):
+    """The command, as a process; its sampling stalls where `folder` has a mark."""
+    from lockstep.cli import main
+    from lockstep.generate import Engine
+
+    os.environ |= environment
+    with open(folder / "said", "ab") as file:
+        os.dup2(file.fileno(), 2)
+    sys.path.insert(0, str(folder))
+    from task import stall
+
+    exact = Engine._step
+
+    def step(engine):
+        exact(engine)
+        stall("sample", os.environ.get("RANK", "0"))
+
+    Engine._step = step
+    sys.exit(main(["rl", "--config", str(config), *(["--resume"] if resume else [])]))
+
+
+class Ended:
+    """A run in `folder` that a signal ends while it stands still in a step."""
+
+    def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
+        """mark: "sample" or "grade". steps: those done before. own: the rank whose sampling stands still."""
+        self.folder = folder
+        (folder / mark).write_text(f"{steps},{own}")
+        (folder / "run.toml").write_text(to_toml(config))
+        environments = [{}] if ranks == 1 else [ranks_environment(rank, ranks, 29_517) for rank in range(ranks)]
+        self.processes = [
+            CONTEXT.Process(target=_end, args=(folder / "run.toml", folder, environment, config.resume), daemon=True)
+            for environment in environments
+        ]
+        for process in self.processes:
+            process.start()
+        until = time.monotonic() + 120
+        while not (folder / "reached").exists():
+            assert time.monotonic() < until and all(p.is_alive() for p in self.processes), self.said
+            time.sleep(0.01)
+
+    @property
+    def said(self):
+        return (self.folder / "said").read_text()
+
+    def end(self, number, *ranks):
+        """Sends the signal to these ranks; returns all ranks' exit codes."""
+        for rank in ranks or range(len(self.processes)):
+            os.kill(self.processes[rank].pid, number)
+        for process in self.processes:
+            process.join(120)
+        for mark in ("sample", "grade", "reached"):
+            (self.folder / mark).unlink(missing_ok=True)
+        return [process.exitcode for process in self.processes]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "task.py").write_text(TASK)
+    return tmp_path
+
+
+def settings(folder, model, environment, parallel=ONE, **changes):
+    # Longer than any step takes that nothing holds, shorter than one that stands still.
+    config = config_of(folder / "task.py", model, folder / "run", parallel, **{"steps": 3, "inner_steps": 1, **changes})
+    return replace(config, environment=f"{folder / 'task.py'}:{environment}", faults=FaultConfig(stop_seconds=30))
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def learnt(folder):
+    """The last weights and moments."""
+    last = folder / "checkpoints" / "step_00000003"
+    return [(last / name).read_bytes() for name in ("model.safetensors", "trainer/optimizer.safetensors")]
+
+
+def check_it_goes_on(config, ranks=1):
+    """A resumed run is the one that was never ended."""
+    launch(ranks, run, replace(config, resume=True))
+    resumed = Path(config.output)
+    whole = resumed.with_name("whole")
+    launch(1, run, replace(config, output=str(whole), parallel=ONE))
+    assert outcome(resumed) == outcome(whole)
+    assert learnt(resumed) == learnt(whole)
+
+
+@pytest.mark.parametrize(
+    ("environment", "mark", "isolate", "number"),
+    [
+        ("Drawing", "sample", "never", signal.SIGINT),
+        ("Drawing", "grade", "never", signal.SIGTERM),
+        ("Vowels", "grade", "auto", signal.SIGINT),
+    ],
+)
+def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_was_before(
+    folder, model_folder, environment, mark, isolate, number
+):
+    rewards = RewardConfig(isolate=isolate, workers=2, seconds=600)
+    config = settings(folder, model_folder, environment, rewards=rewards)
+    ended = Ended(folder, config, mark, steps=2)
+    assert ended.end(number) == [128 + number]
+    assert f"{signal.Signals(number).name} ended the run after step 2, which is saved" in ended.said
+    assert "Traceback" not in ended.said
+    assert checkpoints(folder / "run") == ["step_00000002"]
+    check_it_goes_on(config)
+
+
+@pytest.mark.parametrize("environment", ["Awaiting", "Talk"])
+def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, environment):
+    rewards = RewardConfig(isolate="never" if environment == "Awaiting" else "auto", workers=1, seconds=600)
+    ended = Ended(folder, settings(folder, model_folder, environment, rewards=rewards), "grade", steps=1)
+    assert ended.end(signal.SIGINT) == [130]
+    assert "SIGINT ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
+    assert checkpoints(folder / "run") == ["step_00000001"]
+
+
+@pytest.mark.parametrize("steps", [-1, 0])
+def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_save(folder, model_folder, steps):
+    ended = Ended(folder, settings(folder, model_folder, "Vowels"), "sample", steps)
+    assert ended.end(signal.SIGINT) == [130]
+    assert "SIGINT ended the run in its first step, before which there is nothing to save" in ended.said
+    assert not (folder / "run").exists() if steps < 0 else checkpoints(folder / "run") == []
+
+
+def test_what_is_saved_already_is_not_saved_again(folder, model_folder):
+    config = settings(folder, model_folder, "Vowels", checkpoint=CheckpointConfig(every=1, asynchronous=False))
+    ended = Ended(folder, config, "sample", steps=1)
+    (saved,) = (folder / "run" / "checkpoints").iterdir()
+    before = saved.stat()
+    assert ended.end(signal.SIGINT) == [130] and "after step 1, which is saved" in ended.said
+    assert checkpoints(folder / "run") == ["step_00000001"] and saved.stat().st_ino == before.st_ino
+    # And as it is resumed from.
+    ended = Ended(folder, replace(config, resume=True), "sample", steps=1)
+    assert ended.end(signal.SIGINT) == [130] and saved.stat().st_ino == before.st_ino
+
+
+def test_a_rank_that_is_interrupted_takes_the_others_with_it(folder, model_folder):
+    config = settings(folder, model_folder, "Vowels", LAYOUTS["FSDP 2"][1])
+    ended = Ended(folder, config, "sample", steps=2, ranks=2, own="1")
+    assert ended.end(signal.SIGTERM, 1) == [143, 143]
+    assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said
+    check_it_goes_on(config, ranks=2)
