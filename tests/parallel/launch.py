@@ -36,7 +36,7 @@ CONTEXT.set_forkserver_preload(
 _numbers = itertools.count(os.getpid())
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Of those that the system gives to nobody by itself: whoever asks it for any could else take the ranks' first."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in _numbers:
@@ -80,7 +80,7 @@ def start(ranks: int, function: Callable[..., Any], *arguments: Any, taken: Any 
 
     With `taken`, an event, a rank that has put its result waits for it.
     """
-    port = _free_port()
+    port = free_port()
     results: Any = CONTEXT.Queue()
     fault = os.environ.get(VARIABLE, "")  # not the processes' own, which is that of the server they are forked from
     processes = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import CheckpointConfig, FaultConfig, RewardConfig, to_toml
-from tests.parallel.launch import CONTEXT, launch, ranks_environment
+from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 from tests.rl.actors.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 
 TASK = """
@@ -98,7 +98,8 @@ class Ended:
         self.folder = folder
         (folder / mark).write_text(f"{steps},{own}")
         (folder / "run.toml").write_text(to_toml(config))
-        environments = [{}] if ranks == 1 else [ranks_environment(rank, ranks, 29_517) for rank in range(ranks)]
+        port = free_port()
+        environments = [{}] if ranks == 1 else [ranks_environment(rank, ranks, port) for rank in range(ranks)]
         self.processes = [
             CONTEXT.Process(target=_end, args=(folder / "run.toml", folder, environment, config.resume), daemon=True)
             for environment in environments
@@ -178,7 +179,7 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
     check_it_goes_on(config)
 
 
-@pytest.mark.parametrize("environment", ["Awaiting", "Talk"])
+@pytest.mark.parametrize("environment", [pytest.param("Awaiting", marks=pytest.mark.slow), "Talk"])
 def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, environment):
     rewards = RewardConfig(isolate="never" if environment == "Awaiting" else "auto", workers=1, seconds=600)
     ended = Ended(folder, settings(folder, model_folder, environment, rewards=rewards), "grade", steps=1)
@@ -187,7 +188,7 @@ def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, env
     assert checkpoints(folder / "run") == ["step_00000001"]
 
 
-@pytest.mark.parametrize("steps", [-1, 0])
+@pytest.mark.parametrize("steps", [pytest.param(-1, marks=pytest.mark.slow), 0])
 def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_save(folder, model_folder, steps):
     ended = Ended(folder, settings(folder, model_folder, "Vowels"), "sample", steps)
     assert ended.end(signal.SIGINT) == [130]
@@ -195,6 +196,7 @@ def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_s
     assert not (folder / "run").exists() if steps < 0 else checkpoints(folder / "run") == []
 
 
+@pytest.mark.slow
 def test_what_is_saved_already_is_not_saved_again(folder, model_folder):
     config = settings(folder, model_folder, "Vowels", checkpoint=CheckpointConfig(every=1, asynchronous=False))
     ended = Ended(folder, config, "sample", steps=1)
