@@ -55,6 +55,8 @@ class Statistics:
     """Those that a draft proposed."""
     guesses_accepted: int = 0
     """Those of them that were drawn."""
+    runs_guessed: int = 0
+    """Runs of guesses that were checked: at most one per sequence and step."""
     preemptions: int = 0
     sampling_seconds: float = field(default=0.0, compare=False)
     """In steps."""
@@ -445,6 +447,7 @@ class Engine:
             return
         self.statistics.tokens_guessed += len(chunk.guess)
         self.statistics.guesses_accepted += accepted
+        self.statistics.runs_guessed += 1
         self._speculation.verified(chunk, accepted)
         if chunk.sequence.finish_reason != "error":
             self.scheduler.accept(chunk, accepted)

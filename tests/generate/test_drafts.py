@@ -204,6 +204,7 @@ def _check_guesses(model, name, seed, budget, sequences, cache_tokens, most):
     statistics = engine.statistics
     assert statistics.tokens_sampled == sum(len(c.token_ids) for group in expected for c in group)
     assert statistics.guesses_accepted <= statistics.tokens_guessed
+    assert statistics.runs_guessed <= statistics.tokens_guessed <= statistics.runs_guessed * most
     if name == "oracle, all right" and cache_tokens == 4096:
         assert statistics.guesses_accepted == statistics.tokens_guessed
 
@@ -217,6 +218,7 @@ def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_o
     engine = Engine(model, EngineConfig(draft_tokens=64), draft=Oracle(answers, SPOILS["all right"]))
     assert [dataclasses.replace(e, request_id=0) for e in engine.stream(prompt, params)] == plain
     assert engine.statistics.steps == 1, "the prompt and guesses on four pages in one step"
+    assert engine.statistics.runs_guessed == 1 and engine.statistics.guesses_accepted == 59
     # What was guessed right is in the cache, and found, as what was decoded.
     longer = prompt + [event.token_id for event in plain]
     engine.generate([longer], dataclasses.replace(params, max_tokens=1))

@@ -42,6 +42,9 @@ def test_a_run_of_several_epochs_is_the_same_with_guesses_and_remembers_when_it_
     reinforce(replace(config, output=str(tmp_path / "guessed"), engine=EngineConfig()))
     assert outcome(tmp_path / "guessed") == outcome(tmp_path / "plain")
     assert guessed(tmp_path / "plain") == [0] * 4 and guessed(tmp_path / "guessed")[-1] > 0
+    for metrics in read_metrics(tmp_path / "guessed" / "metrics.jsonl"):
+        accepted = metrics.get("generators/own/guesses_accepted", 0)
+        assert min(1, accepted) <= metrics.get("generators/own/mean_accepted_run", 0) <= accepted
 
     begun = replace(config, output=str(tmp_path / "resumed"), engine=EngineConfig(), steps=2)
     reinforce(begun)

@@ -42,6 +42,7 @@ class EngineCollector(Collector):
             ("tokens_sampled", "Tokens sampled.", done.tokens_sampled),
             ("tokens_guessed", "Tokens that a draft proposed.", done.tokens_guessed),
             ("guesses_accepted", "Those of them that were drawn.", done.guesses_accepted),
+            ("runs_guessed", "Runs of guesses, at most one per sequence and step.", done.runs_guessed),
             ("preemptions", "Sequences that gave up their pages and were computed anew.", done.preemptions),
             ("steps", "Forward passes.", done.steps),
         ]

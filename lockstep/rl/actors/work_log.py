@@ -39,6 +39,7 @@ def figures_of(new: Mapping[str, float], past: float) -> dict[str, float]:
         "preemptions": new["preemptions"],
         "tokens_guessed": new["tokens_guessed"],
         "guesses_accepted": new["guesses_accepted"],
+        "mean_accepted_run": new["guesses_accepted"] / max(1, new["runs_guessed"]),
     }
     if ended:
         figures |= {name: new[name] / ended for name in ("queue_seconds", "prefill_seconds", "decode_seconds")}
