@@ -1,5 +1,6 @@
 """The compiled kernels in the cache folder, and what happens without them."""
 
+import errno
 import os
 import platform
 import shutil
@@ -47,6 +48,16 @@ def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
     library.write_bytes(library.read_bytes()[:4096])
     assert subprocess.run(run, capture_output=True, text=True).stdout.strip() == "12.0"
     assert (tmp_path / "calls").exists()
+
+
+def test_kernels_that_a_full_disk_does_not_take_are_refused_with_the_folder(tmp_path, monkeypatch):
+    def compile_kernels(compiler, flags, target, umask):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compile_kernels", compile_kernels)
+    with pytest.raises(compiling.CompilerMissing, match=f"cannot be kept in {tmp_path}/lockstep: No space left"):
+        build.library_path(supported()[0])
 
 
 def test_a_compiler_that_does_not_know_the_newest_instructions_serves_the_next_ones(tmp_path):

@@ -37,10 +37,13 @@ def library_path(instructions: InstructionSet) -> Path:
         if path.exists():
             require_private(path)
     if not _is_whole(target):
-        compile_kernels(compiler, flags, target, umask=0o077)
-        _digest_file(target).unlink(missing_ok=True)
-        _digest_file(target).touch(mode=0o600)
-        _digest_file(target).write_text(_digest(target))
+        try:
+            compile_kernels(compiler, flags, target, umask=0o077)
+            _digest_file(target).unlink(missing_ok=True)
+            _digest_file(target).touch(mode=0o600)
+            _digest_file(target).write_text(_digest(target))
+        except OSError as error:  # a full disk
+            raise CompilerMissing(f"they cannot be kept in {target.parent}: {error.strerror or error}") from error
     return target
 
 
