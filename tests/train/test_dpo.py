@@ -12,7 +12,7 @@ import pytest
 from lockstep import build_model, load_model, save_model, score
 from lockstep.checkpoint import model_folder as model_folder_of
 from lockstep.cli import main
-from lockstep.config import CheckpointConfig, DataConfig, DPOConfig, ParallelConfig, TrainConfig
+from lockstep.config import CheckpointConfig, CompileConfig, DataConfig, DPOConfig, ParallelConfig, TrainConfig
 from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation
@@ -245,6 +245,36 @@ def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
     assert _metrics(tmp_path / "two") == pytest.approx(_metrics(alone), rel=1e-4)
     assert _metrics(tmp_path / "two", "rewards/margin") == pytest.approx(_metrics(alone, "rewards/margin"), abs=1e-4)
     assert _metrics(tmp_path / "two", "rewards/margin")[0] == 0.0
+
+
+LAYOUTS = {
+    "HSDP 2 x 2": (4, ParallelConfig(data_replicate=2, reduction_chunks=2)),
+    "FSDP 2 x TP 2": (4, ParallelConfig(tensor=2)),
+    "CP 2 x TP 2": (4, ParallelConfig(context=2, tensor=2)),
+    "TP 2 x PP 2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "full DTensor": (4, ParallelConfig(context=2, tensor=2, full_dtensor=True)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_deterministic_layout_has_the_bits_of_one_process(tmp_path, model_folder, layout):
+    ranks, parallel = LAYOUTS[layout]
+    train = replace(_config(tmp_path, model_folder, "").train, deterministic_layout=True, tokens_per_microbatch=64)
+    settings = dict(steps=3, train=train)
+    alone = prefer(_config(tmp_path, model_folder, "alone", parallel=ParallelConfig(reduction_chunks=2), **settings))
+    launch(ranks, _on_a_rank, _config(tmp_path, model_folder, "many", parallel=parallel, **settings))
+    for name in ("loss", "grad_norm", "rewards/margin"):
+        assert _metrics(tmp_path / "many", name) == _metrics(alone, name), name
+
+
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same_from_margins_of_zero(tmp_path, model_folder):
+    eager = prefer(_config(tmp_path, model_folder, "eager", steps=3))
+    compiled = prefer(_config(tmp_path, model_folder, "compiled", steps=3, compile=CompileConfig(backend="inductor")))
+    # What is compiled rounds elsewhere, in float32.
+    assert _metrics(compiled) == pytest.approx(_metrics(eager), rel=1e-4)
+    assert _metrics(compiled, "rewards/margin")[0] == 0.0
 
 
 @pytest.mark.parametrize("fixed", [pytest.param(False, marks=pytest.mark.slow), True])
