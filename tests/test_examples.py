@@ -19,7 +19,7 @@ PRINTED = {
     "parity": "576 log-probabilities compared, 0 different",
     "pretrain": "def main():",
     "rl_own_task": "step 2: reward ",
-    "serve_and_ask": "16 log-probabilities, 0 differ from the trainer's",
+    "serve_and_ask": " log-probabilities, 0 differ from the trainer's",
     "sft": ", epoch 2.",
 }
 

@@ -32,13 +32,18 @@ class Terminal:
     def type(self, text):
         os.write(self._descriptor, text.encode())
 
-    def until(self, wanted, seconds=120.0):
-        """What is shown up to a match of `wanted`, which is taken from what is still to be seen."""
+    def until(self, wanted, seconds=120.0, pressing=""):
+        """What is shown up to a match of `wanted`, which is taken from what is still to be seen.
+
+        pressing: typed every second until then.
+        """
         end = time.monotonic() + seconds
         while not (found := re.search(wanted, self.seen)):
             assert time.monotonic() < end, self.seen
             if select.select([self._descriptor], [], [], 1.0)[0]:
                 self.seen += os.read(self._descriptor, 65536).decode(errors="replace")
+            else:
+                self.type(pressing)
         shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return shown
 

@@ -178,6 +178,8 @@ class KeeperProcess:
         self.stopped = 0
         """Looks in a row that have found it stopped."""
         self.closed = False
+        self._ending = threading.Lock()
+        """A thread that waits for an answer ends a keeper that is gone, and so does the run's own end."""
         self.start()
 
     def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
@@ -231,14 +233,16 @@ class KeeperProcess:
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
             with contextlib.suppress(Silent):
                 return receive(self.stream.reads, self.stream.inbox, LOOK_SECONDS)
+            if self.closed:
+                raise Closed("the run ends")
             if self.stays_stopped():
                 raise Closed("a signal has stopped it")
         raise Closed(f"no answer for {seconds:g} s")
 
     def stays_stopped(self) -> bool:
         """Whether the last STOPPED_LOOKS calls, which are to be LOOK_SECONDS apart, have found it stopped."""
-        assert self.process
-        self.stopped = self.stopped + 1 if is_stopped(self.process.pid) else 0
+        process = self.process
+        self.stopped = self.stopped + 1 if process and is_stopped(process.pid) else 0
         return self.stopped >= STOPPED_LOOKS
 
     def await_ready(self) -> None:
@@ -266,6 +270,10 @@ class KeeperProcess:
 
     def end(self) -> None:
         """Ends the keeper, which ends its worker and all that the worker has started."""
+        with self._ending:
+            self._end()
+
+    def _end(self) -> None:
         if self.process is None:
             return
         assert self.process.stdin and self.process.stdout

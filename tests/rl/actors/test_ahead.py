@@ -332,7 +332,7 @@ def test_the_buffer_is_counted_in_steps_and_samples_that_are_ready_or_under_way(
         run.ended.clear()
         run.driver = threading.Thread(target=run._drive)
         run.driver.start()
-        run.ahead.wait()
+        run.ahead.wait(1)
         assert list(run.ahead.metrics().values()) == [2, 0, 2 * of_a_step, 0]
         run.ahead.drawn(1, 0, PROMPTS)
         assert list(run.ahead.metrics().values()) == [1, 0, of_a_step, 0]
@@ -421,8 +421,8 @@ def test_nothing_grows_over_a_long_run():
     with running(2, generators=2, room=100) as run:
         for step in range(20, 321, 100):
             run.train(step)
-            run.fleet.metrics()
             run.ahead.wait(run.step)
+            run.fleet.metrics()
             found.append(sizes(run))
             assert len(run.state()["ahead"]["prompts"]) == 2 * PROMPTS  # the buffer is bounded
             assert len(run.state()["ahead"]["samples"]) == 2 * PROMPTS
