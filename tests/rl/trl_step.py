@@ -63,7 +63,7 @@ def losses_and_gradients():
                 head_dim=SHAPE["head_dim"], intermediate_size=SHAPE["intermediate"], tie_word_embeddings=False,
                 rms_norm_eps=1e-6, rope_theta=1e6,
             )
-        ).float()  # fmt: skip
+        ).double()  # fmt: skip
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weight(name, parameter.shape))
