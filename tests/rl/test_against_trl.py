@@ -54,8 +54,8 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(theirs, kind, tokens_per_m
     assert len(batches) == (1 if tokens_per_microbatch == 1000 else 3)
     assert 0.1 < step.metrics()["policy/clip_fraction"] < 0.9, "some tokens are clipped, others not"
     expected = theirs[kind]
-    # TRL's model is in float64, ours in float32: measured are 5.4e-7 of the loss, where TRL's own float32 is 1.1e-6 away,
-    # and of a parameter's gradient 3e-6 of its norm and 2.3e-5 along a direction, where terms cancel.
+    # TRL's model is in float64, ours in float32: measured are 5.4e-7 of the loss (TRL's own float32: 1.1e-6), and
+    # of a parameter's gradient 3e-6 of its norm and 2.3e-5 along a direction, where terms cancel.
     assert loss == pytest.approx(expected["loss"], rel=1e-6)
     ours = {hugging_face_name(name): parameter.grad for name, parameter in model.named_parameters()}
     assert ours.keys() == expected["gradients"].keys()
