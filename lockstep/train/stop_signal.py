@@ -20,6 +20,10 @@ from lockstep.parallel.world import AXES
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+def _nothing() -> None:
+    return None
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal has ended what ran in `StopSignal.interrupts`. Whoever lets a Ctrl-C through lets this through, too."""
 
@@ -32,7 +36,7 @@ class StopSignal:
     once, with 128 + its number. Outside of the main thread, where Python cannot take signals, nothing is noted.
     """
 
-    def __init__(self, seconds: float, saved: Callable[[], int | None] = lambda: None):
+    def __init__(self, seconds: float, saved: Callable[[], int | None] = _nothing):
         """saved: the step of the newest whole checkpoint, for whoever reads that the time was too short; None: none."""
         self.seconds, self._saved = seconds, saved
         self.received = 0
@@ -57,6 +61,8 @@ class StopSignal:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._descriptor)
             self._writer.close()
+        # Its thread may outlive the run by a moment, and what it holds with it: process groups must go before Python.
+        self._saved = _nothing
 
     def agreed(self, world: World) -> int:
         """The signal that any rank has received, the same on all of them; 0: none."""
