@@ -65,8 +65,8 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
             if value not in choices:
                 *others, last = [str(choice) or '""' for choice in choices]
                 yield f'{name} is "{value}"; give {", ".join(others)} or {last}'
-        elif not _is(value, kind):
-            yield f"{name} is {value!r}; it must be {_NAMES[kind]}"
+        elif wrong_type := type_problem(name, value, kind):
+            yield wrong_type
         elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
             yield f"{name} is {value!r:.60}, which is no text in UTF-8; write it as one"
         elif isinstance(value, float) and not math.isfinite(value):
@@ -74,6 +74,11 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
         else:
             wrong = (bound.problem(value) for bound in bounds if not isinstance(bound, str))
             yield from (f"{name} is {value}; it must be {problem}" for problem in wrong if problem)
+
+
+def type_problem(name: str, value: Any, kind: Any) -> str:
+    """What is wrong with a value that is not of its type; empty where nothing is."""
+    return "" if _is(value, kind) else f"{name} is {value!r:.60}; it must be {_NAMES[kind]}"
 
 
 def _is(value: Any, kind: Any) -> bool:

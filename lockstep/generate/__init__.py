@@ -1,6 +1,7 @@
 """The generator: an engine with a paged cache over the trainer's own model."""
 
-from lockstep.generate.engine import Engine, Statistics
+from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
+from lockstep.generate.statistics import Statistics
 
 __all__ = ["Completion", "Engine", "SamplingParams", "Statistics", "TokenEvent"]

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from lockstep.generate.runner import Runner, make_cache, sampler_of
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent
 from lockstep.generate.scheduler import Chunk, Scheduler
 from lockstep.generate.sequence import Sequence
+from lockstep.generate.statistics import Statistics
 from lockstep.generate.stragglers import stragglers
 from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
@@ -41,35 +41,6 @@ LOGITS_ELEMENTS = 1 << 24
 
 Sample = tuple[int, float, float, list[tuple[int, float]], str]
 """A token, its log-probability before and after cuts, the likeliest tokens with theirs, and its route."""
-
-
-@dataclass
-class Statistics:
-    """What the engine has done so far."""
-
-    steps: int = 0
-    prompt_tokens_computed: int = 0
-    prompt_tokens_reused: int = 0
-    tokens_sampled: int = 0
-    tokens_guessed: int = 0
-    """Those that a draft proposed."""
-    guesses_accepted: int = 0
-    """Those of them that were drawn."""
-    runs_guessed: int = 0
-    """Runs of guesses that were checked: at most one per sequence and step."""
-    preemptions: int = 0
-    sampling_seconds: float = field(default=0.0, compare=False)
-    """In steps."""
-    samples_ended: int = 0
-    """Those that were sampled to their end; the seconds below are sums over them."""
-    queue_seconds: float = field(default=0.0, compare=False)
-    """From when they were asked to their first step."""
-    prefill_seconds: float = field(default=0.0, compare=False)
-    """From there to their first token."""
-    decode_seconds: float = field(default=0.0, compare=False)
-    """From there to their last."""
-    tokens_decoded: int = 0
-    """Those after the first ones."""
 
 
 class Engine:
@@ -321,7 +292,9 @@ class Engine:
             if chunks := self.scheduler.schedule():
                 with self._weights.in_use(), whole_rows():
                     samples = self._guess_and_compute(chunks)
-                self._count(chunks, began)
+                self.statistics.count_step(chunks, began)
+                self.statistics.prompt_tokens_reused = self.scheduler.reused_tokens
+                self.statistics.preemptions = self.scheduler.preemptions
                 for event in self._events(samples):
                     self._inboxes.get(event.request_id, self._unowned).append(event)
         except BaseException:
@@ -411,7 +384,7 @@ class Engine:
                 finished += self._ended_with(chunk.sequence)
         self.statistics.tokens_sampled += len(events)
         if finished:
-            self._count_ended(finished)
+            self.statistics.count_ended(finished)
             self.scheduler.remove(finished)
             for request_id in {s.request_id for s in finished}:
                 if all(s.finish_reason is not None for s in self._requests[request_id]):
@@ -445,9 +418,7 @@ class Engine:
     def _take_guesses(self, chunk: Chunk, accepted: int) -> None:
         if not chunk.guess or self._speculation is None:
             return
-        self.statistics.tokens_guessed += len(chunk.guess)
-        self.statistics.guesses_accepted += accepted
-        self.statistics.runs_guessed += 1
+        self.statistics.count_guesses(len(chunk.guess), accepted)
         self._speculation.verified(chunk, accepted)
         if chunk.sequence.finish_reason != "error":
             self.scheduler.accept(chunk, accepted)
@@ -459,31 +430,6 @@ class Engine:
             sequence.finish_reason = "error"
         self.scheduler.forget(unfinished)
         self.scheduler.remove(unfinished)
-
-    def _count(self, chunks: list[Chunk], began: float) -> None:
-        now = time.perf_counter()
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.begun_at = sequence.begun_at or began
-            if chunk.is_sampled and not sequence.first_at:
-                sequence.first_at, sequence.sampled_before = now, sequence.sampled
-        statistics = self.statistics
-        statistics.steps += 1
-        statistics.prompt_tokens_computed += sum(
-            max(0, min(c.start + c.count, c.sequence.prompt_length) - c.start) for c in chunks
-        )
-        statistics.prompt_tokens_reused = self.scheduler.reused_tokens
-        statistics.preemptions = self.scheduler.preemptions
-
-    def _count_ended(self, finished: list[Sequence]) -> None:
-        now, statistics = time.perf_counter(), self.statistics
-        for sequence in finished:
-            if sequence.finish_reason != "error":
-                statistics.samples_ended += 1
-                statistics.queue_seconds += sequence.begun_at - sequence.asked_at
-                statistics.prefill_seconds += sequence.first_at - sequence.begun_at
-                statistics.decode_seconds += now - sequence.first_at
-                statistics.tokens_decoded += sequence.sampled - sequence.sampled_before - 1
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         check_token_ids(prompt, self.model.config.vocab_size, "the prompt")

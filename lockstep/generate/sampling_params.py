@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from lockstep.config.bounds import type_problem
 from lockstep.errors import UserError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -13,6 +14,10 @@ RoutesForm = Literal["", "digest", "whole"]
 MAX_TOP_LOGPROBS = 20
 LARGEST_TOP_K = 2**31 - 1
 """Above any vocabulary, and a number that a tensor holds."""
+KINDS = {
+    "max_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "n": int, "seed": int,
+    "top_logprobs": int,
+}  # fmt: skip
 MOST_SAMPLES = 2**16
 """Of one prompt: each is an object before the first is computed."""
 
@@ -63,23 +68,17 @@ class SamplingParams:
         ]
         for name, holds, rule in limits:
             if not holds:
-                raise UserError(f"{name} is {getattr(self, name)!r:.60}; it must be {rule}")
+                _refuse(f"{name} is {getattr(self, name)!r:.60}; it must be {rule}")
 
     def _check_types(self) -> None:
-        whole = {name: getattr(self, name) for name in ("max_tokens", "top_k", "n", "top_logprobs")}
-        whole |= {"seed": 0 if self.seed is None else self.seed}
-        for name, value in whole.items():
-            if type(value) is not int:
-                raise UserError(f"{name} is {value!r:.60}; it must be a whole number")
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise UserError(f"{name} is {value!r:.60}; it must be a number")
+        for name, kind in KINDS.items():
+            if name != "seed" or self.seed is not None:
+                _refuse(type_problem(name, getattr(self, name), kind))
         ids = self.stop_token_ids
-        if isinstance(ids, str) or not isinstance(ids, Collection) or any(type(token) is not int for token in ids):
-            raise UserError(f"stop_token_ids is {ids!r:.60}; it must be a tuple of whole numbers")
-        if not all(isinstance(text, str) for text in self.stop):
-            raise UserError(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of them")
+        if not isinstance(ids, Collection) or any(type_problem("", token, int) for token in ids):
+            _refuse(f"stop_token_ids is {ids!r:.60}; it must be a tuple of whole numbers")
+        if any(type_problem("", text, str) for text in self.stop):
+            _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of them")
 
     @property
     def cuts(self) -> bool:
@@ -89,6 +88,11 @@ class SamplingParams:
     def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The tokens after which a sample ends, of a model with these end-of-text tokens."""
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise UserError(problem)
 
 
 def sampling_params_of(plain: dict[str, Any]) -> SamplingParams:

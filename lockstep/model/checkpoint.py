@@ -54,8 +54,9 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
     """
     folder = local_folder(path)
-    model = _empty_model(folder, dtype).to_empty(device=device)
-    copy_weights(check_tensors(model, folder, tensor_files(folder)))
+    model, files = _empty_model(folder, dtype)
+    model.to_empty(device=device)
+    copy_weights(check_tensors(model, folder, files))
     return model
 
 
@@ -64,13 +65,16 @@ def refuse_unloadable(folder: Path, dtype: str | torch.dtype | None = None) -> N
 
     An adapter that knows its base is compared with it, for which the base's files are read.
     """
-    check_tensors(_empty_model(folder, dtype), folder, tensor_files(folder))
+    model, files = _empty_model(folder, dtype)
+    check_tensors(model, folder, files)
 
 
-def _empty_model(folder: Path, dtype: str | torch.dtype | None) -> Decoder:
+def _empty_model(folder: Path, dtype: str | torch.dtype | None) -> tuple[Decoder, dict[str, Path]]:
+    """The folder's model without memory, and the file of each of its tensors."""
     config = read_config(folder)
+    files = tensor_files(folder)
     refuse_few_bytes(folder, config)
-    return Decoder(config, _dtype_of(tensor_files(folder), dtype), "meta")
+    return Decoder(config, _dtype_of(files, dtype), "meta"), files
 
 
 def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:

@@ -70,7 +70,7 @@ class KVCache:
         values: bool = True,
     ):
         self.num_pages = num_pages
-        width = paged_width(head_dim, dtype, device)
+        width = paged_width(head_dim, torch.empty(0, dtype=dtype, device=device))
         # Zeroed, and written with finite values alone (`write_pages_reference` says how): a masked key's weight is
         # exactly 0, but 0 · NaN would not be.
         self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, width, PAGE), dtype, device)
@@ -193,7 +193,7 @@ class PackedAttention:
     def pages(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Keys and values in pages, laid out as in `KVCache`."""
         tokens, kv_heads = self.slots.shape[0], k.shape[1]
-        width = paged_width(k.shape[2], k.dtype, k.device)
+        width = paged_width(k.shape[2], k)
         keys = k.new_zeros(self.num_pages, kv_heads, width, PAGE)
         values = None if v is None else v.new_zeros(self.num_pages, kv_heads, PAGE, width)
         _write_pages(k[:tokens], None if v is None else v[:tokens], self.slots, keys, values)
@@ -331,13 +331,12 @@ def _warn_of_latents() -> None:
     )
 
 
-def paged_width(head_dim: int, dtype: torch.dtype, device: str | torch.device) -> int:
+def paged_width(head_dim: int, like: Tensor) -> int:
     """Features of a head in a page: a multiple of `VECTOR` for the compiled kernels, with zeros behind the head's own.
 
     Zeros add nothing to the scores, and what they give of the output is cut off.
     """
-    compiled = native.usable(torch.empty(0, dtype=dtype, device=device))
-    return -(-head_dim // VECTOR) * VECTOR if compiled else head_dim
+    return -(-head_dim // VECTOR) * VECTOR if native.usable(like) else head_dim
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -173,7 +173,8 @@ def test_a_small_cache_preempts_and_a_shared_prompt_is_computed_once():
 def test_the_seconds_of_a_sample_are_told_apart(monkeypatch):
     now = [10.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(sys.modules["lockstep.generate.engine"], "time", clock)
+    for name in ("engine", "statistics"):
+        monkeypatch.setattr(sys.modules[f"lockstep.generate.{name}"], "time", clock)
     engine = Engine(MODELS["float32"], EngineConfig(max_tokens_per_step=4, max_sequences=1, draft="none"))
     compute = engine._compute
 

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from lockstep.errors import one_line
-from lockstep.generate.engine import Statistics
+from lockstep.generate import Statistics
 from lockstep.generate.routes import is_written
 from lockstep.rl.actors.remote import RemoteSample, Request
 

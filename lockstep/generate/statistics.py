@@ -1,0 +1,65 @@
+"""What an engine has done so far, in counts and seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lockstep.generate.scheduler import Chunk
+from lockstep.generate.sequence import Sequence
+
+
+@dataclass
+class Statistics:
+    """Two are equal where the same was sampled, however long it took."""
+
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_reused: int = 0
+    tokens_sampled: int = 0
+    tokens_guessed: int = 0
+    """Those that a draft proposed."""
+    guesses_accepted: int = 0
+    """Those of them that were drawn."""
+    runs_guessed: int = 0
+    """Runs of guesses that were checked: at most one per sequence and step."""
+    preemptions: int = 0
+    sampling_seconds: float = field(default=0.0, compare=False)
+    """In steps."""
+    samples_ended: int = 0
+    """Those that were sampled to their end; the seconds below are sums over them."""
+    queue_seconds: float = field(default=0.0, compare=False)
+    """From when they were asked to their first step."""
+    prefill_seconds: float = field(default=0.0, compare=False)
+    """From there to their first token."""
+    decode_seconds: float = field(default=0.0, compare=False)
+    """From there to their last."""
+    tokens_decoded: int = 0
+    """Those after the first ones."""
+
+    def count_step(self, chunks: Iterable[Chunk], began: float) -> None:
+        """Of a step that began then and has computed these, whose tokens are not appended yet."""
+        now = time.perf_counter()
+        self.steps += 1
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.begun_at = sequence.begun_at or began
+            if chunk.is_sampled and not sequence.first_at:
+                sequence.first_at, sequence.sampled_before = now, sequence.sampled
+            self.prompt_tokens_computed += max(0, min(chunk.start + chunk.count, sequence.prompt_length) - chunk.start)
+
+    def count_guesses(self, guessed: int, accepted: int) -> None:
+        self.tokens_guessed += guessed
+        self.guesses_accepted += accepted
+        self.runs_guessed += 1
+
+    def count_ended(self, finished: Iterable[Sequence]) -> None:
+        now = time.perf_counter()
+        for sequence in finished:
+            if sequence.finish_reason != "error":
+                self.samples_ended += 1
+                self.queue_seconds += sequence.begun_at - sequence.asked_at
+                self.prefill_seconds += sequence.first_at - sequence.begun_at
+                self.decode_seconds += now - sequence.first_at
+                self.tokens_decoded += sequence.sampled - sequence.sampled_before - 1
