@@ -252,20 +252,42 @@ LAYOUTS = {
     "FSDP 2 x TP 2": (4, ParallelConfig(tensor=2)),
     "CP 2 x TP 2": (4, ParallelConfig(context=2, tensor=2)),
     "TP 2 x PP 2": (4, ParallelConfig(tensor=2, pipeline=2)),
+    "PP 2, interleaved": (2, ParallelConfig(pipeline=2, pipeline_schedule="interleaved", reduction_chunks=2)),
+    "PP 2, ZBV": (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv", reduction_chunks=2)),
     "full DTensor": (4, ParallelConfig(context=2, tensor=2, full_dtensor=True)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_deterministic_layout_has_the_bits_of_one_process(tmp_path, model_folder, layout):
+def test_a_deterministic_layout_has_the_bits_of_one_process(tmp_path, layout):
     ranks, parallel = LAYOUTS[layout]
+    model_folder = _folder(tmp_path, "qwen3:micro")  # of four layers, for two stages per rank
     train = replace(_config(tmp_path, model_folder, "").train, deterministic_layout=True, tokens_per_microbatch=64)
     settings = dict(steps=3, train=train)
     alone = prefer(_config(tmp_path, model_folder, "alone", parallel=ParallelConfig(reduction_chunks=2), **settings))
     launch(ranks, _on_a_rank, _config(tmp_path, model_folder, "many", parallel=parallel, **settings))
     for name in ("loss", "grad_norm", "rewards/margin"):
         assert _metrics(tmp_path / "many", name) == _metrics(alone, name), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [ParallelConfig(expert=2), ParallelConfig(context=2, expert=2)])
+def test_two_ranks_that_share_experts_follow_one(tmp_path, parallel):
+    folder = _folder(tmp_path, "qwen3_moe:micro")
+    alone = prefer(_config(tmp_path, folder, "alone", steps=3))
+    launch(2, _on_a_rank, _config(tmp_path, folder, "two", steps=3, parallel=parallel))
+    # The step's sums are added in another order, in float32.
+    assert _metrics(tmp_path / "two") == pytest.approx(_metrics(alone), rel=1e-4)
+    assert _metrics(tmp_path / "two", "rewards/margin")[0] == 0.0
+
+
+def _folder(tmp_path, shape):
+    tokenizer = ByteTokenizer()
+    config = preset(shape, tokenizer.vocab_size, (tokenizer.eos_id,))
+    save_model(build_model(config, dtype="float32", seed=1), tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
+    return tmp_path / "model"
 
 
 @pytest.mark.slow
