@@ -294,8 +294,8 @@ def _folder(tmp_path, shape):
 def test_compiled_layers_learn_the_same_from_margins_of_zero(tmp_path, model_folder):
     eager = prefer(_config(tmp_path, model_folder, "eager", steps=3))
     compiled = prefer(_config(tmp_path, model_folder, "compiled", steps=3, compile=CompileConfig(backend="inductor")))
-    # What is compiled rounds elsewhere, in float32.
-    assert _metrics(compiled) == pytest.approx(_metrics(eager), rel=1e-4)
+    # What is compiled rounds elsewhere, in float32: measured are 2e-7.
+    assert _metrics(compiled) == pytest.approx(_metrics(eager), rel=2e-6)
     assert _metrics(compiled, "rewards/margin")[0] == 0.0
 
 
