@@ -75,7 +75,8 @@ def randomization_test_of_means(differences: Sequence[float]) -> float:
     observed one, so that it is never 0 (Phipson and Smyth 2010).
     """
     sizes = np.array([abs(difference) for difference in differences if difference])
-    reach = abs(math.fsum(differences)) * (1 - 1e-12)  # sums of one assignment in two orders may differ in the last bit
+    # Sums of one assignment in two orders may differ in their last bits, which are those of the largest terms.
+    reach = abs(math.fsum(differences)) - 1e-12 * float(sizes.sum())
     if len(sizes) <= EXACT:
         flipped = np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes)) & 1
         return float((np.abs((1 - 2 * flipped) @ sizes) >= reach).mean())

@@ -92,8 +92,9 @@ def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_fo
         terminal.until(r"\n> ")
         terminal.type("/reset now\n")
         terminal.until(r"nothing was forgotten\r\n> ")
+        # Python's readline shows its prompt, then waits; a Ctrl-C between the two does nothing until the next key.
         terminal.type("\x03")
-        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ")
+        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ", pressing="\x03")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     assert first

@@ -52,6 +52,13 @@ def test_means_are_compared_as_whole_numbers_are(differences):
     assert of_means == pytest.approx(randomization_test(differences), abs=1e-12)
 
 
+@pytest.mark.parametrize("times", [1, 10])  # all assignments, and drawn ones
+@pytest.mark.parametrize("whole", [[4, -6, 3, 0, -1, 0], [1, 2, -3]])
+def test_differences_that_cancel_show_nothing_whatever_their_scale(whole, times):
+    assert randomization_test_of_means([each / 10 for each in whole] * times) == 1.0
+    assert randomization_test_of_means(whole * times) == 1.0
+
+
 def test_few_prompts_show_little_and_many_are_drawn_from():
     assert randomization_test_of_means([0.25, 0.25]) == 0.5
     differences = [1, 2, -1, 3, 1, 1, -2, 2, 1, 3, -1, 2, 1, 1, -3, 2, 1, 2, 0, 1]
