@@ -46,7 +46,10 @@ def _sentence(compared: Comparison) -> str:
     if compared.difference is None:
         return f"{models}: no prompt has completions of both that all count"
     sign = "+" * (compared.difference.mean >= 0)
-    p_value = "too few prompts to test" if compared.p_value is None else f"p = {compared.p_value:.2g} ({compared.test})"
+    p_value = "too few prompts to test"
+    if compared.p_value is not None:
+        p_value = f"p = {compared.p_value:.2g}" if compared.p_value else "p < 1e-300"  # below what a float can be
+        p_value += f" ({compared.test})"
     left_out = f" ({compared.left_out} left out, whose rewards failed)" if compared.left_out else ""
     return (
         f"{models}: {compared.measure} {sign}{compared.difference.text()}, better on {compared.better} of "

@@ -95,16 +95,8 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
         )
     modules = _modules(folder, shapes)
     lora = Lora(rank, float(alpha), modules)
-    own = _own(folder)
-    changes: dict[str, Any] = {key: own[key] for key in ("bos_token_id", "reduction_chunks") if key in own}
-    if scores:
-        changes |= {"score_head": True, "tie_embeddings": False}
-    if "eos_token_ids" in own:
-        changes["eos_token_ids"] = tuple(own["eos_token_ids"])
-    try:
-        config = dataclasses.replace(base, lora=lora, **changes)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{folder / OWN}: cannot be used ({error}); take it away") from error
+    head: dict[str, Any] = {"score_head": True, "tie_embeddings": False} if scores else {}
+    config = _with_own(folder, dataclasses.replace(base, lora=lora, **head))
     _refuse_other_shapes(folder, config, shapes)
     return config
 
@@ -275,6 +267,28 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     return _json(folder / SETTINGS)
+
+
+def _with_own(folder: Path, config: ModelConfig) -> ModelConfig:
+    """With what `lockstep.json` says beside the base's settings."""
+    own = {key: value for key, value in _own(folder).items() if key in _OWN}
+    for key, value in own.items():
+        numbers = value if key == "eos_token_ids" else [] if value is None and key == "bos_token_id" else [value]
+        if not isinstance(numbers, list) or {type(number) for number in numbers} - {int}:
+            raise UserError(f"{folder / OWN}: {key} is {value!r:.40}; it must be {_OWN[key]}")
+    if "eos_token_ids" in own:
+        own["eos_token_ids"] = tuple(own["eos_token_ids"])
+    try:
+        return dataclasses.replace(config, **own)
+    except UserError as error:
+        raise UserError(f"{folder / OWN}: cannot be used ({error})") from error
+
+
+_OWN = {
+    "bos_token_id": "a whole number or null",
+    "eos_token_ids": "a list of whole numbers",
+    "reduction_chunks": "a whole number",
+}
 
 
 def _own(folder: Path) -> dict[str, Any]:

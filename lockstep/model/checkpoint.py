@@ -54,22 +54,24 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
     """
     folder = local_folder(path)
-    model, files = _empty_model(folder, dtype)
+    model, files = _model_and_files(folder, dtype)
     model.to_empty(device=device)
     copy_weights(check_tensors(model, folder, files))
     return model
 
 
-def refuse_unloadable(folder: Path, dtype: str | torch.dtype | None = None) -> None:
-    """Raises UserError where `load_model` would, without memory for the weights: of their files it reads the headers.
+def empty_model(folder: Path, dtype: str | torch.dtype | None = None) -> Decoder:
+    """The folder's model on the meta device, without memory for its weights: of their files it reads the headers.
 
-    An adapter that knows its base is compared with it, for which the base's files are read.
+    Raises UserError where `load_model` would. An adapter that knows its base is compared with it, for which the base's
+    files are read.
     """
-    model, files = _empty_model(folder, dtype)
+    model, files = _model_and_files(folder, dtype)
     check_tensors(model, folder, files)
+    return model
 
 
-def _empty_model(folder: Path, dtype: str | torch.dtype | None) -> tuple[Decoder, dict[str, Path]]:
+def _model_and_files(folder: Path, dtype: str | torch.dtype | None) -> tuple[Decoder, dict[str, Path]]:
     """The folder's model without memory, and the file of each of its tensors."""
     config = read_config(folder)
     files = tensor_files(folder)

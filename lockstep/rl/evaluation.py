@@ -16,11 +16,13 @@ from lockstep.config import EvalConfig, RLConfig, validate
 from lockstep.data import load_tokenizer
 from lockstep.errors import RunStopped, UserError
 from lockstep.generate import Engine
-from lockstep.model import is_auto, open_device, read_config, refuse_score_head, refuse_unloadable
+from lockstep.model import empty_model, is_auto, open_device, read_config, refuse_score_head
 from lockstep.observe import Progress, announce, start_line
 from lockstep.parallel import apply_compile
+from lockstep.rl.collect import encode_prompt
 from lockstep.rl.collect import evaluate as sample_and_grade
-from lockstep.rl.conversations.rendering import open_rendering
+from lockstep.rl.conversations.protocol import ConversationEnvironment
+from lockstep.rl.conversations.rendering import Rendering, open_rendering
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.estimates import Estimate, estimate, randomization_test, randomization_test_of_means
 from lockstep.rl.figures import Figures, figures_of
@@ -94,22 +96,22 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
     examples = examples_of(environment, config.split)[: config.examples or None]
     folders = [model_folder(model) for model in config.model]
     reward_model = _reward_model(config, settings, environment)
-    for folder in folders:
-        _refuse_unusable(folder, config.dtype)
+    asked = [
+        _open(config, settings, name, folder, examples, environment) for name, folder in zip(config.model, folders)
+    ]
     results: list[ModelResult] = []
     with (
         _saying_what_is_kept(results),
         _output(config) as output,
         open_grader(settings, environment, is_given, output) as grader,
     ):
-        for number, (name, folder) in enumerate(zip(config.model, folders), 1):
-            own = dataclasses.replace(settings, model=str(folder))
-            rollouts = _judged(config, own, name, folder, examples, environment, grader, reward_model)
+        for number, model in enumerate(asked, 1):
+            rollouts = _judged(config, model, examples, environment, grader, reward_model)
             completions = output / f"completions_{number}.jsonl"
             _write_completions(completions, rollouts)
             figures = figures_of(rollouts, environment, _ks(config))
             _refuse_failures(figures, config, rollouts)
-            results.append(ModelResult(name, figures, completions, _by_prompt(rollouts, len(examples))))
+            results.append(ModelResult(model.name, figures, completions, _by_prompt(rollouts, len(examples))))
     comparisons = [compare(results[0], other, config.samples_per_prompt) for other in results[1:]]
     evaluation = Evaluation(config, settings.environment, results, comparisons, output / RESULT)
     _write(evaluation)
@@ -163,34 +165,63 @@ def _reward_model(config: EvalConfig, settings: RLConfig, environment: Environme
     return load_reward_model(own, environment, open_device(config.device))
 
 
-def _judged(
+@dataclass(frozen=True)
+class _Asked:
+    """A model that can be asked the examples."""
+
+    name: str
+    folder: Path
+    settings: RLConfig
+    """Of its validation."""
+    rendering: Rendering
+
+
+def _open(
     config: EvalConfig,
     settings: RLConfig,
     name: str,
     folder: Path,
     examples: Sequence[Example],
     environment: Environment,
+) -> _Asked:
+    """Raises UserError for a model that cannot be asked all examples: before any is, and before there is a folder."""
+    refuse_score_head(read_config(folder), str(folder))
+    model = empty_model(folder, None if is_auto(config.dtype) else config.dtype)
+    tokenizer = load_tokenizer(folder, model.config.vocab_size)
+    settings = dataclasses.replace(settings, model=str(folder))
+    rendering = open_rendering(settings, environment, tokenizer, model)
+    engine = Engine(model, dataclasses.replace(config.engine, cuda_graphs="none"), tokenizer)
+    if not isinstance(environment, ConversationEnvironment):  # whose prompts are known when they are held
+        for example in examples:
+            encode_prompt(rendering, example, engine, config.max_new_tokens)
+    return _Asked(name, folder, settings, rendering)
+
+
+def _judged(
+    config: EvalConfig,
+    asked: _Asked,
+    examples: Sequence[Example],
+    environment: Environment,
     grader: Grader,
     reward_model: RewardModel | None,
 ) -> list[Rollout]:
     """One model's graded completions; the model is gone afterwards."""
-    model = open_model(folder, config.dtype, config.device, config.arithmetic)
+    model = open_model(asked.folder, config.dtype, config.device, config.arithmetic)
     apply_compile(model, config.compile)
-    tokenizer = load_tokenizer(folder, model.config.vocab_size)
-    rendering = open_rendering(settings, environment, tokenizer, model)
+    rendering, tokenizer = asked.rendering, asked.rendering.tokenizer
     engine = Engine(model, config.engine, tokenizer)
     count = len(examples) * config.samples_per_prompt
     work = f"{type(environment).__name__}, {count} samples of up to {config.max_new_tokens} tokens to go"
-    announce("eval: " + start_line(name, model.config, model.device, model.dtype, work))
+    announce("eval: " + start_line(asked.name, model.config, model.device, model.dtype, work))
     # Draws do not depend on who else is asked, so examples may be asked in parts, and the bar moves.
     part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
     rollouts: list[Rollout] = []
     with Progress("eval", len(examples)) as bar:
         for start in range(0, len(examples), part):
             numbers = range(start, min(start + part, len(examples)))
-            own = sample_and_grade(examples, environment, engine, tokenizer, settings, grader, rendering, numbers)
+            own = sample_and_grade(examples, environment, engine, tokenizer, asked.settings, grader, rendering, numbers)
             if reward_model:
-                assign_scores(own, reward_model, rendering, settings)
+                assign_scores(own, reward_model, rendering, asked.settings)
             rollouts += own
             bar.advance(len(numbers))
     return rollouts
@@ -218,28 +249,21 @@ def _refuse_failures(figures: Figures, config: EvalConfig, rollouts: Sequence[Ro
         )
 
 
-def _refuse_unusable(folder: Path, dtype: str) -> None:
-    """Raises UserError for a model that cannot be sampled from, before another one is and before there is a folder."""
-    shape = read_config(folder)
-    refuse_score_head(shape, str(folder))
-    refuse_unloadable(folder, None if is_auto(dtype) else dtype)
-    load_tokenizer(folder, shape.vocab_size)
-
-
 @contextmanager
 def _output(config: EvalConfig) -> Iterator[Path]:
-    """The folder, without an earlier evaluation's files; a new one is gone again where it failed and is empty.
+    """The folder, without an earlier evaluation's files; new ones are gone again where it failed and they are empty.
 
     Raises UserError where the files are not to be replaced.
     """
-    was_there = Path(config.output).exists()
+    output = Path(config.output)
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
     output = _open_output(config)
     try:
         yield output
     except BaseException:
-        if not was_there:
-            with suppress(OSError):  # not empty: what is finished is kept
-                output.rmdir()
+        with suppress(OSError):  # not empty: what is finished is kept
+            for folder in made:
+                folder.rmdir()
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from lockstep.checkpoint import weights_folder
 from lockstep.config import DPOConfig
 from lockstep.data import TokenizedCorpus
 from lockstep.data.preferences import Example, read_example
+from lockstep.errors import UserError
 from lockstep.model import ScoringModel, base_folder
 from lockstep.observe import Progress, log
 from lockstep.train.packing import split_by_tokens
@@ -133,19 +134,40 @@ def model_digest(config: DPOConfig) -> str:
 
 def _read(file: Path, made_by: str) -> dict[str, np.ndarray]:
     """By the data's digest; empty where there is none, or of another model."""
-    if not file.is_file():
+    if not file.exists():
         return {}
     try:
         with safe_open(file, "np") as opened:
-            if (opened.metadata() or {}).get("model") != made_by:
+            described = opened.metadata() or {}
+            if described.get("model") != made_by:
                 return {}
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+            scores = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if described.get("scores") != _digest(scores):
+            raise ValueError("its numbers are not those that were written")
+    except (OSError, SafetensorError, ValueError) as error:
         log.warning("%s: cannot be read (%s); it is computed again", file, error)
         return {}
+    return scores
 
 
 def _write(file: Path, made_by: str, scores: dict[str, np.ndarray]) -> None:
     partial = file.with_name(file.name + ".partial")
-    save_file({name: torch.from_numpy(array) for name, array in scores.items()}, partial, metadata={"model": made_by})
-    partial.replace(file)
+    tensors = {name: torch.from_numpy(array) for name, array in scores.items()}
+    try:
+        save_file(tensors, partial, metadata={"model": made_by, "scores": _digest(scores)})
+        partial.replace(file)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise UserError(
+            f"{file}: cannot be written ({error}); free some space or move away what is there, then --resume"
+        ) from error
+
+
+def _digest(scores: dict[str, np.ndarray]) -> str:
+    """Of names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name, array in sorted(scores.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

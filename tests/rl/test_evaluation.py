@@ -18,6 +18,7 @@ from lockstep.commands.evaluate import _sentence
 from lockstep.commands.terminal import in_encoding
 from lockstep.config import EngineConfig, EvalConfig, RewardConfig
 from lockstep.errors import RunStopped, UserError
+from lockstep.model import build_model, read_config
 from lockstep.rl.controller import reinforce
 from lockstep.rl.environment import Environment, Example
 from lockstep.rl.evaluation import ModelResult, compare
@@ -223,24 +224,70 @@ def test_a_prompt_that_is_no_text_is_named(tmp_path, folders):  # noqa: F811
         lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
 
 
+def _with_another_shape(folder):
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape | {"intermediate_size": shape["intermediate_size"] // 2}))
+
+
+def _with_damaged_weights(folder):
+    (folder / "model.safetensors").write_text("{")
+
+
+def _with_a_damaged_tokenizer(folder):
+    (folder / "byte_tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text("{")
+
+
+def _with_a_score_head(folder):
+    shape = replace(read_config(folder), score_head=True, tie_embeddings=False)
+    shutil.rmtree(folder)
+    lockstep.save_model(build_model(shape, "float32", seed=0), folder)
+
+
+def _with_a_short_context(folder):
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 12}))
+
+
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("damage", "said"),
     [
-        ("config.json", "config.json asks for"),
-        ("model.safetensors", "broken/model.safetensors"),
+        (_with_another_shape, "config.json asks for"),
+        (_with_damaged_weights, "broken/model.safetensors"),
+        (_with_a_damaged_tokenizer, "broken/tokenizer.json"),
+        (_with_a_score_head, "broken: is a reward model"),
+        (_with_a_short_context, "must together be between 1 and the context of 12"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_refused_before_any_is_sampled(tmp_path, folders, file, said):  # noqa: F811
+def test_a_model_that_cannot_be_asked_is_refused_before_any_is_sampled(tmp_path, folders, damage, said):  # noqa: F811
     broken = tmp_path / "broken"
     shutil.copytree(folders[0], broken)
-    if file == "config.json":
-        shape = json.loads((broken / file).read_text())
-        (broken / file).write_text(json.dumps(shape | {"intermediate_size": shape["intermediate_size"] // 2}))
-    else:
-        (broken / file).write_text("{")
+    damage(broken)
+    config = _eval(tmp_path, folders[0], broken, overwrite=False, output=str(tmp_path / "deep/er/eval"))
     with pytest.raises(UserError, match=said):
-        lockstep.evaluate(_eval(tmp_path, folders[0], broken, overwrite=False), Early())
+        lockstep.evaluate(config, Early())
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_draft_that_one_model_cannot_have_is_refused_before_any_is_sampled(tmp_path, folders):  # noqa: F811
+    shape = read_config(folders[0])
+    small = tmp_path / "small"
+    shutil.copytree(folders[0], small)
+    lockstep.save_model(build_model(replace(shape, num_layers=1), "float32", seed=0), small)
+    engine = EngineConfig(draft="layers", draft_layers=shape.num_layers - 1)
+    with pytest.raises(UserError, match="draft_layers is"):
+        lockstep.evaluate(_eval(tmp_path, folders[0], small, engine=engine), Early())
     assert not (tmp_path / "eval").exists()
+
+
+def test_what_fails_while_it_is_sampled_leaves_no_empty_folders(tmp_path, folders, monkeypatch):  # noqa: F811
+    def fail(*arguments):
+        raise RunStopped("as it begins", exit_code=1)
+
+    monkeypatch.setattr("lockstep.rl.evaluation.open_model", fail)
+    with pytest.raises(RunStopped):
+        lockstep.evaluate(_eval(tmp_path, folders[0], output=str(tmp_path / "deep/er/eval")), Early())
+    assert not (tmp_path / "deep").exists()
 
 
 def test_a_folder_that_was_there_stays_where_nothing_comes_of_it(tmp_path, folders):  # noqa: F811
@@ -269,6 +316,14 @@ def test_a_comparison_says_how_many_prompts_it_left_out():
     compared = compare(result("a", [(1, 1), (0, 1), (0, 0)]), result("b", [(1, 1), (1, 1), (1, 1)]), 1)
     assert (compared.prompts, compared.left_out, compared.better) == (2, 1, 1)
     assert "better on 1 of 2 prompts, worse on 0 (1 left out, whose rewards failed); p" in _sentence(compared)
+
+
+def test_a_p_value_that_no_float_can_be_is_not_0():
+    def result(name, right):
+        figures = Figures(2000, 2000, [(right, 1)] * 2000, {}, None, {}, {}, 0.0, 0.0)
+        return ModelResult(name, figures, Path(name), [1.0] * 2000)
+
+    assert "; p < 1e-300 (exact paired randomization test)" in _sentence(compare(result("a", 0), result("b", 1), 1))
 
 
 def test_a_terminal_that_lacks_a_character_is_shown_another():

@@ -8,6 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from lockstep import build_model, load_model, save_model, score
 from lockstep.checkpoint import model_folder as model_folder_of
@@ -95,6 +98,48 @@ def test_a_run_resumes_to_the_same_bits_with_the_reference_that_it_kept(tmp_path
     assert _metrics(stopped) == losses
     if loss == "kto":
         assert sums[0] == 0.0 and all(sums[1:])
+
+
+def _flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 64
+    file.write_bytes(content)
+
+
+def _of_another_type(file):
+    with safe_open(file, "pt") as opened:
+        described = opened.metadata()
+    save_file({name: t.to(torch.int64) for name, t in load_file(file).items()}, file, described)
+
+
+def _gone(file):
+    file.unlink()
+
+
+@pytest.mark.parametrize("damage", [_flip_a_bit, _of_another_type, _gone])
+def test_a_reference_that_was_damaged_is_computed_again(tmp_path, model_folder, damage, caplog):
+    config = _config(tmp_path, model_folder, "run", steps=1)
+    file = prefer(config) / "reference.safetensors"
+    damage(file)
+    prefer(replace(config, resume=True, steps=2))
+    whole = prefer(replace(config, steps=2, output=str(tmp_path / "whole")))
+    assert _metrics(tmp_path / "run") == _metrics(whole)
+    found, computed = (
+        {name: scores.numpy().tobytes() for name, scores in load_file(folder / file.name).items()}
+        for folder in (file.parent, whole)
+    )
+    assert found == computed
+    said = [r.getMessage() for r in caplog.records if "reference.safetensors" in r.getMessage()]
+    assert [line.endswith("it is computed again") for line in said] == [True] * (damage is not _gone)
+
+
+def test_a_reference_that_cannot_be_kept_is_said(tmp_path, model_folder):
+    config = _config(tmp_path, model_folder, "run", steps=1)
+    file = prefer(config) / "reference.safetensors"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match="reference.safetensors: cannot be written .* move away what is there"):
+        prefer(replace(config, resume=True, steps=2))
 
 
 def test_the_loss_is_that_of_the_scores(tmp_path, model_folder):

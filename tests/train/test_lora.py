@@ -246,6 +246,23 @@ def test_adapters_of_other_kinds_are_refused(folders, change, said):
         load_model(folders[1])
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"eos_token_ids": 5}, "eos_token_ids is 5; it must be a list of whole numbers"),
+        ({"eos_token_ids": ["7"]}, r"eos_token_ids is \['7'\]; it must be a list of whole numbers"),
+        ({"bos_token_id": True}, "bos_token_id is True; it must be a whole number or null"),
+        ({"reduction_chunks": "2"}, "reduction_chunks is '2'; it must be a whole number"),
+        ({"reduction_chunks": None}, "reduction_chunks is None; it must be a whole number"),
+        ({"reduction_chunks": 3}, r"cannot be used \(model: reduction_chunks is 3; it must be a power of two"),
+    ],
+)
+def test_settings_of_our_own_that_make_no_sense_are_refused(folders, change, said):
+    (folders[1] / "lockstep.json").write_text(json.dumps(change))
+    with pytest.raises(UserError, match=f"^{folders[1]}/lockstep.json: {said}"):
+        load_model(folders[1])
+
+
 def test_a_tensor_that_is_no_adapters_is_refused(folders):
     file = folders[1] / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": torch.zeros(2)}, file)

@@ -11,11 +11,10 @@ from lockstep.model import hugging_face_name
 from lockstep.parallel import World
 from lockstep.train.dpo import preference_losses
 from lockstep.train.preference_batches import answer_log_probs, preference_batch
-from lockstep.train.preference_losses import Answers, kto_divergence, simpo_loss
+from lockstep.train.preference_losses import kto_divergence
 
 PAIRS = [("3+4=", "7", "34 or so"), ("Say it twice: ", "it it", "it"), ("a", "b c d e", "f g")]
 REFERENCE = [(-20.0, -61.0), (-33.5, -38.0), (-40.0, -42.0)]
-LOSSES = {"dpo": "sigmoid", "ipo": "ipo"}
 
 
 def _examples(tokenizer):
@@ -66,18 +65,27 @@ def _trainer(folder, tmp_path, rows, kind="DPO", **settings):
     return getattr(trl, f"{kind}Trainer")(model, args=arguments, train_dataset=rows, processing_class=tokenizer)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradient_are_those_of_trl(model_folder, tmp_path, loss):
-    examples = _examples(load_tokenizer(model_folder))
-    rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
-    trainer = _trainer(model_folder, tmp_path, rows, beta=0.2, loss_type=LOSSES[loss])
+@pytest.mark.parametrize(
+    ("loss", "theirs", "settings", "pairs"),
+    [
+        ("dpo", "sigmoid", {}, 3),
+        # TRL smooths the labels of "aot" only, which sorts a batch's log-ratios and is otherwise DPO.
+        ("dpo", "aot", {"label_smoothing": 0.1}, 1),
+        ("ipo", "ipo", {}, 3),
+    ],
+    ids=["dpo", "smoothed", "ipo"],
+)
+def test_loss_and_gradient_are_those_of_trl(model_folder, tmp_path, loss, theirs, settings, pairs):
+    examples = _examples(load_tokenizer(model_folder))[:pairs]
+    rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS[:pairs]]
+    trainer = _trainer(model_folder, tmp_path, rows, beta=0.2, loss_type=theirs, **settings)
     trainer.model.train()
-    reference = torch.tensor(REFERENCE)
+    reference = torch.tensor(REFERENCE[:pairs])
     known = {"ref_chosen_logps": reference[:, 0], "ref_rejected_logps": reference[:, 1]}
-    theirs = trainer.compute_loss(trainer.model, _padded(examples) | known)
+    expected = trainer.compute_loss(trainer.model, _padded(examples) | known)
     trainer.model.zero_grad()
-    theirs.backward()
-    _agree(_ours(model_folder, examples, loss, beta=0.2), theirs.item(), trainer.model)
+    expected.backward()
+    _agree(_ours(model_folder, examples, loss, beta=0.2, **settings), expected.item(), trainer.model)
 
 
 def test_kto_and_its_divergence_are_those_of_trl(model_folder, tmp_path):
@@ -111,16 +119,16 @@ def _agree(ours, theirs, their_model):
         assert torch.dist(gradient, expected[name]) <= 1e-4 * expected[name].norm(), name
 
 
-def test_simpo_is_that_of_trl():
+def test_simpo_is_that_of_trl(model_folder):
     from trl.experimental.cpo import CPOTrainer
 
-    chosen, rejected = torch.tensor([-4.0, -30.5, -2.25]), torch.tensor([-6.0, -20.0, -2.5])
-    lengths = torch.tensor([3, 11, 2]), torch.tensor([4, 9, 2])
+    examples = _examples(load_tokenizer(model_folder))
+    batch = preference_batch(examples, World(torch.device("cpu")), True, "both")
+    log_probs = torch.tensor([-4.0, -6.0, -30.5, -20.0, -2.25, -2.5])
+    chosen, rejected = (log_probs / torch.tensor(batch.lengths)).view(-1, 2).T
     trainer = CPOTrainer.__new__(CPOTrainer)
-    settings = dict(beta=2.0, simpo_gamma=0.8, alpha=0.0, label_smoothing=0.1, loss_type="simpo")
-    trainer.__dict__.update(settings)
+    trainer.__dict__.update(beta=2.0, simpo_gamma=0.8, alpha=0.0, label_smoothing=0.1, loss_type="simpo")
     trainer.__dict__["accelerator"] = type("Accelerator", (), {"device": torch.device("cpu")})
-    theirs = trainer.cpo_loss(chosen / lengths[0], rejected / lengths[1])[0]
-    none = torch.zeros(3)
-    ours = simpo_loss(Answers(chosen, none, lengths[0]), Answers(rejected, none, lengths[1]), 2.0, 0.8, 0.1)
-    assert torch.allclose(ours, theirs, rtol=1e-5)
+    theirs = trainer.cpo_loss(chosen, rejected)[0]
+    config = DPOConfig(loss="simpo", beta=2.0, simpo_margin=0.8, label_smoothing=0.1)
+    assert torch.allclose(preference_losses(config, log_probs, batch), theirs, rtol=1e-5)
