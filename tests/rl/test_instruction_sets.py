@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lockstep.ops.native.instruction_sets import supported
+from tests.rl.digest import ROOT
 
 # Lone prompts are what a library's one-row product got wrong; the mixed load has everything else.
 PROGRAM = """
@@ -47,3 +48,15 @@ def test_trainer_and_generator_agree_on_every_instruction_set(name, libraries):
     result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert json.loads(result.stdout.splitlines()[-1]) == [name, {"float32": 0, "bfloat16": 0}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_engine_and_parity_hold_on_every_lower_instruction_set(name, tmp_path):
+    """Their whole files, as on a machine that has no more."""
+    files = ["tests/generate/test_engine.py", "tests/rl/test_parity.py", "tests/ops/test_linear.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path), *files]
+    ran = subprocess.run(
+        command, env=os.environ | LIBRARIES | {"LOCKSTEP_ISA": name}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:]
