@@ -29,6 +29,7 @@ CONTEXT.set_forkserver_preload(
         "jinja2",
         "matplotlib.pyplot",
         "tokenizers",
+        "tests.parallel.frozen",
     ]
 )
 
