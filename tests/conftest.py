@@ -58,6 +58,13 @@ def without_whole_collections(request, monkeypatch):
         monkeypatch.setattr(observer, "GarbageCollection", lambda every: GarbageCollection(0))
 
 
+@pytest.fixture(autouse=True)
+def without_pictures(request, monkeypatch):
+    """A report's curves take a third of a second, half of many a run that is not looked at."""
+    if "report" not in request.module.__name__:
+        monkeypatch.setattr("lockstep.observe.report.curves_svg", lambda *arguments: [])
+
+
 def pytest_runtest_setup():
     tests.typechecker.test[0] += 1
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-LARGE = "1024 or 2048 or 9000 or replayed or (dtype1 and (broken or attend or attention))"
+LARGE = (
+    "1024 or 2048 or 9000 or replayed or (dtype1 and (broken or attend or attention)) or (value and broken)"
+    " or (pieces_of_sequences and 40)"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

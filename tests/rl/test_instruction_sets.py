@@ -42,7 +42,20 @@ LIBRARIES = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}
 NAMES = [each.name for each in supported()]
 
 
-@pytest.mark.parametrize(("name", "libraries"), [(NAMES[0], {}), *((name, LIBRARIES) for name in NAMES)])
+BETWEEN = ("avx512", "plain_tiles")
+"""Between others, which are tried more often."""
+
+
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [
+        (NAMES[0], {}),
+        *(
+            pytest.param(name, LIBRARIES, marks=pytest.mark.slow if name in BETWEEN and name != NAMES[0] else ())
+            for name in NAMES
+        ),
+    ],
+)
 def test_trainer_and_generator_agree_on_every_instruction_set(name, libraries):
     environment = {**os.environ, **libraries, "LOCKSTEP_ISA": name, "OMP_NUM_THREADS": "2"}
     result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)

@@ -114,8 +114,8 @@ def test_it_foresees_a_real_step(parallel):
         pytest.param(2, ParallelConfig(), "float32", SHAPE, marks=pytest.mark.slow),
         pytest.param(2, EACH, "float32", SHAPE, marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(), "bfloat16", SHAPE, marks=pytest.mark.slow),
-        pytest.param(4, ParallelConfig(tensor=2), "float32", SHAPE, marks=pytest.mark.slow),
-        (4, ParallelConfig(tensor=2), "float32", WIDE),
+        (4, ParallelConfig(tensor=2), "float32", SHAPE),
+        pytest.param(4, ParallelConfig(tensor=2), "float32", WIDE, marks=pytest.mark.slow),
         pytest.param(
             4, ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), "float32", SHAPE, marks=pytest.mark.slow
         ),

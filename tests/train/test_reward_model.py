@@ -175,8 +175,13 @@ def test_conversations_are_scored_as_their_template_renders_them(tmp_path, model
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(**{name: 2}) for name in ("data_shard", "context", "pipeline", "tensor")],
-    ids=["fsdp", "context", "pipeline", "tensor"],
+    [
+        ParallelConfig(data_shard=2),
+        ParallelConfig(tensor=2),
+        # As preferences are trained on such ranks, which are tried more often.
+        *(pytest.param(ParallelConfig(**{name: 2}), marks=pytest.mark.slow) for name in ("context", "pipeline")),
+    ],
+    ids=["fsdp", "tensor", "context", "pipeline"],
 )
 def test_two_ranks_follow_one(tmp_path, model_folder, parallel):
     own = ParallelConfig(reduction_chunks=parallel.tensor)

@@ -67,7 +67,7 @@ def travel(parallel, dtype, shared=True):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_the_generator_has_the_bits_of_the_trainers_weights_rounded(layout, dtype):
     _arrives(layout, dtype, shared=True)
 
