@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from unittest.mock import patch
 
 import pytest
 
@@ -40,17 +39,11 @@ def _config(folders, name, **changes):
     return PretrainConfig(**(defaults | changes))
 
 
-def _train(config):
-    # Drawing the curves would take longer than all else.
-    with patch.object(pretraining, "write_report"):
-        pretraining.pretrain(config)
-
-
 def _train_in_own_folder(config, folders):
     """Why the run ended early, if it did, and whether this rank could have read a stream."""
     os.chdir(folders / f"rank_{os.environ['RANK']}")
     try:
-        _train(config)
+        pretraining.pretrain(config)
         message = ""
     except UserError as error:
         message = str(error)
@@ -83,7 +76,7 @@ def test_a_stream_ends_all_ranks_at_a_bad_row_and_once_mended_they_resume_to_wha
     ended = launch(2, _train_in_own_folder, config, folders)
     assert ended == [("", True), ("", False)]
     monkeypatch.chdir(folders / "rank_0")
-    _train(_config(folders, "one"))
+    pretraining.pretrain(_config(folders, "one"))
     _assert_same_losses(folders, "two", "one")
     assert _metrics(folders, "two", "tokens", "epoch") == _metrics(folders, "one", "tokens", "epoch")
     assert _metrics(folders, "one", "epoch")[-1] == [1.0], "the stream's second epoch is in it"
@@ -97,7 +90,7 @@ def test_files_are_tokenised_and_a_vocabulary_is_learnt_from_those_of_rank_0(fol
     config = dict(data="text.jsonl", validation_data="held_out.jsonl", tokenizer="bpe:300", steps=2)
     assert launch(2, _train_in_own_folder, _config(folders, "two", **config), folders) == [("", False)] * 2
     monkeypatch.chdir(folders / "rank_0")
-    _train(_config(folders, "one", **config))
+    pretraining.pretrain(_config(folders, "one", **config))
     _assert_same_losses(folders, "two", "one")
     (one,), (two,) = (_metrics(folders, name, "validation/loss")[-1] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5)
