@@ -13,16 +13,18 @@ from pathlib import Path
 import torch
 
 from lockstep import Engine, EngineConfig, SamplingParams, build_model, load_model, save_model, score
+from lockstep.checkpoint import newest_checkpoint
 from lockstep.checkpoint.convert import convert
-from lockstep.config import ParallelConfig, RecomputeConfig, TrainConfig
+from lockstep.config import LoraConfig, ParallelConfig, PretrainConfig, RecomputeConfig, TrainConfig
 from lockstep.errors import UserError
-from lockstep.model import ModelConfig, preset
+from lockstep.model import ModelConfig, lora_of, preset
 from lockstep.model.families import FAMILIES
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES
 from lockstep.train import Trainer, pack
-from lockstep.train.pretrain import NextTokenLoss
+from lockstep.train.dry_run import dry_run
+from lockstep.train.pretrain import NextTokenLoss, pretrain
 
 PAGE = Path(__file__).with_name("models.md")
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
@@ -30,15 +32,22 @@ TITLES = {
     "llama3": "Llama 3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3-MoE", "gpt_oss": "gpt-oss", "deepseek_v3": "DeepSeek-V3",
 }  # fmt: skip
 PROMPTS = [[5, 9, 2], list(range(40, 75))]
+TEXT = ["0123456789 " * 40] * 8
 
 
 def shape_of(family: str) -> ModelConfig:
     return preset(f"{family}:{next(iter(FAMILIES[family].PRESETS))}", 128)
 
 
-def samples_as_it_trains(dtype: str) -> Callable[[str], bool]:
+def samples_as_it_trains(dtype: str, with_adapter: bool = False) -> Callable[[str], bool]:
     def check(family: str) -> bool:
-        model = build_model(shape_of(family), dtype, seed=1)
+        shape = shape_of(family)
+        if with_adapter:
+            shape = replace(shape, lora=lora_of(shape, 4, 8.0, LoraConfig().targets))
+        model = build_model(shape, dtype, seed=1)
+        for name, weight in model.named_parameters():
+            if name.endswith("lora_B.weight"):  # fresh ones are zeros
+                torch.nn.init.normal_(weight, std=0.05, generator=torch.Generator().manual_seed(1))
         params = SamplingParams(max_tokens=12, n=2, seed=1, ignore_eos=True)
         groups = Engine(model, EngineConfig(cache_tokens=512, max_tokens_per_step=16)).generate(PROMPTS, params)
         pairs = [(prompt, c) for prompt, group in zip(PROMPTS, groups) for c in group]
@@ -46,6 +55,32 @@ def samples_as_it_trains(dtype: str) -> Callable[[str], bool]:
         return all(torch.equal(s[len(p) - 1 :], torch.tensor(c.logprobs)) for s, (p, c) in zip(scores, pairs))
 
     return check
+
+
+def reuses_prefixes(family: str) -> bool:
+    engine = Engine(build_model(shape_of(family), "float32", seed=1), EngineConfig(cache_tokens=512))
+    first, again = (engine.generate([PROMPTS[1]], SamplingParams(max_tokens=6, seed=1)) for _ in range(2))
+    return first == again and engine.statistics.prompt_tokens_reused > 0
+
+
+def resumes(family: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        config = PretrainConfig(
+            output=f"{folder}/whole", model=f"{family}:micro", steps=2, tokens_per_step=128, sequence_length=64,
+            dtype="float32", train=TrainConfig(tokens_per_microbatch=128),
+        )  # fmt: skip
+        stopped = replace(config, output=f"{folder}/stopped")
+        runs = [pretrain(config, TEXT), pretrain(replace(stopped, steps=1), TEXT)]
+        runs[1] = pretrain(replace(stopped, resume=True), TEXT)
+        whole, resumed = (load_model(newest_checkpoint(run) or run) for run in runs)
+    return all(map(torch.equal, whole.parameters(), resumed.parameters()))
+
+
+def rehearses(family: str) -> bool:
+    config = PretrainConfig(dtype="bfloat16", sequence_length=64, tokens_per_step=512)
+    config.train.tokens_per_microbatch = 128
+    found = dry_run(config, shape_of(family), 2, NextTokenLoss(126))
+    return found.memory["weights"] > 0
 
 
 def steps(family: str, recompute: str = "none") -> list[float]:
@@ -104,8 +139,13 @@ CHECKS: dict[str, Callable[[str], bool | str]] = {
     "sampling has the trainer's bits, bfloat16": samples_as_it_trains("bfloat16"),
     "trains": learns,
     "recomputation changes no bit": recomputes,
+    "a prefix in the cache changes no bit": reuses_prefixes,
+    "sampling has the trainer's bits, with an adapter": samples_as_it_trains("float32", with_adapter=True),
+    "a run that is resumed has its own bits": resumes,
+    "`--dry-run`": rehearses,
     "Hugging Face folder, written and read": goes_to_disk_and_back,
     "`lockstep convert`": converts,
+    "`parallel.data_shard 2` (FSDP)": fits(data_shard=2),
     "`parallel.tensor 2`": fits(tensor=2),
     "`parallel.context 2`": fits(context=2),
     "`parallel.pipeline 2`": fits(pipeline=2),

@@ -1,6 +1,10 @@
-"""Saving and resuming a whole run."""
+"""Saving and resuming a whole run.
 
-from lockstep.checkpoint.checkpoints import Checkpoints, checkpoints_in, newest_checkpoint, step_name, weights_folder
+`Checkpoints` itself is in `lockstep.checkpoint.checkpoints`: commands that only read a model do without PyTorch's
+distributed checkpoints, which take most of a second to import.
+"""
+
+from lockstep.checkpoint.folders import checkpoints_in, newest_checkpoint, step_name, weights_folder
 from lockstep.checkpoint.open_model import (
     folder_if_model,
     load_model,
@@ -11,7 +15,6 @@ from lockstep.checkpoint.open_model import (
 )
 
 __all__ = [
-    "Checkpoints",
     "checkpoints_in",
     "folder_if_model",
     "load_model",

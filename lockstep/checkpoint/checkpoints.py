@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from lockstep.checkpoint.manifest import MANIFEST, Piece, damage, listed_files, sync_folder, write_manifest
+from lockstep.checkpoint.folders import STATE, checkpoints_in, step_name, weights_folder
+from lockstep.checkpoint.manifest import Piece, damage, listed_files, sync_folder, write_manifest
 from lockstep.checkpoint.part import LoadPlanner, Part, SavePlanner
 from lockstep.checkpoint.staging import Staging, in_place
 from lockstep.checkpoint.storage import SafetensorsReader, SafetensorsWriter
@@ -40,7 +41,7 @@ from lockstep.model.adapter_folder import digest, refuse_other_adapter, refuse_o
 from lockstep.observe.logs import log
 from lockstep.parallel.world import World
 
-STATE, CONFIG = "state.json", "config.toml"
+CONFIG = "config.toml"
 Result = TypeVar("Result")
 
 # A world of one is meant, not an accident.
@@ -312,53 +313,6 @@ class Checkpoints:
     def _first(self, problem: str) -> str:
         """The first rank's problem that has one, on every rank."""
         return next(filter(None, self.world.gather(problem)), "")
-
-
-def step_name(step: int) -> str:
-    """A checkpoint's folder name."""
-    return f"step_{step:08}"
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders with a checkpoint's name, the newest first, whole or not."""
-    found = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
-    return sorted(found, reverse=True)
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """A run's newest checkpoint with all its files at their sizes; checksums are left to `Checkpoints.resume`.
-
-    None where there are none. Newer ones that are not whole are named in a warning. Raises UserError where none is.
-    """
-    problem = ""
-    for folder in checkpoints_in(run / "checkpoints"):
-        if not (found := damage(folder, checksums=False)):
-            return folder
-        log.warning("%s is not whole: %s; taking an older one", folder, found)
-        problem = problem or f"{folder.name}: {found}"
-    if problem:
-        raise UserError(f"{run}: holds no checkpoint that is whole ({problem}); give another folder")
-    return None
-
-
-def weights_folder(folder: Path) -> Path:
-    """Where a model's files are: in `folder` itself or, where it is a run's, in its newest checkpoint.
-
-    Raises UserError for a run without a checkpoint that is whole, and for a checkpoint whose model is not whole.
-    """
-    if newest := newest_checkpoint(folder):
-        return newest
-    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: holds a run that has no finished checkpoint so far; give a model's folder")
-    if folder.suffix == ".partial":
-        raise UserError(f"{folder}: is a checkpoint that was not finished; give an older one")
-    if (folder / STATE).is_file() or (folder / MANIFEST).is_file():
-        # The optimizer's files may have been left behind.
-        patterns = ("*.json", "model*", "adapter_model*")
-        problem = next(filter(None, (damage(folder, checksums=False, pattern=p) for p in patterns)), "")
-        if problem:
-            raise UserError(f"{folder}: is not a whole checkpoint: {problem}; give an older one")
-    return folder
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Any], str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lockstep import model, ops
-from lockstep.checkpoint.checkpoints import STATE, weights_folder
+from lockstep.checkpoint.folders import STATE, weights_folder
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.hub import is_model, local_folder

@@ -34,7 +34,7 @@ from lockstep.model import Decoder, check_token_ids
 from lockstep.model.checkpoint import copy_weights, refuse_score_head, sources_of_weights
 from lockstep.parallel.exchange import whole_rows
 from lockstep.parallel.messages import from_all
-from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
+from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 LOGITS_ELEMENTS = 1 << 24
 """Logits held at once: 64 MB where they are float32."""

@@ -13,7 +13,7 @@ from lockstep import ops
 from lockstep.generate.batch import StepBatch
 from lockstep.model import Decoder
 from lockstep.parallel.sampler import ShardedSampler
-from lockstep.parallel.tensor import tensor_group_of
+from lockstep.parallel.tensor_group import tensor_group_of
 
 
 def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:

@@ -1,4 +1,7 @@
-"""A model for this rank of a run: its layers, shards and compiled halves, in the order that they must be applied."""
+"""A model for this rank of a run: its layers, shards and compiled halves, in the order that they must be applied.
+
+What shards a model is imported where there are several ranks: DTensor and FSDP take most of a second of a start.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,11 @@ from lockstep.model import Decoder, ModelConfig, TrainableModel
 from lockstep.model.shard import local_values
 from lockstep.model.stored import is_float32
 from lockstep.parallel.compile import apply_compile
-from lockstep.parallel.data import shard_data_parallel
 from lockstep.parallel.deep_ep import use_deep_ep
-from lockstep.parallel.full_dtensor import distribute_everything
 from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.recompute import apply_recompute
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.row_product import overlap
-from lockstep.parallel.tensor import shard_experts, shard_tensor_parallel
 from lockstep.parallel.world import World
 
 
@@ -46,10 +46,15 @@ def parallel_model(
     if world.mesh is None:
         model = Decoder(config, dtype, world.device)
     elif parallel.full_dtensor:
+        from lockstep.parallel.full_dtensor import distribute_everything
+
         model = Decoder(config, dtype, "meta")
         distribute_everything(model, world)
         model.to_empty(device=world.device)
     else:
+        from lockstep.parallel.data import shard_data_parallel
+        from lockstep.parallel.tensor import shard_experts, shard_tensor_parallel
+
         pipelined = world.degrees["pipeline"] > 1
         model = (
             Pipeline(config, dtype, world, parallel, compiled) if pipelined else Decoder(config, torch.float32, "meta")
@@ -91,7 +96,10 @@ def generator_layout(config: ModelConfig, dtype: torch.dtype, world: World, para
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel)
     model = Decoder(config, dtype, "meta")
-    shard_tensor_parallel(model, world)
+    if world.mesh is not None:
+        from lockstep.parallel.tensor import shard_tensor_parallel
+
+        shard_tensor_parallel(model, world)
     return model
 
 

@@ -20,18 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._functorch import config as functorch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lockstep.config import CompileConfig
 from lockstep.errors import UserError
 from lockstep.model import Decoder
 from lockstep.model.decoder import Block, Halves, Projected
+from lockstep.model.shard import is_dtensor, is_fsdp
 from lockstep.ops.cache import cache_folder, fingerprint, require_private
 from lockstep.ops.opaque import library
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole, whole_rows
 from lockstep.parallel.messages import from_all
-from lockstep.parallel.tensor import sharded_over_data, tensor_group_of
+from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 PROBE_ROWS = 96
@@ -58,13 +57,13 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     halves = CompiledHalves(model.halves, config)
     for block in _one_of_each_kind(model):
         # Of a sharded layer the forward sees whole weights in the compute dtype.
-        if isinstance(block, FSDPModule):
+        if is_fsdp(block):
             block.unshard()
         # PyTorch's cache of traced graphs does not tell process groups apart that DTensor names in them.
-        sharded = any(isinstance(parameter, DTensor) for parameter in block.parameters())
+        sharded = any(is_dtensor(parameter) for parameter in block.parameters())
         with functorch.patch(enable_autograd_cache=False) if sharded else nullcontext():
             _compare(model, block, halves)
-        if isinstance(block, FSDPModule):
+        if is_fsdp(block):
             block.reshard()
     halves.frozen = True
     model.halves = halves

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from lockstep import ops
@@ -27,6 +26,7 @@ from lockstep.parallel.experts import experts_over_ranks
 from lockstep.parallel.one_order import column_product, shared_bias, shared_logits, shared_norm
 from lockstep.parallel.placements import COLUMNS, COPY, SUM
 from lockstep.parallel.row_product import row_product
+from lockstep.parallel.tensor_group import axes_of, tensor_group
 from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
@@ -44,19 +44,6 @@ def own_part(weight: DTensor) -> Tensor:
     if list(weight.placements) != places or (weight.is_leaf and SUM in gradients):
         weight = weight.redistribute(placements=places)
     return weight.to_local(grad_placements=gradients)
-
-
-def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of a mesh's axes. Raises ValueError where they have none: no rule could be found for them."""
-    if mesh.mesh_dim_names is None:
-        raise ValueError(f"{mesh} has no names for its axes")
-    return tuple(mesh.mesh_dim_names)
-
-
-def tensor_group(weight: DTensor) -> dist.ProcessGroup | None:
-    """The ranks that share the tensor axis; None where the weight's mesh has none."""
-    mesh, axes = weight.device_mesh, axes_of(weight.device_mesh)
-    return mesh.get_group(axes.index("tensor")) if "tensor" in axes else None
 
 
 def place_on(tensor: DTensor, axis: str) -> Placement | None:

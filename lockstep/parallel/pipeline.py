@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import ModelConfig, ScoringModel
+from lockstep.model.shard import is_fsdp
 from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, passes_held
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
@@ -132,7 +132,7 @@ class Pipeline(nn.Module):
                     dist.send(hidden, group=self.group, group_dst=self.plan.rank_of(stage.index + 1))
         for stage in self.stages:
             for module in stage.modules():
-                if isinstance(module, FSDPModule):
+                if is_fsdp(module):
                     # No backward follows, which would let gathered weights go.
                     module.reshard()
         return losses

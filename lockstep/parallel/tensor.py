@@ -16,21 +16,10 @@ from lockstep.ops import FORMS
 from lockstep.parallel import operators
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole
 from lockstep.parallel.placements import COLUMNS, COPY, ROWS, parameter_placement
+from lockstep.parallel.tensor_group import axes_of
 from lockstep.parallel.world import World
 
 FORMS[DTensor] = operators
-
-
-def tensor_group_of(model: Decoder) -> dist.ProcessGroup | None:
-    """The ranks that share the model's matrices; None where it is whole."""
-    weight = next(model.parameters())  # all of them, or of a stage's, lie on one mesh
-    return operators.tensor_group(weight) if isinstance(weight, DTensor) else None
-
-
-def sharded_over_data(model: Decoder) -> bool:
-    """Whether weights lie on more than the tensor axis, on ranks that see different tokens."""
-    weight = next(model.parameters())
-    return isinstance(weight, DTensor) and operators.axes_of(weight.device_mesh) != ("tensor",)
 
 
 def shard_tensor_parallel(model: Decoder, world: World) -> None:
@@ -64,7 +53,7 @@ def distribute_parameters(
     What goes into `model` and comes out of it is equal on all ranks of the tensor axis: token ids, and hidden states.
     Between a pipeline's stages so are their gradients; after the last norm each rank's is a part of their sum.
     """
-    axes = operators.axes_of(mesh)
+    axes = axes_of(mesh)
     ranks = mesh.size(axes.index("tensor")) if "tensor" in axes else 1
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.checkpoint.random_state import random_state, seed_generators, set_random_state
 from lockstep.config import RLConfig, algorithm_of, to_toml, validate
 from lockstep.data import load_tokenizer

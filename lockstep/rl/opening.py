@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import RLConfig, algorithm_of, to_toml
 from lockstep.model import TrainableModel, arithmetic_of, resolve_dtype
 from lockstep.observe import RunFolder, announce, in_short, log, merge_timelines, read_metrics, start_line, write_report

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import newest_checkpoint
-from lockstep.checkpoint.checkpoints import STATE
+from lockstep.checkpoint.folders import STATE
 from lockstep.errors import RunStopped
 from lockstep.observe import RunFolder
 

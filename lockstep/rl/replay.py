@@ -11,7 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.checkpoints import STATE, step_name
+from lockstep.checkpoint import step_name
+from lockstep.checkpoint.folders import STATE
 from lockstep.config import ActorsConfig, AlarmConfig, ObserveConfig, ParallelConfig, RLConfig, from_toml, to_toml
 from lockstep.errors import UserError
 from lockstep.hub import local_folder

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from statistics import median, pstdev
 from typing import Any
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import FaultConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.observe import log

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import Checkpoints, folder_if_model, newest_checkpoint
+from lockstep.checkpoint import folder_if_model, newest_checkpoint
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import PretrainConfig, to_toml, validate
 from lockstep.data import (
     DataSource,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.checkpoint.manifest import MANIFEST, _sealed
 from lockstep.config import CheckpointConfig, CompileConfig, ParallelConfig, PretrainConfig, TrainConfig
 from lockstep.data import ByteTokenizer

@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from lockstep.checkpoint import Checkpoints, checkpoints_in, newest_checkpoint
+from lockstep.checkpoint import checkpoints_in, newest_checkpoint
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.checkpoint.convert import convert
 from lockstep.checkpoint.manifest import damage, write_manifest
 from lockstep.config import CheckpointConfig, DataConfig, ParallelConfig, PretrainConfig, TrainConfig
