@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lockstep import build_model
-from lockstep.checkpoint import Checkpoints
+from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
 from lockstep.data import ByteTokenizer
 from lockstep.model import preset
