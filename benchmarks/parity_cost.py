@@ -7,11 +7,13 @@
     order    a training step of four micro-batches of 128 tokens with gradients summed in one order
              (train.deterministic_layout) and as they come: in one process, and on two ranks of one thread each (FSDP,
              tensor, context, pipeline)
-    ranks    two tensor-parallel ranks of one thread each against one process of two threads: step and decode
+    ranks    two tensor-parallel ranks of one thread each: step and decode with C = 2, 4, 8, and with the library's
+             operators and its reduce-scatter or all-reduce; and one process of two threads with C = 2
 
 At 110M, or with --size 0.6b at Qwen3-0.6B's shape, for which each part takes some 12 GiB. All sides of a part run in
 one process in turns, or in alternating starts, and the best of five counts: what else the machine does only adds.
-Ratios are to C = 1. Run: python benchmarks/parity_cost.py [--part step] [--size 110m] [--dtype float32]
+Ratios are to C = 1, on two ranks to C = 2.
+Run: python benchmarks/parity_cost.py [--part step] [--size 110m] [--dtype float32]
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Any
 
 import torch
 
-LENGTH, TIMES = 512, 5
+LENGTH, TIMES, STARTS = 512, 5, 2
 MICROBATCHES = 4
 SEQUENCES, CONTEXT = 32, 256
 CHUNKS = (1, 2, 4, 8)
@@ -132,12 +134,27 @@ def decode_step(size: str, dtype: str, ranks: int = 1) -> tuple[Callable[[], obj
     return engine.step, model
 
 
+def library_sum(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over ranks in the library's order: all rows in decoding, this rank's share of them in training."""
+    from lockstep.parallel.exchange import reduce_scatter, rows_are_whole
+
+    if rows_are_whole():
+        torch.distributed.all_reduce(x, group=group)
+        return x
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    reduce_scatter(out, x.contiguous(), group=group)
+    return out
+
+
 @contextmanager
 def library_operators() -> Iterator[None]:
-    """PyTorch's product and attention in place of the invariant ones, in the same model."""
+    """PyTorch's product, attention and sums over ranks in place of the invariant ones, in the same model."""
+    from unittest.mock import patch
+
     import torch.nn.functional as F
 
     from lockstep import ops
+    from lockstep.parallel import exchange, operators
 
     def attend(self: Any, layer: int, q: Any, k: Any, v: Any, terms: Any = None) -> Any:
         parts = []
@@ -146,16 +163,25 @@ def library_operators() -> Iterator[None]:
             parts.append(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
         return torch.cat(parts)
 
+    def linear(x: Any, weight: Any, chunks: int = 1) -> Any:
+        form = ops.FORMS.get(type(weight))
+        return F.linear(x, weight) if form is None else form.linear(x, weight, chunks)
+
+    def row_product(x: Any, weight: Any, chunks: int, group: Any) -> Any:
+        return exchange.exchanged(F.linear(x, weight), group, library_sum, exchange.gather_rows)
+
     import importlib
 
-    exact = ops.linear, ops.PackedAttention.__call__, importlib.import_module("lockstep.ops.logprobs").linear
-    logprobs = importlib.import_module("lockstep.ops.logprobs")
-    ops.linear = logprobs.linear = lambda x, weight, chunks=1: F.linear(x, weight)  # type: ignore[assignment]
-    ops.PackedAttention.__call__ = attend  # type: ignore[method-assign]
-    try:
+    with (
+        patch.object(ops, "linear", linear),
+        patch.object(importlib.import_module("lockstep.ops.logprobs"), "linear", linear),
+        patch.object(ops.PackedAttention, "__call__", attend),
+        patch.object(operators, "column_product", lambda x, weight, group: F.linear(x, weight)),
+        patch.object(operators, "row_product", row_product),
+        patch.object(operators, "sum_gathered", library_sum),
+        patch.object(operators, "sum_rows", library_sum),
+    ):
         yield
-    finally:
-        ops.linear, ops.PackedAttention.__call__, logprobs.linear = exact  # type: ignore[method-assign]
 
 
 def best_in_turns(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -176,13 +202,13 @@ def report(title: str, seconds: dict[str, float], base: str) -> None:
         print(f"  {name:28} {own * 1000:9.1f} ms   {own / seconds[base]:.3f}", flush=True)
 
 
-def sides_of(step: Callable[[], object], model: torch.nn.Module) -> dict[str, Callable[[], object]]:
-    sides = {f"C = {chunks}": in_chunks(step, model, chunks) for chunks in CHUNKS}
-    one_chain = sides["C = 1"]
+def sides_of(step: Callable[[], object], model: torch.nn.Module, ranks: int = 1) -> dict[str, Callable[[], object]]:
+    sides = {f"C = {chunks}": in_chunks(step, model, chunks) for chunks in CHUNKS if chunks >= ranks}
+    first = next(iter(sides.values()))
 
     def library() -> None:
         with library_operators():
-            one_chain()
+            first()
 
     return sides | {"library": library}
 
@@ -205,11 +231,14 @@ def order(size: str, dtype: str) -> None:
 
 def ranks(size: str, dtype: str) -> None:
     for part in ("step", "decode"):
-        seconds = {name: float("inf") for name in ("one process, two threads", "two ranks, one thread each")}
-        for _ in range(3):
-            for name, count in zip(seconds, (1, 2)):
-                seconds[name] = min(seconds[name], _started(part, size, dtype, count)["own"])
-        report(f"{part}, {size}, {dtype}, C = 2", seconds, "one process, two threads")
+        seconds: dict[str, float] = {}
+        for _ in range(STARTS):
+            for count in (1, 2):
+                for name, own in _started(part, size, dtype, count).items():
+                    name = name if count == 2 else f"{name}, one process"
+                    seconds[name] = min(seconds.get(name, own), own)
+        title = f"{part}, {size}, {dtype}, two ranks of one thread each; one process of two threads"
+        report(title, {name: seconds[name] for name in seconds if name != "library, one process"}, "C = 2")
 
 
 def _started(part: str, size: str, dtype: str, count: int, layout: str = "one process") -> dict[str, float]:
@@ -235,7 +264,7 @@ def one(part: str, size: str, dtype: str, count: int, layout: str) -> None:
     if part == "order":
         sides = {name: accumulating_step(size, ordered, dtype, layout) for name, ordered in SIDES.items()}
     else:
-        sides = {"own": in_chunks(*(training_step if part == "step" else decode_step)(size, dtype, count), 2)}
+        sides = sides_of(*(training_step if part == "step" else decode_step)(size, dtype, count), 2)
     print(json.dumps(best_in_turns(sides)))
 
 

@@ -212,10 +212,10 @@ def _lora_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
                 'kl_reference "average" is a second model, which lora.rank does without; set kl_reference = "start", '
                 "which is the model with its adapter switched off"
             )
-        if config.actors.separate:
+        if config.actors.urls:
             yield (
-                "lora.rank does not go with generators in processes of their own so far; leave actors.generators, "
-                "hosts and urls out, or train without an adapter"
+                "lora.rank does not go with servers (actors.urls), which are given whole weights; give "
+                "actors.generators, or train without an adapter"
             )
 
 

@@ -98,6 +98,8 @@ class Engine:
             if draft
             else None
         )
+        self._token_seconds = 0.0
+        """Of the step under way, what a token would take without guesses; 0 where it had none."""
         self._requests: dict[int, list[Sequence]] = {}
         # Whoever's call it is that steps, each event goes to the stream or the call of `generate` that owns its
         # request; what nobody owns is for the caller of `step`.
@@ -317,7 +319,10 @@ class Engine:
         self._speculation.extend(chunks, self.scheduler)
         began = time.perf_counter()
         samples = self._compute(chunks)
-        self._speculation.timed(chunks, time.perf_counter() - began)
+        guessed, plain = self._speculation.timed(chunks, time.perf_counter() - began)
+        self.statistics.guessed_seconds += guessed
+        self.statistics.unguessed_seconds += plain
+        self._token_seconds = plain / len(chunks)
         return samples
 
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
@@ -418,7 +423,7 @@ class Engine:
     def _take_guesses(self, chunk: Chunk, accepted: int) -> None:
         if not chunk.guess or self._speculation is None:
             return
-        self.statistics.count_guesses(len(chunk.guess), accepted)
+        self.statistics.count_guesses(len(chunk.guess), accepted, accepted * self._token_seconds)
         self._speculation.verified(chunk, accepted)
         if chunk.sequence.finish_reason != "error":
             self.scheduler.accept(chunk, accepted)

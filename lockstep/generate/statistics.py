@@ -24,6 +24,10 @@ class Statistics:
     """Those of them that were drawn."""
     runs_guessed: int = 0
     """Runs of guesses that were checked: at most one per sequence and step."""
+    guessed_seconds: float = field(default=0.0, compare=False)
+    """Of decode steps with guesses, the guessing included."""
+    unguessed_seconds: float = field(default=0.0, compare=False)
+    """What the same tokens would have taken one by one, by what steps of as few rows have taken."""
     preemptions: int = 0
     sampling_seconds: float = field(default=0.0, compare=False)
     """In steps."""
@@ -49,10 +53,12 @@ class Statistics:
                 sequence.first_at, sequence.sampled_before = now, sequence.sampled
             self.prompt_tokens_computed += max(0, min(chunk.start + chunk.count, sequence.prompt_length) - chunk.start)
 
-    def count_guesses(self, guessed: int, accepted: int) -> None:
+    def count_guesses(self, guessed: int, accepted: int, spared: float) -> None:
+        """spared: seconds of a step without guesses, as far as they were this sequence's."""
         self.tokens_guessed += guessed
         self.guesses_accepted += accepted
         self.runs_guessed += 1
+        self.unguessed_seconds += spared
 
     def count_ended(self, finished: Iterable[Sequence]) -> None:
         now = time.perf_counter()

@@ -60,8 +60,10 @@ class _Whole(torch.autograd.Function):
         return grads[0].index_select(0, ctx.rows.own), None
 
 
-def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None = None) -> Tensor:
     """`x` `[tokens, in]` times this rank's outputs `weight` `[out / ranks, in]`.
+
+    part: of these outputs those that no other rank has, where some have the same ones.
 
     The gradient of `x` is a part of the sum over all ranks' outputs. In one order it is the sum, rounded once, in the
     rows that are this rank's share, and zero in the others: `exchange.sum_gathered` takes the share.
@@ -72,21 +74,29 @@ def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tenso
         return _opaque_product(x, weight, group.group_name)
     if not torch.is_grad_enabled():
         return product(x, weight)
-    out: Tensor = _ColumnProduct.apply(x, weight, group)
+    out: Tensor = _ColumnProduct.apply(x, weight, group, part)
     return out
 
 
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
+        ctx.group, ctx.part = group, part
         return keep("linear", lambda: product(x, weight))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        return *_product_gradients(grads[0], x, weight, ctx.group, asked_for(ctx, 0), asked_for(ctx, 1)), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (grad,), (x, weight), part = grads, ctx.saved_tensors, ctx.part
+        asked = asked_for(ctx, 0), asked_for(ctx, 1)
+        if part is None:
+            return *_product_gradients(grad, x, weight, ctx.group, *asked), None, None
+        grad_x, of_part = _product_gradients(grad[:, part], x, weight[part], ctx.group, *asked)
+        if of_part is None:
+            return grad_x, None, None, None
+        grad_weight = torch.zeros_like(weight)
+        grad_weight[part] = of_part
+        return grad_x, grad_weight, None, None
 
 
 def _product_gradients(
@@ -107,8 +117,10 @@ def _shared_input_gradient(grad: Tensor, weight: Tensor, group: dist.ProcessGrou
     return whole
 
 
-def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup, share: int = 1) -> Tensor:
     """`ops.rms_norm` of this rank's rows `[rows / ranks, dim]`, or of its heads `[rows, heads / ranks, head_dim]`.
+
+    share: consecutive ranks that have the same heads.
 
     The gradient of `weight` is that of these. In one order it is the sum over all rows and heads on one rank, and zero
     on the others.
@@ -117,7 +129,7 @@ def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup)
         return _opaque_norm(x, weight, eps, group.group_name)[0]
     if not (torch.is_grad_enabled() and native.usable(x)):
         return ops.rms_norm(x, weight, eps)
-    return trained_norm(x, weight, eps, _TensorRows(group, x.ndim))
+    return trained_norm(x, weight, eps, _TensorRows(group, x.ndim, share))
 
 
 def shared_bias(x: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -139,16 +151,16 @@ def shared_logits(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor
 class _TensorRows:
     """`ops.one_order.GatheredRows` over the tensor axis, and then over the ranks that have other tokens."""
 
-    def __init__(self, group: dist.ProcessGroup, ndim: int):
-        """ndim: of what is normed; 3 where each rank has some heads, of all rows."""
-        self.group, self.cut = group, 1 if ndim > 2 else 0
+    def __init__(self, group: dist.ProcessGroup, ndim: int, share: int = 1):
+        """ndim: of what is normed; 3 where each rank has some heads, of all rows, and `share` of them have the same."""
+        self.group, self.cut, self.share = group, 1 if ndim > 2 else 0, share
         tokens = one_order.shared_tokens()
         self.is_first = dist.get_rank(group) == 0 and (tokens is None or tokens.is_first)
 
     def gather(self, own: Tensor) -> Tensor:
         rows, tokens = gather_rows(own, self.group), one_order.shared_tokens()
         if self.cut:
-            rows = torch.cat(rows.chunk(dist.get_world_size(self.group)), 1)
+            rows = torch.cat(rows.chunk(dist.get_world_size(self.group))[:: self.share], 1)
         return rows if tokens is None else tokens.gather(rows)
 
 

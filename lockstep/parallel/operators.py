@@ -21,6 +21,7 @@ from lockstep.ops import one_order
 from lockstep.ops.clamped_experts import clamped_feed_forward
 from lockstep.ops.embedding import found_rows
 from lockstep.ops.experts import feed_forward
+from lockstep.parallel.copied_heads import sharing
 from lockstep.parallel.exchange import exchanged, gather_rows, rows_are_whole, sum_gathered, sum_rows
 from lockstep.parallel.experts import experts_over_ranks
 from lockstep.parallel.one_order import column_product, shared_bias, shared_logits, shared_norm
@@ -81,7 +82,8 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
     group = tensor_group(weight)
     if group is None:
         return ops.rms_norm(x, own_part(weight), eps)
-    normed = shared_norm(x, own_part(weight), eps, group)
+    copied = sharing(weight)
+    normed = shared_norm(x, own_part(weight), eps, group, copied.share if copied else 1)
     if x.ndim > 2 or rows_are_whole():
         return normed
     return exchanged(normed, group, gather_rows, sum_gathered)
@@ -92,6 +94,9 @@ def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
     own, group = own_part(weight), tensor_group(weight)
     if group is None:
         return ops.linear(x, own, chunks)
+    if (copied := sharing(weight)) is not None:
+        own = copied.own_outputs(own)
+        return column_product(x, own, group, copied.part(own.shape[0]))
     if place_on(weight, "tensor") != COLUMNS:
         return column_product(x, own, group)
     return row_product(x, own, chunks, group)
@@ -115,9 +120,17 @@ def _without_gradient(x: Tensor) -> Tensor:
     return x
 
 
+def _with_gradient_of(x: Tensor, part: slice) -> Tensor:
+    """The same, whose gradient is zero outside of `part`."""
+    return torch.cat([x[: part.start].detach(), x[part], x[part.stop :].detach()])
+
+
 def add_bias(x: Tensor, bias: DTensor) -> Tensor:
     """To this rank's outputs where the bias is cut over the tensor axis, else to this rank's share of the rows."""
     own, group = own_part(bias), tensor_group(bias)
+    if (copied := sharing(bias)) is not None:
+        own = copied.own_outputs(own)
+        return ops.add_bias(x, _with_gradient_of(own, copied.part(own.shape[0])))
     if group is None or place_on(bias, "tensor") != COPY:
         return ops.add_bias(x, own)
     return shared_bias(x, own, group)

@@ -107,7 +107,7 @@ WEIGHTS_ON_DATA: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COP
 def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
     """Of the parameter `name`, such as `layers.3.mlp.up_proj.weight`, on a tensor axis. KeyError if not declared.
 
-    Fewer key-value heads than ranks are not cut: all compute them all, and attend with one (`tensor.OneKeyValueHead`).
+    Fewer key-value heads than ranks are not cut: all compute them all, and attend with one (`copied_heads`).
     """
     parts = name.split(".")
     kind = ".".join(parts[2:] if parts[0] == "layers" else parts)

@@ -64,7 +64,13 @@ def _lora_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: Par
 
 def refuse_generators(shape: ModelConfig, tensor: int) -> None:
     """Raises UserError where generators of so many ranks (actors.tensor) cannot share the model."""
-    if problems := list(_tensor_problems(shape, tensor, "actors.tensor")):
+    problems = list(_tensor_problems(shape, tensor, "actors.tensor"))
+    if shape.lora is not None and tensor > 1:
+        problems.append(
+            f"actors.tensor {tensor} does not go with a low-rank adapter so far, whose matrices are not cut; leave it "
+            "at 1, and give more actors.generators"
+        )
+    if problems:
         raise UserError("such generators do not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lockstep.model import Decoder
-from lockstep.model.decoder import Block, Projected
 from lockstep.ops import FORMS
 from lockstep.parallel import operators
+from lockstep.parallel.copied_heads import OneKeyValueHead
 from lockstep.parallel.exchange import exchanged, gather_rows, own_rows, rows_are_whole
 from lockstep.parallel.placements import COLUMNS, COPY, ROWS, parameter_placement
 from lockstep.parallel.tensor_group import axes_of
@@ -69,7 +68,7 @@ def distribute_parameters(
         return
     group = mesh.get_group("tensor")
     if ranks > model.config.num_kv_heads:
-        model.halves = OneKeyValueHead(model.config.num_kv_heads * dist.get_rank(group) // ranks)
+        model.halves = OneKeyValueHead(group, model.config.num_kv_heads)
 
     def enter(model: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         first, *others = arguments
@@ -85,17 +84,3 @@ def distribute_parameters(
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave)
-
-
-class OneKeyValueHead:
-    """The halves of a block whose key-value heads are fewer than the ranks: this one attends with head `index`."""
-
-    def __init__(self, index: int):
-        self.own = slice(index, index + 1)
-
-    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        q, k, v = block.before_attention(hidden, cos, sin)
-        return q, k[:, self.own].contiguous(), None if v is None else v[:, self.own].contiguous()
-
-    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
-        return block.after_attention(hidden, attended)

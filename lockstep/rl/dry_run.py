@@ -33,6 +33,7 @@ from lockstep.parallel import World, chunks_for, close_world, generator_layout
 from lockstep.parallel.refusals import refuse_generators
 from lockstep.parallel.world import imagined_world
 from lockstep.rl.actors.foreseen import ForeseenTransfer, foresee_shelf, foresee_transfer
+from lockstep.rl.actors.generators import scores_with_policy
 from lockstep.rl.actors.models import refuse_on_ranks
 from lockstep.rl.actors.own_weights import lay_out
 from lockstep.rl.actors.shelf import versions_laid_out
@@ -234,7 +235,7 @@ def _with_generator(
     policy = dict(trainer.model.named_parameters())
     in_place = set(policy)
     whole: Decoder | None = None  # as `actors.generators.WholePolicy`
-    if ranks and (samples or algorithm_of(config).advantage == "gae"):
+    if ranks and (samples or scores_with_policy(config)):
         whole = _layout(shape, config, world)
         with fake:
             in_place = lay_out(whole, policy, torch.device("cpu"))
@@ -257,7 +258,7 @@ def _with_generator(
     keeps = config.actors.keep_copy or not ranks
     if whole:
         copied = (parameter for name, parameter in whole.named_parameters() if name not in in_place)
-        name = "generator's copy" if samples else "copy that the values are of"
+        name = "generator's copy" if samples else "copy that values or the reference are of"
         note(name, _bytes(copied), *(STAGES if keeps else (SAMPLING, SYNC)))
     if config.kl_coefficient and not is_own_base(config):
         folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference

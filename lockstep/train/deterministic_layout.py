@@ -11,6 +11,7 @@ from lockstep.errors import UserError
 from lockstep.model import TrainableModel
 from lockstep.ops import one_order
 from lockstep.parallel import Pipeline, World
+from lockstep.parallel.compile import CompiledHalves
 
 
 def share_rows(model: TrainableModel) -> None:
@@ -52,11 +53,7 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
             "off"
         )
     if world.degrees["tensor"] > model.config.num_kv_heads:
-        raise UserError(
-            f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} needs as many key-value heads, "
-            f"but the model has {model.config.num_kv_heads}, whose gradients ranks would share; lower parallel.tensor, "
-            "or switch it off"
-        )
+        _refuse_copied_heads(world, model)
     if world.device.type == "cuda" and world.data_size > 2:
         raise UserError(
             f"train.deterministic_layout is for up to 2 GPUs so far, not for {world.data_size}, which a library sums "
@@ -78,3 +75,16 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
             "train.deterministic_layout does not go with parallel.full_dtensor over data-parallel ranks; switch one of "
             "them off"
         )
+
+
+def _refuse_copied_heads(world: World, model: TrainableModel) -> None:
+    """Raises UserError where the order is not kept with fewer key-value heads than tensor ranks."""
+    problem = (
+        f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} and fewer key-value heads "
+        f"({model.config.num_kv_heads})"
+    )
+    if model.config.latent is not None or model.config.sinks:
+        raise UserError(f"{problem} is not for models of this family so far; lower parallel.tensor, or switch it off")
+    parts = model.stages if isinstance(model, Pipeline) else (model,)
+    if any(isinstance(getattr(part, "halves", None), CompiledHalves) for part in parts):
+        raise UserError(f"{problem} does not go with compile.backend so far; lower parallel.tensor, or compile nothing")

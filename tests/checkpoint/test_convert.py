@@ -173,6 +173,7 @@ def test_odd_parameters_and_shapes_of_metas_are_refused(tmp_path, harm, message)
         convert(tmp_path / "meta", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_converting_needs_little_more_memory_than_a_tensor(tmp_path):
     config = preset("qwen3:small", 8000)
     model = build_model(config, dtype="float32")

@@ -97,6 +97,7 @@ sys.exit(main(["pretrain", "--output", str(run), "--resume", *sys.argv[3:]]))
 """
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_worker_died_and_nothing_is_lost(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
     config = _config(tmp_path, "whole", "float32")

@@ -192,6 +192,7 @@ def test_as_many_ranks_as_the_tensor_degree_must_run(command, model_folder, monk
     assert "parallel.tensor is 1, and the number of ranks 2; give --parallel.tensor 2, or" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_on_two_ranks_writes_once_what_one_process_writes(model_folder, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\nanother one\n")

@@ -162,7 +162,11 @@ DRAFTS = ["n-grams", "history", "first layers", *(f"oracle, {name}" for name in 
 
 @pytest.mark.parametrize(
     "dtype, compiled",
-    [("float32", False), ("bfloat16", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
+    [
+        ("bfloat16", False),
+        pytest.param("float32", False, marks=pytest.mark.slow),
+        pytest.param("bfloat16", True, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", DRAFTS)
 @settings(max_examples=3, deadline=None)
@@ -207,6 +211,24 @@ def _check_guesses(model, name, seed, budget, sequences, cache_tokens, most):
     assert statistics.runs_guessed <= statistics.tokens_guessed <= statistics.runs_guessed * most
     if name == "oracle, all right" and cache_tokens == 4096:
         assert statistics.guesses_accepted == statistics.tokens_guessed
+
+
+def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkeypatch):
+    _forced(monkeypatch)
+    model, prompt = _model("float32"), [9]
+    params = SamplingParams(max_tokens=17, seed=4, ignore_eos=True)
+    answers = {(4, 0, tuple(prompt)): Engine(model, ROOMY).generate([prompt], params)[0][0].token_ids}
+    engine = Engine(model, EngineConfig(draft_tokens=7), draft=Oracle(answers, SPOILS["all right"]))
+    times = engine._speculation.lengths.times
+    times.record(1, 0.5)  # a step of one row
+    monkeypatch.setattr(times, "record", lambda rows, seconds: None)
+    engine.generate([prompt], params)
+    assert engine.statistics.steps == 3, "twice seven guesses and a draw, and a last token"
+    assert engine.statistics.unguessed_seconds == 2 * 8 * 0.5
+    assert 0 < engine.statistics.guessed_seconds < engine.statistics.sampling_seconds
+    plain = Engine(model, ROOMY)
+    plain.generate([prompt], params)
+    assert plain.statistics.guessed_seconds == plain.statistics.unguessed_seconds == 0
 
 
 def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_of_it(monkeypatch):

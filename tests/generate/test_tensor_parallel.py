@@ -75,7 +75,7 @@ def sample(ranks, chunks, name, dtype, vocab):
     [
         (2, 2, "qwen3:micro", "float32", 258),
         (2, 4, "llama3:micro", "bfloat16", 1031),
-        (4, 4, "qwen3:micro", "bfloat16", 259),
+        pytest.param(4, 4, "qwen3:micro", "bfloat16", 259, marks=pytest.mark.slow),
         (2, 2, "llama3:micro+sinks", "bfloat16", 258),
     ],
 )
@@ -103,7 +103,7 @@ def guessed(ranks, draft):
     return [[[(c.token_ids, c.logprobs) for c in group] for group in groups] for groups in found], guesses
 
 
-@pytest.mark.parametrize("draft", ["auto", "layers"])
+@pytest.mark.parametrize("draft", [pytest.param("auto", marks=pytest.mark.slow), "layers"])
 def test_ranks_guess_alike_and_sample_what_one_process_does_without(draft):
     ((alone, none),) = launch(1, guessed, 1, "none")
     (first, guesses), second = launch(2, guessed, 2, draft)

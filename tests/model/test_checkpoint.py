@@ -34,6 +34,7 @@ def test_saving_over_a_folder_of_shards_leaves_no_stale_file(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_loading_needs_little_more_memory_than_the_model(tmp_path):
     config = preset("qwen3:small", 60000)
     model = build_model(config, dtype="float32")

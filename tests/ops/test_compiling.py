@@ -34,6 +34,7 @@ def compiler_of(folder, before=""):
     return str(script)
 
 
+@pytest.mark.slow
 def test_damaged_kernels_are_compiled_anew(tmp_path, monkeypatch):
     compiled = build.library_path(supported()[0])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -100,7 +101,9 @@ def test_a_wheel_brings_what_the_compiler_could_compile(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {compiling.file_name(each) for each in others}
 
 
-@pytest.mark.parametrize("compiler", ["/nonsense", "/bin/true", "/bin/false"])
+@pytest.mark.parametrize(
+    "compiler", ["/nonsense", *(pytest.param(f"/bin/{word}", marks=pytest.mark.slow) for word in ("true", "false"))]
+)
 def test_an_unusable_compiler_leaves_the_plain_forms_and_a_warning(tmp_path, compiler):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
     result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)

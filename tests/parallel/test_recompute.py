@@ -67,6 +67,7 @@ def test_recomputed_layers_give_the_very_bits_under_fsdp():
         _assert_equal_bits(results)
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_under_fsdp_and_recomputed_as_in_one_process():
     modes = [NONE, MODES["full"], MODES["all but attention"]]
     ((expected, _),) = launch(1, train, [NONE], torch.float32, True, seconds=300)[0]

@@ -161,7 +161,7 @@ def check_it_goes_on(config, ranks=1):
 @pytest.mark.parametrize(
     ("environment", "mark", "isolate", "number"),
     [
-        ("Drawing", "sample", "never", signal.SIGINT),
+        pytest.param("Drawing", "sample", "never", signal.SIGINT, marks=pytest.mark.slow),
         ("Drawing", "grade", "never", signal.SIGTERM),
         ("Vowels", "grade", "auto", signal.SIGINT),
     ],

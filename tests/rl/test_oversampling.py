@@ -65,7 +65,8 @@ def test_a_run_trains_on_the_first_groups_and_is_the_same_when_it_is_resumed_and
     assert prompts[0] == prompts[1] and all(json.loads(line)["dropped"] for line in prompts[0].splitlines())
 
 
-@pytest.mark.parametrize("environment", [pytest.param("Stopping", marks=pytest.mark.slow), "StoppingTalk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", ["Stopping", "StoppingTalk"])
 def test_separate_generators_leave_the_same_groups_as_one_process(task, model_folder, tmp_path, environment):
     config = oversampling(task, model_folder, tmp_path / "one", environment=environment, steps=2)
     reinforce(config)

@@ -40,7 +40,7 @@ def test_a_server_for_others_without_a_key_a_model_or_a_port_does_not_start(chat
     taken.close()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_during_a_stream_lets_it_finish_and_exits_0(chat_folder, sent):
     with server_process(chat_folder, environment={"LOCKSTEP_API_KEY": "k1"}) as (process, url):
         headers = {"Authorization": "Bearer k1", "X-Request-Id": "abc-1"}
@@ -84,7 +84,9 @@ def _sequences(url):
     return sum(map(float, found))
 
 
-@pytest.mark.parametrize(("options", "signals"), [(["--shutdown-seconds", "0.2"], 1), ([], 2)])
+@pytest.mark.parametrize(
+    ("options", "signals"), [pytest.param(["--shutdown-seconds", "0.2"], 1, marks=pytest.mark.slow), ([], 2)]
+)
 def test_what_outlasts_the_shutdown_or_a_second_signal_is_aborted_and_told_so(chat_folder, options, signals):
     with server_process(chat_folder, *options) as (process, url):
         answers = []

@@ -162,8 +162,8 @@ P = ParallelConfig
     ("ranks", "parallel", "mode"),
     [
         (2, P(), "none"),
-        (2, P(tensor=2), "none"),
-        (2, P(context=2), "full"),
+        pytest.param(2, P(tensor=2), "none", marks=pytest.mark.slow),
+        pytest.param(2, P(context=2), "full", marks=pytest.mark.slow),
         (2, P(pipeline=2, pipeline_schedule="zbv"), "none"),
         (4, P(expert=2, tensor=2), "selective"),
     ],

@@ -114,7 +114,7 @@ def test_it_foresees_a_real_step(parallel):
         pytest.param(2, ParallelConfig(), "float32", SHAPE, marks=pytest.mark.slow),
         pytest.param(2, EACH, "float32", SHAPE, marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(), "bfloat16", SHAPE, marks=pytest.mark.slow),
-        (4, ParallelConfig(tensor=2), "float32", SHAPE),
+        pytest.param(4, ParallelConfig(tensor=2), "float32", SHAPE, marks=pytest.mark.slow),
         pytest.param(4, ParallelConfig(tensor=2), "float32", WIDE, marks=pytest.mark.slow),
         pytest.param(
             4, ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), "float32", SHAPE, marks=pytest.mark.slow
@@ -170,7 +170,7 @@ def test_the_command_prints_a_cluster_on_one_process():
         _imagined(6, ParallelConfig(pipeline=6))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["deepseek_v3:micro", "gpt_oss:micro"])
 def test_a_mixture_whose_router_has_a_bias_is_foreseen(ranks, model):
     shape = preset(model)

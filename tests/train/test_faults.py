@@ -147,7 +147,7 @@ def test_a_resumed_run_finds_spikes_from_its_first_steps_on(tmp_path, caplog, mo
     assert "the loss spikes" in caplog.text
 
 
-@pytest.mark.parametrize("ranks, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize("ranks, number", [pytest.param(1, signal.SIGINT, marks=pytest.mark.slow), (2, signal.SIGTERM)])
 def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, ranks, number):
     config = _config(tmp_path, steps=100_000)
     (tmp_path / "config.toml").write_text(to_toml(config))

@@ -17,6 +17,7 @@ from lockstep.checkpoint import model_folder as newest_folder
 from lockstep.checkpoint.convert import convert
 from lockstep.cli import main
 from lockstep.config import (
+    ActorsConfig,
     CheckpointConfig,
     CompileConfig,
     DPOConfig,
@@ -31,8 +32,9 @@ from lockstep.errors import UserError
 from lockstep.model import ModelConfig, adapter_off, build_model, lora_of, preset, save_adapter, save_model
 from lockstep.model.layers import Projection
 from lockstep.parallel import apply_compile
-from lockstep.parallel.refusals import refuse_impossible
-from lockstep.parallel.world import AXES
+from lockstep.parallel.refusals import refuse_generators, refuse_impossible
+from lockstep.parallel.world import AXES, World
+from lockstep.rl.actors.models import policy_model
 from lockstep.rl.controller import reinforce
 from lockstep.train import Trainer
 from lockstep.train.dpo import prefer
@@ -422,6 +424,39 @@ def test_ranks_that_share_sequences_reinforce_the_adapter_to_the_bits_of_one_pro
             assert metrics[name] == others[name], name
     first, second = _adapter(alone), _adapter(tmp_path / "rl")
     assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+def test_servers_and_tensor_generators_are_refused_an_adapter_by_name(tmp_path, model_folder):
+    adapter = reinforce(_rl(tmp_path, model_folder, steps=1))
+    served = ActorsConfig(urls=("http://127.0.0.1:1",))
+    with pytest.raises(UserError, match=r"lora.rank does not go with servers \(actors.urls\)"):
+        reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "new"), actors=served))
+    with pytest.raises(UserError, match="is an adapter, but servers .* are given whole weights"):
+        config = _rl(tmp_path, newest_folder(adapter), actors=served, lora=LoraConfig())
+        policy_model(config, World(torch.device("cpu")))
+    shape = replace(preset("qwen3:micro", 258), reduction_chunks=2)
+    with pytest.raises(UserError, match="actors.tensor 2 does not go with a low-rank adapter"):
+        refuse_generators(replace(shape, lora=lora_of(shape, 2, 4.0, ["q_proj"])), 2)
+    refuse_generators(shape, 2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_generator_in_a_process_of_its_own_samples_with_the_adapter(tmp_path, model_folder, again):
+    """Fresh, or an adapter's folder that the run trains on."""
+    model, changes = model_folder, dict(dtype="bfloat16", steps=2)
+    if again:
+        first = reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "first")))
+        model, changes = first, changes | dict(lora=LoraConfig())
+    alone = reinforce(_rl(tmp_path, model, output=str(tmp_path / "alone"), **changes))
+    actors = ActorsConfig(generators=1, threads=1)
+    launch(1, _reinforce_on_a_rank, _rl(tmp_path, model, actors=actors, **changes))
+    for step in (1, 2):
+        rollouts = [(run / f"rollouts/step_{step:08}.jsonl").read_text() for run in (alone, tmp_path / "rl")]
+        assert rollouts[0] == rollouts[1]
+    for metrics, others in zip(_metrics(alone), _metrics(tmp_path / "rl"), strict=True):
+        assert metrics["parity/tokens_different"] == others["parity/tokens_different"] == 0 < metrics["grad_norm"]
+        assert (metrics["loss"], metrics["grad_norm"]) == (others["loss"], others["grad_norm"])
+    assert _metrics(alone)[-1]["policy/kl"] > 0, "its samples depend on the adapter"
 
 
 def test_ranks_sample_with_the_adapter_that_they_train(tmp_path, model_folder):

@@ -176,7 +176,7 @@ def test_conversations_are_scored_as_their_template_renders_them(tmp_path, model
 @pytest.mark.parametrize(
     "parallel",
     [
-        ParallelConfig(data_shard=2),
+        pytest.param(ParallelConfig(data_shard=2), marks=pytest.mark.slow),
         ParallelConfig(tensor=2),
         # As preferences are trained on such ranks, which are tried more often.
         *(pytest.param(ParallelConfig(**{name: 2}), marks=pytest.mark.slow) for name in ("context", "pipeline")),

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from itertools import islice
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,9 +32,11 @@ class Speculation:
         self.draft = draft
         self.lengths = DraftLengths(most)
         self._vocab, self._rows, self._group = vocab, rows, group
+        self._guessing = 0.0
 
     def extend(self, chunks: ListLike[Chunk], scheduler: Scheduler) -> None:
         """Guesses for the sequences that are sampled in this step, as far as rows and free pages go."""
+        self._guessing = 0.0
         resting = self.lengths.rests(len(chunks))
         if resting and self._group is None:
             return
@@ -52,18 +55,26 @@ class Speculation:
         proposals = self.draft.propose([sequences[place] for place in asked], wanted)
         for place, proposal, count in zip(asked, proposals, wanted, strict=True):
             scheduler.extend(sampled[place], self._usable(sequences[place], proposal, count))
-        seconds = time.perf_counter() - began
-        self.lengths.guessed(wanted, sum(len(chunk.guess) for chunk in sampled), seconds, len(chunks))
+        self._guessing = time.perf_counter() - began
+        self.lengths.guessed(wanted, sum(len(chunk.guess) for chunk in sampled), self._guessing, len(chunks))
 
     def verified(self, chunk: Chunk, accepted: int) -> None:
         if chunk.guess:
             self.lengths.verified(chunk.sequence, len(chunk.guess), accepted)
             self.draft.verified(chunk.sequence, len(chunk.guess), accepted)
 
-    def timed(self, chunks: ListLike[Chunk], seconds: float) -> None:
-        """A step has taken so long. Those that compute prompts say nothing of what a row costs in decoding."""
-        if all(chunk.count == 1 for chunk in chunks):
-            self.lengths.times.record(sum(chunk.rows for chunk in chunks), seconds)
+    def timed(self, chunks: ListLike[Chunk], seconds: float) -> tuple[float, float]:
+        """A step has taken so long. Those that compute prompts say nothing of what a row costs in decoding.
+
+        Returns the seconds of the step and its guessing, and what one without guesses takes; (0, 0) where it had none.
+        """
+        if any(chunk.count > 1 for chunk in chunks):
+            return 0.0, 0.0
+        times, rows = self.lengths.times, sum(chunk.rows for chunk in chunks)
+        times.record(rows, seconds)
+        if rows == len(chunks):
+            return 0.0, 0.0
+        return self._guessing + seconds, float(times.of(np.array([len(chunks)]))[0])
 
     def _agreed(self, counts: list[int]) -> list[int]:
         """Those of the group's first rank: its clock is not that of the others."""

@@ -43,6 +43,8 @@ class EngineCollector(Collector):
             ("tokens_guessed", "Tokens that a draft proposed.", done.tokens_guessed),
             ("guesses_accepted", "Those of them that were drawn.", done.guesses_accepted),
             ("runs_guessed", "Runs of guesses, at most one per sequence and step.", done.runs_guessed),
+            ("guessed_seconds", "Of decode steps with guesses, the guessing included.", done.guessed_seconds),
+            ("unguessed_seconds", "What their tokens would have taken one by one.", done.unguessed_seconds),
             ("preemptions", "Sequences that gave up their pages and were computed anew.", done.preemptions),
             ("steps", "Forward passes.", done.steps),
         ]

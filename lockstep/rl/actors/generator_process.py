@@ -30,7 +30,7 @@ from lockstep.generate.lead import LeadingEngine, follow
 from lockstep.generate.sampling_params import sampling_params_of
 from lockstep.generate.sequence import Sequence
 from lockstep.hub import local_folder
-from lockstep.model import arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
+from lockstep.model import Lora, arithmetic_of, initialize, read_config, resolve_dtype, set_arithmetic
 from lockstep.model.known_operators import refuse_unknown_operators
 from lockstep.observe import Timeline, announce, log, start_line
 from lockstep.observe.actors import NAME
@@ -313,7 +313,10 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     """The model as the trainer describes it, its weights still to be taken, and the engine over it."""
     folder, device = local_folder(welcome["model"]), world.device
     shape = dataclasses.replace(read_config(folder), reduction_chunks=welcome["reduction_chunks"])
-    own, expected = plain_shape(shape), welcome["shape"]
+    expected = welcome["shape"]
+    if shape.lora is None and (lora := expected.get("lora")):  # which the run trains from its start
+        shape = dataclasses.replace(shape, lora=Lora(lora["rank"], lora["alpha"], tuple(lora["modules"])))
+    own = plain_shape(shape)
     if other := [f"{name} {own[name]} and not {expected.get(name)}" for name in own if own[name] != expected.get(name)]:
         said = ", ".join(other[:3])
         raise UserError(f"{folder} here is another model than the trainer's: {said}; copy the trainer's folder")

@@ -21,6 +21,7 @@ from lockstep.rl.actors.models import sampling_model
 from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.actors.work_log import figures_of
 from lockstep.rl.recorded import sampled_before
+from lockstep.rl.reference import is_own_base
 
 
 class Generators(Protocol):
@@ -42,7 +43,8 @@ class Generators(Protocol):
 
     @property
     def policy(self) -> ScoringModel:
-        """The newest weights, as this rank computes with them alone; for algorithms with a value function."""
+        """The newest weights, as this rank computes with them alone; for a value function, or a reference that is the
+        policy without its adapter."""
 
     @property
     def progress(self) -> int:
@@ -62,6 +64,12 @@ class Generators(Protocol):
 
     def training_begins(self) -> None:
         """Nothing is sampled or scored with the generators' weights from here to `new_weights`."""
+
+
+def scores_with_policy(config: RLConfig) -> bool:
+    """Whether the ranks that train compute with the policy whoever samples: its values, or with its adapter off the
+    reference."""
+    return algorithm_of(config).advantage == "gae" or is_own_base(config)
 
 
 class WholePolicy:
@@ -195,6 +203,5 @@ def open_generators(
         return own
     from lockstep.rl.actors.separate import SeparateGenerators
 
-    # Values are computed by the ranks that train, whoever samples.
-    whole = WholePolicy(config, world, model, moved) if algorithm_of(config).advantage == "gae" else None
+    whole = WholePolicy(config, world, model, moved) if scores_with_policy(config) else None
     return opened.enter_context(SeparateGenerators(config, world, model, run, whole))

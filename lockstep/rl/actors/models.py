@@ -39,10 +39,10 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
     if config.lora.rank:
         shape = adapted(shape, config.lora, config.model)
         fill = partial(begin_adapter, path=folder, seed=config.seed)
-    if shape.lora is not None and config.actors.separate:
+    if shape.lora is not None and config.actors.urls:
         raise UserError(
-            f"{folder}: is an adapter, which does not travel to generators in processes of their own so far; leave "
-            "actors.generators, hosts and urls out, or merge it first: lockstep convert --merge"
+            f"{folder}: is an adapter, but servers (actors.urls) are given whole weights; give actors.generators, or "
+            "merge it first: lockstep convert --merge"
         )
     biased = shape.experts is not None and shape.experts.choice_bias
     travels = world.size > 1 or config.actors.separate

@@ -27,8 +27,9 @@ def figures_of(new: Mapping[str, float], past: float) -> dict[str, float]:
     """What an engine did whose `Statistics` have grown by `new` in `past` seconds.
 
     `busy`: share of the time in which it sampled. `tokens_per_second`: of the time in which it sampled.
-    `prompt_tokens`: computed; `prompt_tokens_reused`: found in its cache. `queue_seconds`, `prefill_seconds`,
-    `decode_seconds`, `token_seconds`: means over the samples that have ended, where any has.
+    `prompt_tokens`: computed; `prompt_tokens_reused`: found in its cache. `seconds_saved`: by guesses.
+    `queue_seconds`, `prefill_seconds`, `decode_seconds`, `token_seconds`: means over the samples that have ended,
+    where any has.
     """
     seconds, ended = new["sampling_seconds"], new["samples_ended"]
     figures = {
@@ -40,6 +41,7 @@ def figures_of(new: Mapping[str, float], past: float) -> dict[str, float]:
         "tokens_guessed": new["tokens_guessed"],
         "guesses_accepted": new["guesses_accepted"],
         "mean_accepted_run": new["guesses_accepted"] / max(1, new["runs_guessed"]),
+        "seconds_saved": new["unguessed_seconds"] - new["guessed_seconds"],
     }
     if ended:
         figures |= {name: new[name] / ended for name in ("queue_seconds", "prefill_seconds", "decode_seconds")}

@@ -186,15 +186,18 @@ def outcome_of(value: Any, environment: Environment, example: Example, method: s
 
 def finite(value: Any) -> float | None:
     """The value as a float; None where it is no number, not finite or too large."""
-    # NumPy's bool is the one scalar of its that is no Real. By its name: a worker need not import NumPy.
-    numpy_bool = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
-    if not isinstance(value, Real) and not numpy_bool:
+    if not isinstance(value, Real) and not _is_numpy_bool(value):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
     return number if abs(number) <= LARGEST else None
+
+
+def _is_numpy_bool(value: Any) -> bool:
+    """The one scalar of NumPy's that is no Real. By its name: a worker need not import NumPy."""
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
 def _shown(value: Any) -> str:
@@ -212,12 +215,12 @@ def outcome_from(answer: Any) -> Outcome:
         rewards, cause, message = answer
         if cause:
             return failure(cause if cause in CAUSES else KILLED, str(message))
-        numbers = {str(name): finite(value) for name, value in rewards.items()}
+        numbers = {str(name): number for name, value in rewards.items() if (number := finite(value)) is not None}
     except (TypeError, ValueError, AttributeError) as error:
         return failure(KILLED, f"a worker answered what is no reward ({error})")
-    if any(number is None for number in numbers.values()):
+    if len(numbers) < len(rewards):
         return failure(KILLED, "a worker answered what is no number")
-    return Outcome({name: number for name, number in numbers.items() if number is not None})
+    return Outcome(numbers)
 
 
 def refuse_none(outcome: Outcome, environment: Environment) -> Outcome:

@@ -73,9 +73,10 @@ def take_body(buffer: bytearray, most_bytes: int = MOST_BYTES) -> bytes | None:
     return body
 
 
-def send(pipe: int, message: Any, seconds: float = 60.0) -> None:
-    """Writes to a non-blocking pipe. Raises Closed where it is not read for so long."""
-    left = memoryview(encode(message))
+def send(pipe: int, *messages: Any, seconds: float = 60.0) -> None:
+    """Writes to a non-blocking pipe, at once: each write wakes the reader. Raises Closed where it is not read for so
+    long."""
+    left = memoryview(b"".join(map(encode, messages)))
     until = time.monotonic() + seconds
     while left:
         if not _ready(pipe, select.POLLOUT, max(0.0, until - time.monotonic())):

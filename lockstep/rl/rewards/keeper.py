@@ -123,7 +123,7 @@ class Keeper:
         # A worker that dies before it begins has begun the first.
         worker.begun[:] = BEGUN.pack(0)
         try:
-            send(worker.requests, chunk, self.limits["seconds"])
+            send(worker.requests, chunk, seconds=self.limits["seconds"])
         except Closed:
             return KILLED, 0
         # Coroutines end by their own clock, unless one of them holds up the others.

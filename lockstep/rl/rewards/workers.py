@@ -194,8 +194,7 @@ class KeeperProcess:
 
     def _ask(self, jobs: list[PlainJob]) -> list[Outcome]:
         self.await_ready()
-        self.send(len(jobs))
-        self.send(chunk_of(jobs))
+        self.send(len(jobs), chunk_of(jobs))
         answers = self.receive(_patience(self.config, len(jobs)))
         if not isinstance(answers, list) or len(answers) != len(jobs):
             raise Closed("no answers")
@@ -223,9 +222,9 @@ class KeeperProcess:
         self.ready, self.stopped = False, 0
         self.send({"environment": self.environment, "limits": asdict(self.config)})
 
-    def send(self, message: Any) -> None:
-        """Raises Closed where it is not read."""
-        send(self.stream.writes, message)
+    def send(self, *messages: Any) -> None:
+        """Raises Closed where they are not read."""
+        send(self.stream.writes, *messages)
 
     def receive(self, seconds: float) -> Any:
         """The next message. Raises Closed where there is none for so long, or the keeper stays stopped."""

@@ -151,7 +151,7 @@ def check(task, model, tmp_path, layouts, **changes):
     ("dtype", "layouts", "steps"),
     [
         ("bfloat16", ["PP 2", "FSDP 2 x TP 2"], 2),
-        ("float32", ["CP 2"], 2),
+        pytest.param("float32", ["CP 2"], 2, marks=pytest.mark.slow),
         pytest.param("bfloat16", LAYOUTS, 10, marks=pytest.mark.slow),
         pytest.param("float32", LAYOUTS, 10, marks=pytest.mark.slow),
     ],
@@ -164,7 +164,9 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
     ("algorithm", "changes"),
     [
         # Their terms span completions and rounds of drawing; the average's weights travel as the policy's do.
-        ("gspo", dict(kl_coefficient=0.05, kl_reference="average", off_policy="truncate")),
+        pytest.param(
+            "gspo", dict(kl_coefficient=0.05, kl_reference="average", off_policy="truncate"), marks=pytest.mark.slow
+        ),
         ("dapo", dict(extra_rounds=1, entropy_coefficient=0.01, recompute=RecomputeConfig("full"))),
         pytest.param("reinforce++", dict(top_p=0.9, off_policy="mask"), marks=pytest.mark.slow),
         # Weights that do not add up to 1, and micro-batches that the ranks do not divide.
@@ -199,7 +201,10 @@ def test_conversations_are_spread_over_ranks(task, model_folder, tmp_path, layou
     check(task, model_folder, tmp_path, layouts, steps=2, kl_coefficient=0.0, **changes)
 
 
-@pytest.mark.parametrize(("algorithm", "layouts"), [("grpo", ("TP 2", "FSDP 2")), ("ppo", ("FSDP 2", "DDP 2"))])
+@pytest.mark.parametrize(
+    ("algorithm", "layouts"),
+    [pytest.param("grpo", ("TP 2", "FSDP 2"), marks=pytest.mark.slow), ("ppo", ("FSDP 2", "DDP 2"))],
+)
 def test_a_run_resumes_in_another_layout_as_the_same_run(task, model_folder, tmp_path, algorithm, layouts):
     launch(1, run, config_of(task, model_folder, tmp_path / "one", steps=4, algorithm=algorithm), seconds=300)
     first, then = (LAYOUTS[name][1] for name in layouts)
@@ -242,9 +247,9 @@ def mixture(folder, output):
 @pytest.mark.parametrize(
     ("ranks", "parallel", "algorithm"),
     [
-        (2, ParallelConfig(context=2), "grpo"),
+        pytest.param(2, ParallelConfig(context=2), "grpo", marks=pytest.mark.slow),
         (3, ParallelConfig(), "ppo"),
-        (2, ParallelConfig(expert=2), "grpo"),
+        pytest.param(2, ParallelConfig(expert=2), "grpo", marks=pytest.mark.slow),
         (2, ParallelConfig(context=2, expert=2), "grpo"),
         pytest.param(3, ParallelConfig(), "grpo", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(tensor=2), "grpo", marks=pytest.mark.slow),
@@ -361,6 +366,7 @@ def command(task, model_folder, output):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_whose_ranks_are_killed_resumes_bit_for_bit(task, model_folder, tmp_path):
     config = config_of(task, model_folder, tmp_path / "killed", steps=4, checkpoint=CheckpointConfig(every=1))
     launch(1, run, replace(config, output=str(tmp_path / "whole")), seconds=300)

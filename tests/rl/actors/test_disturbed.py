@@ -83,6 +83,7 @@ def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_p
     assert sum(unfinished(run.said)) > 0 and not left_over(run.folder)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_generator_that_stops_and_a_trainer_that_is_killed_leave_nothing_and_change_nothing(
     whole, tmp_path
 ):
@@ -112,7 +113,8 @@ def test_a_rank_of_a_generator_that_stops_and_a_trainer_that_is_killed_leave_not
     assert outcome(run.folder) == expected
 
 
-@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_trainer_and_generators_that_are_killed_together_as_a_checkpoint_is_renamed_change_nothing(
     whole, tmp_path, moment
 ):

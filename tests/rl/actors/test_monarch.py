@@ -165,7 +165,8 @@ def test_generator_actor_stand_in_and_worker_may_die(whole, worker, tmp_path):
     worker.wait_until_nothing_is_left(run)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_however_the_trainer_ends_nothing_is_left(task, model_folder, worker, tmp_path, number):
     config = config_of(task, model_folder, tmp_path)
     actors = ActorsConfig(generators=1, threads=1, hosts=(worker.address,))

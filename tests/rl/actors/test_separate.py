@@ -37,7 +37,7 @@ WAYS = {
     "one for FSDP 2": (2, ONE, ActorsConfig(generators=1, threads=1)),
     "two for TP 2": (*LAYOUTS["TP 2"], ActorsConfig(generators=2, threads=1)),
 }
-FAST = ("two", "TP 2", "one for FSDP 2")
+FAST = ("two", "TP 2")
 """Of these the others are parts."""
 
 
@@ -70,6 +70,7 @@ def test_ten_steps_are_the_same_with_separate_generators_of_every_kind(task, mod
         assert outcome(output) == expected, way
 
 
+@pytest.mark.slow
 def test_conversations_with_separate_generators_are_the_same_though_trainers_share_the_model(
     task, model_folder, tmp_path
 ):
@@ -81,7 +82,8 @@ def test_conversations_with_separate_generators_are_the_same_though_trainers_sha
     assert outcome(tmp_path / "run") == outcome(tmp_path / "one")
 
 
-@pytest.mark.parametrize("layout", ["FSDP 2", pytest.param("HSDP 4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FSDP 2", "HSDP 4"])
 def test_a_value_function_is_trained_on_ranks_with_separate_generators(task, model_folder, tmp_path, layout):
     changes = dict(algorithm="ppo", steps=3)
     launch(1, run, config_of(task, model_folder, tmp_path / "one", **changes), seconds=300)
@@ -102,7 +104,8 @@ def _run_with_key(config):
     run(config)
 
 
-@pytest.mark.parametrize("way", [pytest.param("one", marks=pytest.mark.slow), "FSDP 2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["one", "FSDP 2"])
 def test_a_run_is_the_same_with_generators_behind_http(task, model_folder, tmp_path, way):
     launch(1, run, config_of(task, model_folder, tmp_path / "one", top_p=0.9), seconds=300)
     with running_server(model_folder, **SERVED) as one, running_server(model_folder, **SERVED) as two:
@@ -202,6 +205,7 @@ def _ahead(task, model_folder, output, steps, actors):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_samples_ahead_is_killed_and_resumed_and_asks_every_prompt_once(task, model_folder, tmp_path):
     with running_server(model_folder, **SERVED) as server:
         actors = ActorsConfig(urls=(server.url,), max_staleness=2)
@@ -233,9 +237,7 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way in ("rounds", "FSDP 2") else pytest.mark.slow) for way in AHEAD]
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "rounds" else pytest.mark.slow) for way in AHEAD])
 def test_whatever_is_trained_with_steps_that_were_sampled_ahead_keeps_the_promise(task, model_folder, tmp_path, way):
     ranks, changes = AHEAD[way]
     environment = f"{task}:{changes.get('environment', 'Many')}"

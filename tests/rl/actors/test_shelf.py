@@ -122,7 +122,7 @@ def replica(ranks, folder):
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_replicas_of_one_and_two_processes_have_the_bits_of_the_trainers_weights_rounded(ranks, tmp_path):
     with ThreadPoolExecutor() as pool:
         training = pool.submit(launch, ranks, trainer, ranks, tmp_path)

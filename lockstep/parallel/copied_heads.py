@@ -1,0 +1,84 @@
+"""Fewer key-value heads than ranks of the tensor axis: every rank has all their weights, and attends with one head.
+
+Several ranks then share a head, each with some of its queries, and a gradient of its keys is a sum over all queries.
+The ranks' parts of it are added as they come, but not with `train.deterministic_layout`, where each of them computes
+the head's attention with the queries of all, and so the whole sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.model.decoder import Block, Projected
+from lockstep.ops import one_order
+from lockstep.parallel.exchange import exchanged, gather_rows
+
+
+class OneKeyValueHead:
+    """The halves of a block whose `heads` key-value heads are fewer than the ranks of `group`."""
+
+    def __init__(self, group: dist.ProcessGroup, heads: int):
+        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.share = self.ranks // heads
+        """Ranks that attend with the same head."""
+        self.first = self.rank // self.share * self.share
+        """The first of them."""
+        self.own = slice(self.rank // self.share, self.rank // self.share + 1)
+
+    def before_attention(self, block: Block, hidden: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+        if one_order.is_asked():
+            with self._in_one_order(block):
+                q, k, v = block.before_attention(hidden, cos, sin)
+            return exchanged(q, self.group, self._gather_queries, self._own_queries), k, v
+        q, k, v = block.before_attention(hidden, cos, sin)
+        return q, k[:, self.own].contiguous(), None if v is None else v[:, self.own].contiguous()
+
+    def after_attention(self, block: Block, hidden: Tensor, attended: Tensor) -> Tensor:
+        if one_order.is_asked():
+            attended = exchanged(attended, self.group, self._own_queries, self._gather_queries)
+        return block.after_attention(hidden, attended)
+
+    def own_outputs(self, weight: Tensor) -> Tensor:
+        """Of a weight or bias of all heads' keys or values the outputs of this rank's head."""
+        size = weight.shape[0] * self.share // self.ranks
+        return weight[self.own.start * size :][:size]
+
+    def part(self, outputs: int) -> slice:
+        """Of a head's outputs those whose gradients this rank makes, as if the weight were cut over the ranks."""
+        size = outputs // self.share
+        return slice((self.rank - self.first) * size, (self.rank - self.first + 1) * size)
+
+    @contextmanager
+    def _in_one_order(self, block: Block) -> Iterator[None]:
+        """Within it `sharing` finds these halves by the parameters of the block's keys and values."""
+        global _sharing, _shared
+        before = _sharing, _shared
+        attention = block.self_attn
+        modules = [getattr(attention, name, None) for name in ("k_proj", "v_proj", "k_norm")]
+        _sharing, _shared = self, [p for module in modules if module is not None for p in module.parameters()]
+        try:
+            yield
+        finally:
+            _sharing, _shared = before
+
+    def _gather_queries(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """`[tokens, heads, head_dim]` of all ranks that share this one's key-value head."""
+        return torch.cat(gather_rows(own, group).chunk(self.ranks)[self.first : self.first + self.share], 1)
+
+    def _own_queries(self, all_queries: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_queries.chunk(self.share, 1)[self.rank - self.first]
+
+
+# Plain globals, as those of `ops.one_order`: a block's two halves may be replayed in a backward pass's thread.
+_sharing: OneKeyValueHead | None = None
+_shared: list[torch.nn.Parameter] = []
+
+
+def sharing(parameter: Tensor) -> OneKeyValueHead | None:
+    """Who shares the outputs of `parameter` in one order; None of all other parameters, and without such an order."""
+    return _sharing if any(parameter is each for each in _shared) else None
