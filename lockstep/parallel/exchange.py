@@ -101,6 +101,14 @@ def sum_gathered(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own_rows(grad, group) if one_order.is_asked() else sum_rows(grad, group)
 
 
+def without_gradient(x: Tensor) -> Tensor:
+    """The same, whose gradient is zero; not cut off, for a backward that other ranks take part in runs through it."""
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(torch.zeros_like)
+    return x
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:

@@ -22,7 +22,14 @@ from lockstep.ops.clamped_experts import clamped_feed_forward
 from lockstep.ops.embedding import found_rows
 from lockstep.ops.experts import feed_forward
 from lockstep.parallel.copied_heads import sharing
-from lockstep.parallel.exchange import exchanged, gather_rows, rows_are_whole, sum_gathered, sum_rows
+from lockstep.parallel.exchange import (
+    exchanged,
+    gather_rows,
+    rows_are_whole,
+    sum_gathered,
+    sum_rows,
+    without_gradient,
+)
 from lockstep.parallel.experts import experts_over_ranks
 from lockstep.parallel.one_order import column_product, shared_bias, shared_logits, shared_norm
 from lockstep.parallel.placements import COLUMNS, COPY, SUM
@@ -106,18 +113,10 @@ def text_scores(hidden: Tensor, head: DTensor) -> Tensor:
     """Each rank of the tensor axis has all rows, the whole head and so the whole gradient, which is to count once."""
     own, group = own_part(head), tensor_group(head)
     if group is not None and dist.get_rank(group) > 0:
-        own = _without_gradient(own)
+        own = without_gradient(own)
         # In one order each rank takes its rows of a gradient that is the sum already (`exchange.sum_gathered`).
-        hidden = hidden if one_order.is_asked() else _without_gradient(hidden)
+        hidden = hidden if one_order.is_asked() else without_gradient(hidden)
     return ops.text_scores(hidden, own)
-
-
-def _without_gradient(x: Tensor) -> Tensor:
-    """The same, whose gradient is zero; not cut off, for a backward that other ranks take part in runs through it."""
-    x = x.view_as(x)
-    if x.requires_grad:
-        x.register_hook(torch.zeros_like)
-    return x
 
 
 def _with_gradient_of(x: Tensor, part: slice) -> Tensor:

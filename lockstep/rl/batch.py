@@ -138,6 +138,9 @@ class PolicyLoss:
         log_probs, entropies = target_log_probs(model, batch.row, self.temperature, states)
         if (shared := targets_of_others(batch.row)) is not None:
             log_probs, entropies = shared.whole(log_probs), shared.whole(entropies)
+        values = self.critic(states) if self.critic else None
+        if values is not None and shared is not None:
+            values = shared.whole(values)
         if batch.idle:
             return log_probs.sum() * 0.0
         if self.compare:
@@ -162,7 +165,7 @@ class PolicyLoss:
             lengths=[r.num_sampled for r in batch.rollouts],
             sampler_log_probs=sampler,
             entropies=entropies,
-            values=self.critic(states) if self.critic else None,
+            values=values,
             old_values=batch.old_values,
             returns=batch.returns,
         )

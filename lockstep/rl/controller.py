@@ -126,7 +126,7 @@ def _reinforce(
     teacher = load_teacher(config, world, tokenizer)
     reward_model = load_reward_model(config, environment, world.device)
     rendering = open_rendering(config, environment, tokenizer, model)
-    critic = make_critic(config, model)
+    critic = make_critic(config, model, world)
     beside = critic.parameters_by_name() if critic else {}
     trainer = Trainer(model, train_settings(config), config.steps * config.inner_steps, world, beside)
     average = moving_average(config, reference, trainer)

@@ -17,6 +17,9 @@ from lockstep.config import RLConfig, TrainConfig, algorithm_of, from_toml
 from lockstep.errors import UserError
 from lockstep.model import ScoringModel, TrainableModel
 from lockstep.observe.run_folder import CONFIG
+from lockstep.ops import one_order
+from lockstep.parallel import World
+from lockstep.parallel.exchange import without_gradient
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.scoring import score_groups
 from lockstep.rl.algorithms import explained_variance
@@ -34,8 +37,10 @@ class ValueHead(nn.Module):
     like a log-probability, a value has the same bits in any company, and so before and within the first inner step.
     """
 
-    def __init__(self, dim: int, device: str | torch.device = "cpu", detached: bool = False):
+    def __init__(self, dim: int, device: str | torch.device = "cpu", detached: bool = False, counts: bool = True):
+        """counts: whether its gradients do; of tensor ranks, which all have all states, those of one are enough."""
         super().__init__()
+        self.counts = counts
         self.weight = nn.Parameter(torch.zeros(1, dim + 1, dtype=torch.float32, device=device))
         """The last one is the bias, in units of `unit`: its gradient is summed as the others are, in one order."""
         self.unit = math.sqrt(dim)
@@ -44,8 +49,13 @@ class ValueHead(nn.Module):
         """Whether the value's loss leaves the model alone."""
 
     def forward(self, hidden: Float[Tensor, "states dim"]) -> Float[Tensor, "states"]:
+        weight: Tensor = self.weight
         hidden = hidden.detach() if self.detached else hidden
-        return ops.linear(F.pad(hidden.float(), (0, 1), value=self.unit), self.weight)[:, 0]
+        if not self.counts and torch.is_grad_enabled():
+            weight = without_gradient(weight)
+            # In one order each rank takes its rows of a gradient that is the sum already (`exchange.sum_gathered`).
+            hidden = hidden if one_order.is_asked() else without_gradient(hidden)
+        return ops.linear(F.pad(hidden.float(), (0, 1), value=self.unit), weight)[:, 0]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """As the optimizer and checkpoints name them."""
@@ -65,11 +75,12 @@ def refuse_run_without_values(run: Path, config: RLConfig) -> None:
         )
 
 
-def make_critic(config: RLConfig, model: TrainableModel) -> ValueHead | None:
+def make_critic(config: RLConfig, model: TrainableModel, world: World | None = None) -> ValueHead | None:
     """The value function of the run's algorithm; None where it has none."""
     if algorithm_of(config).advantage != "gae":
         return None
-    return ValueHead(model.config.dim, model.device, config.value_detached)
+    counts = world is None or world.coordinate("tensor") == 0
+    return ValueHead(model.config.dim, model.device, config.value_detached, counts)
 
 
 def train_settings(config: RLConfig) -> TrainConfig:

@@ -60,9 +60,17 @@ def test_a_run_of_several_epochs_is_the_same_with_guesses_and_remembers_when_it_
 def test_generators_of_their_own_guess_too(task, model_folder, tmp_path):
     config = config_of(task, model_folder, tmp_path / "one", steps=3, engine=EngineConfig(draft="none"))
     reinforce(config)
-    separate = replace(config, output=str(tmp_path / "two"), actors=ActorsConfig(generators=1, threads=1))
-    launch(1, run, replace(separate, engine=EngineConfig(draft_tokens=3)), seconds=300)
-    assert outcome(tmp_path / "two") == outcome(tmp_path / "one")
+    separate = replace(
+        config, output=str(tmp_path / "two"), engine=EngineConfig(draft_tokens=3), resume=True,
+        actors=ActorsConfig(generators=1, threads=1), checkpoint=CheckpointConfig(every=1),
+    )  # fmt: skip
+    launch(1, run, replace(separate, steps=2), seconds=300)
+    log, count = tmp_path / "two" / "logs" / "generator_0.log", len(sampled_before(tmp_path / "two", 1 << 22))
+    assert "guesses begin" not in log.read_text() and count > 0
+    launch(1, run, separate, seconds=300)
+    assert f"guesses begin with {count} completions of {tmp_path / 'two'}" in log.read_text()
+    rollouts, expected = (outcome(tmp_path / name)[1] for name in ("two", "one"))
+    assert all(rollouts[name] == text for name, text in expected.items() if name.startswith("step_"))
 
 
 def test_what_was_sampled_before_comes_in_the_order_of_steps_and_as_much_of_it_as_is_kept(task, model_folder, tmp_path):

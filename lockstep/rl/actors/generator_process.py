@@ -42,6 +42,7 @@ from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.shelf_reader import ShelfReader, Taken
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
+from lockstep.rl.recorded import sampled_before
 
 TELL_SECONDS = 0.05
 """Sampled tokens are told so often, and at once when a sample has ended."""
@@ -329,11 +330,26 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
     tokenizer = load_tokenizer(folder, shape.vocab_size)
     leads = world.size > 1 and world.is_main
     config = EngineConfig(**welcome["engine"])
-    draft = make_draft(config, model, HistoryDraft())
+    draft = make_draft(config, model, _history(Path(welcome.get("run", "")), config, world))
     engine = (LeadingEngine if leads else Engine)(model, config, tokenizer, draft)
     work = f"{welcome['name']} samples for process {welcome['pid']} on {welcome['host']}"
     announce("generator: " + start_line(welcome["model"], shape, device, model.dtype, work, world.size))
     return ShelfReader(model, world, key), engine
+
+
+def _history(run: Path, config: EngineConfig, world: World) -> HistoryDraft:
+    """To guess by: what the run has sampled already, where this host has its folder.
+
+    Not where ranks share a model, which must all guess alike.
+    """
+    history = HistoryDraft()
+    if config.draft == "auto" and world.size == 1 and (run / CONFIG).is_file():
+        before = sampled_before(run, history.capacity)
+        for prompt, completion in before:
+            history.remember(prompt, completion)
+        if before:
+            announce(f"generator: guesses begin with {len(before)} completions of {run}")
+    return history
 
 
 def _take_arithmetic(wanted: str, device: torch.device) -> None:

@@ -96,12 +96,13 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
     if world.size == 1:
         return
     if algorithm_of(config).advantage == "gae":
-        shared = [axis for axis in ("pipeline", "context", "tensor") if world.degrees[axis] > 1]
-        if shared or config.parallel.full_dtensor:
+        in_order = config.train.deterministic_layout and world.degrees["context"] > 1
+        wrong = ["pipeline"] * (world.degrees["pipeline"] > 1) + ["full_dtensor"] * config.parallel.full_dtensor
+        wrong += ["context with train.deterministic_layout"] * in_order
+        if wrong:
             raise UserError(
-                f"algorithm {config.algorithm} trains a value head, which only data-parallel ranks share so far; leave "
-                f"parallel.{shared[0] if shared else 'full_dtensor'} out (parallel.data_shard and data_replicate are "
-                "free), or choose another algorithm"
+                f"algorithm {config.algorithm} trains a value head, which does not go with parallel.{wrong[0]} so far; "
+                "leave it out, or choose another algorithm"
             )
         if config.train.optimizer_in_backward:
             raise UserError(
