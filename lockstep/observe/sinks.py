@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import queue
 import secrets
 import threading
@@ -44,7 +43,8 @@ def require_sinks(config: ObserveConfig) -> None:
 def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
     """The chosen sinks, for the run in `folder`; a resumed run goes on in the same curves.
 
-    One that cannot be reached is named in a warning and left out: `metrics.jsonl` has everything.
+    One that cannot be reached is named in a warning and left out: `metrics.jsonl` has everything. Nobody waits for one
+    that takes minutes to find that out.
     """
     require_sinks(config)
     kinds: dict[str, Callable[[ObserveConfig, Path], Sink]] = {
@@ -52,13 +52,7 @@ def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
         "wandb": WeightsAndBiases,
         "trackio": Trackio,
     }
-    opened: list[Sink] = []
-    for name in _chosen(config):
-        try:
-            opened.append(Guarded(name, kinds[name](config, folder)))
-        except Exception as error:  # whatever a tracker raises, the run does not depend on it
-            log.warning(LEFT_OUT, name, "opened", error, folder)
-    return opened
+    return [Guarded(name, partial(kinds[name], config, folder), folder) for name in _chosen(config)]
 
 
 class Guarded:
@@ -68,13 +62,12 @@ class Guarded:
     for it, those that follow are left out.
     """
 
-    def __init__(self, name: str, sink: Sink):
-        self._name, self._sink = name, sink
+    def __init__(self, name: str, open_sink: Callable[[], Sink], folder: Path):
+        """open_sink: called on the sink's thread, for a tracker knows its run by a variable of the thread's context."""
+        self._name, self._open, self._folder = name, open_sink, folder
         self._failures = self._left_out = 0
         self._waiting: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-        # Trackers know their run by a context variable of the thread that has opened it.
-        work = partial(contextvars.copy_context().run, self._work)
-        self._thread = threading.Thread(target=work, name=f"observe.{name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"observe.{name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -105,22 +98,28 @@ class Guarded:
             log.warning("observe.%s was too slow for %d steps, which it does not show", self._name, self._left_out)
 
     def _work(self) -> None:
+        try:
+            sink = self._open()
+        except Exception as error:  # whatever a tracker raises, the run does not depend on it
+            self._failures = PATIENCE
+            log.warning(LEFT_OUT, self._name, "opened", error, self._folder)
+            return
         for step, metrics in iter(self._waiting.get, None):
             if self._failures < PATIENCE:
-                self._write(step, metrics)
+                self._write(sink, step, metrics)
         try:
-            self._sink.close()
+            sink.close()
         except Exception as error:
             log.warning("observe.%s could not be closed (%s); what it shows may end early", self._name, error)
 
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _write(self, sink: Sink, step: int, metrics: Mapping[str, float]) -> None:
         try:
-            self._sink.write(step, metrics)
+            sink.write(step, metrics)
             self._failures = 0
         except Exception as error:
             self._failures += 1
             if self._failures == PATIENCE:
-                log.warning(LEFT_OUT, self._name, f"written to at step {step}", error, "the run's folder")
+                log.warning(LEFT_OUT, self._name, f"written to at step {step}", error, self._folder)
 
 
 class TensorBoard:
