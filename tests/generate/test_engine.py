@@ -199,6 +199,8 @@ def test_the_seconds_of_a_sample_are_told_apart(monkeypatch):
         "prefill_seconds": 2 + 1,
         "decode_seconds": 2 + 1,
         "tokens_decoded": 2 + 1,
+        "guessed_seconds": 0,
+        "unguessed_seconds": 0,
     }
 
 
