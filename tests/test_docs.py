@@ -33,6 +33,7 @@ def test_the_api_reference_describes_every_public_name():
     assert "- `samples_per_prompt: Annotated[int, AtLeast(2)] = 8`: Completions of each prompt" in page
 
 
+@pytest.mark.slow
 def test_the_table_of_models_is_what_trying_it_gives():
     making = runpy.run_path(str(ROOT / "docs" / "make_models.py"))
     assert making["table"]() in (ROOT / "docs" / "models.md").read_text(), "run python docs/make_models.py"

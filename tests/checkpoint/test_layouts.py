@@ -34,9 +34,9 @@ FSDP_AND_TENSOR = (4, ParallelConfig(tensor=2))
         (ALONE, FSDP, "float32"),
         pytest.param(ALONE, FSDP, "bfloat16", marks=pytest.mark.slow),
         (HSDP, FSDP, "bfloat16"),
-        (FSDP, PIPELINE, "float32"),
+        pytest.param(FSDP, PIPELINE, "float32", marks=pytest.mark.slow),
         (PIPELINE, ALONE, "bfloat16"),
-        (FSDP_AND_TENSOR, ALONE, "float32"),
+        pytest.param(FSDP_AND_TENSOR, ALONE, "float32", marks=pytest.mark.slow),
         (FSDP_AND_TENSOR, TENSOR, "bfloat16"),
     ],
     ids=[

@@ -162,6 +162,7 @@ def test_the_engine_samples_with_the_trainers_bits(dtype):
     assert_bits_agree(build_model(preset("deepseek_v3:micro"), dtype, seed=3))
 
 
+@pytest.mark.slow
 def test_layers_of_both_kinds_are_compiled_once_for_engine_and_trainer():
     shape = replace(preset("deepseek_v3:micro"), num_layers=3)
     assert [shape.is_dense(layer) for layer in range(3)] == [True, False, False]

@@ -116,6 +116,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_then_needs_no_network(hub, mo
     assert float(again.stdout) == expected and hub.asked == []
 
 
+@pytest.mark.slow
 def test_commands_and_runs_take_its_name(hub, tmp_path):
     (tmp_path / "text.txt").write_text("a few words of text\n" * 50)
     commands = f"""

@@ -61,6 +61,7 @@ def test_kernels_that_a_full_disk_does_not_take_are_refused_with_the_folder(tmp_
         build.library_path(supported()[0])
 
 
+@pytest.mark.slow
 def test_a_compiler_that_does_not_know_the_newest_instructions_serves_the_next_ones(tmp_path):
     best, following, *_ = (each for each in supported() if not each.emulated)
     flag = next(flag for flag in reversed(best.flags) if flag.startswith("-m") and flag not in following.flags)

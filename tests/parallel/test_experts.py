@@ -181,6 +181,7 @@ def stepped(parallel, mode, count=8):
     return [[step[name] for name in ("loss", "grad_norm")] for step in found], found[-1], owned
 
 
+@pytest.mark.slow
 def test_recomputing_layers_travel_again_and_keep_the_bits():
     kept, again = (launch(4, stepped, ParallelConfig(expert=2, tensor=2), mode) for mode in ("none", "full"))
     assert kept[0][0] == again[0][0]

@@ -158,6 +158,7 @@ def test_muons_matrices_are_counted_over_copies_too():
     assert calls["alltoall_base"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_cluster_on_one_process():
     command = [sys.executable, "-m", "lockstep", "pretrain", "--model", "llama3:1b", "--sequence-length", "1024"]
     command += ["--tokens-per-step", "65536", "--train.tokens-per-microbatch", "1024", "--dry-run", "64"]

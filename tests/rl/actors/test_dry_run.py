@@ -178,9 +178,9 @@ def real_transfer(config):
     ("ranks", "parallel"),
     [
         (4, ParallelConfig(data_replicate=2)),
-        (4, ParallelConfig(context=2, tensor=2)),
+        pytest.param(4, ParallelConfig(context=2, tensor=2), marks=pytest.mark.slow),
         (4, ParallelConfig(tensor=2, pipeline=2)),
-        (3, ParallelConfig()),
+        pytest.param(3, ParallelConfig(), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -269,6 +269,7 @@ def shelf_foreseen(config, ranks):
     return dry_run(config, ranks, on_cpu=True).generator.laid_out
 
 
+@pytest.mark.slow
 def test_the_command_prints_separate_generators_and_refuses_servers():
     command = [sys.executable, "-m", "lockstep", "rl", "--model", "qwen3:micro", "--dry-run", "4"]
     separate = [*command, "--actors.generators", "2", "--actors.tensor", "2"]

@@ -193,7 +193,11 @@ def every_bit(parallel):
     return noticed, stayed
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2)], ids=["FSDP 2", "TP 2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(ParallelConfig(), marks=pytest.mark.slow), ParallelConfig(tensor=2)],
+    ids=["FSDP 2", "TP 2"],
+)
 def test_a_flipped_sign_in_any_tensor_on_any_rank_is_noticed(parallel):
     for noticed, stayed in launch(2, every_bit, parallel):
         assert len(noticed) > 20 and all(noticed.values()), [key for key, seen in noticed.items() if not seen]

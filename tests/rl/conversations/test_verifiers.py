@@ -153,6 +153,7 @@ def held_in_workers(name, folder):
     return ends
 
 
+@pytest.mark.slow
 def test_tasks_are_solved_in_workers(package, tmp_path):
     ends = held_in_workers(package("my_sums", TASKS), tmp_path)
     assert [end.rewards for end in ends] == [{"correct": 2.0, "used_tool": 0.0}] * 4
