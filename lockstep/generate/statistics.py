@@ -25,9 +25,9 @@ class Statistics:
     runs_guessed: int = 0
     """Runs of guesses that were checked: at most one per sequence and step."""
     guessed_seconds: float = field(default=0.0, compare=False)
-    """Of decode steps with guesses, the guessing included."""
+    """Of decode steps with guesses, the guessing included, where steps of as few rows have run without."""
     unguessed_seconds: float = field(default=0.0, compare=False)
-    """What the same tokens would have taken one by one, by what steps of as few rows have taken."""
+    """What their tokens would have taken one by one, by what those steps have taken."""
     preemptions: int = 0
     sampling_seconds: float = field(default=0.0, compare=False)
     """In steps."""

@@ -90,7 +90,7 @@ class Guarded:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             log.warning(
-                "observe.%s has not ended within %g s, and is left behind; what it shows ends early",
+                "observe.%s has not ended within %g s, and is left behind; what it shows ends early, or is nothing",
                 self._name,
                 CLOSE_SECONDS,
             )
@@ -100,7 +100,7 @@ class Guarded:
     def _work(self) -> None:
         try:
             sink = self._open()
-        except Exception as error:  # whatever a tracker raises, the run does not depend on it
+        except (Exception, SystemExit) as error:  # whatever a tracker raises, the run does not depend on it
             self._failures = PATIENCE
             log.warning(LEFT_OUT, self._name, "opened", error, self._folder)
             return

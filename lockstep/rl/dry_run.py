@@ -258,7 +258,7 @@ def _with_generator(
     keeps = config.actors.keep_copy or not ranks
     if whole:
         copied = (parameter for name, parameter in whole.named_parameters() if name not in in_place)
-        name = "generator's copy" if samples else "copy that values or the reference are of"
+        name = "generator's copy" if samples else "copy for values or the reference"
         note(name, _bytes(copied), *(STAGES if keeps else (SAMPLING, SYNC)))
     if config.kl_coefficient and not is_own_base(config):
         folder = config.model if config.kl_reference in (START, AVERAGE) else config.kl_reference

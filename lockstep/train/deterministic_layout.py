@@ -30,6 +30,7 @@ def share_rows(model: TrainableModel) -> None:
 
 def refuse_other_order(world: World, model: TrainableModel) -> None:
     """Raises UserError for a layout whose gradients are not summed in the one order of train.deterministic_layout."""
+    _refuse_uneven_keys(model)
     shared = [f"parallel.{axis} {world.degrees[axis]}" for axis in ("pipeline", "context", "tensor")]
     shared = [each for each in shared if not each.endswith(" 1")]
     if shared and world.device.type != "cpu":
@@ -74,6 +75,19 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
         raise UserError(
             "train.deterministic_layout does not go with parallel.full_dtensor over data-parallel ranks; switch one of "
             "them off"
+        )
+
+
+def _refuse_uneven_keys(model: TrainableModel) -> None:
+    """Raises UserError where the outputs of keys do not divide into the parts that their gradient is summed in."""
+    config, chunks = model.config, model.config.reduction_chunks
+    keys = config.num_kv_heads * config.head_dim
+    # In bfloat16 a product reads two features at once.
+    if config.latent is None and chunks > 1 and keys % (2 * chunks):
+        raise UserError(
+            f"train.deterministic_layout sums gradients in parallel.reduction_chunks {chunks} parts, twice of which do "
+            f"not divide the {keys} features of this model's keys ({config.num_kv_heads} heads of {config.head_dim}); "
+            "lower parallel.reduction_chunks, and parallel.tensor with it, or switch it off"
         )
 
 

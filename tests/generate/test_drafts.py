@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from lockstep.generate.batch import BatchArrays
 from lockstep.generate.drafts import Draft, FirstOf, HistoryDraft, ModelDraft, NGramDraft, first_layers, make_draft
 from lockstep.generate.drafts.history import PROMPT, SuffixAutomaton
 from lockstep.generate.drafts.lengths import LONGEST_REST, DraftLengths, StepTimes
+from lockstep.generate.drafts.speculation import Speculation
 from lockstep.generate.sequence import Sequence
 from lockstep.model import ModelConfig, preset
 from lockstep.model.lora import lora_of
@@ -229,6 +231,19 @@ def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkey
     plain = Engine(model, ROOMY)
     plain.generate([prompt], params)
     assert plain.statistics.guessed_seconds == plain.statistics.unguessed_seconds == 0
+
+
+def test_no_time_is_saved_by_batches_smaller_than_any_that_ran_without_guesses():
+    speculation = Speculation(NGramDraft(), 60, 100, 4, None)
+    plain = [SimpleNamespace(count=1, rows=1)] * 32
+    guessed = [SimpleNamespace(count=1, rows=3)] * 4
+    assert speculation.timed(guessed, 0.012) == (0.0, 0.0), "nothing has run yet"
+    speculation = Speculation(NGramDraft(), 60, 100, 4, None)
+    assert speculation.timed(plain, 0.032) == (0.0, 0.0)
+    assert speculation.timed(guessed, 0.012) == (0.0, 0.0)
+    speculation.timed([SimpleNamespace(count=1, rows=1)] * 4, 0.004)
+    assert speculation.timed(guessed, 0.012) == (0.012, 0.004)
+    assert speculation.timed([SimpleNamespace(count=5, rows=5), *guessed], 1.0) == (0.0, 0.0), "it computed a prompt"
 
 
 def test_an_accepted_run_comes_as_tokens_of_their_own_each_with_what_was_asked_of_it(monkeypatch):

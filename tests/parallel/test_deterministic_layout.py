@@ -222,6 +222,18 @@ def test_more_tensor_ranks_than_key_value_heads_are_refused_where_their_gradient
         refuse_other_order(World(torch.device("cpu"), degrees=degrees), model)
 
 
+@pytest.mark.parametrize(("head_dim", "chunks"), [(6, 4), (20, 4), (4, 8)])
+def test_keys_that_do_not_divide_into_the_parts_of_a_sum_are_refused_in_every_layout(head_dim, chunks):
+    shape = replace(
+        preset("llama3:micro", 131), num_heads=16, num_kv_heads=1, head_dim=head_dim, reduction_chunks=chunks
+    )
+    model = Decoder(shape, torch.float32, "meta")
+    for tensor in (1, 4):
+        world = World(torch.device("cpu"), degrees=dict.fromkeys(AXES, 1) | {"tensor": tensor})
+        with pytest.raises(UserError, match=rf"not divide the {head_dim} features of this model's keys \(1 heads of"):
+            refuse_other_order(world, model)
+
+
 def not_a_number_on_one_rank():
     world = open_world(ParallelConfig(), "cpu")
     shape = preset("qwen3:micro", 131)

@@ -142,6 +142,19 @@ def test_a_tracker_that_fails_on_its_way_is_left_alone_after_a_few_times(tmp_pat
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 12))
 
 
+def test_a_tracker_that_ends_its_thread_as_it_is_opened_is_named(tmp_path, caplog):
+    run = open_run(str(tmp_path / "run"), "")
+
+    def opened():
+        raise SystemExit("log in first")
+
+    with MetricsWriter(run.path) as writer:
+        writer._sinks = [Guarded("wandb", opened, run.path)]
+        writer.write(1, {"loss": 1.0})
+    (said,) = caplog.messages
+    assert "observe.wandb could not be opened (log in first), and the run goes on without it" in said
+
+
 @pytest.mark.parametrize("stuck_in", ["open", "write", "close"])
 def test_a_tracker_that_never_returns_holds_nothing_up(tmp_path, caplog, monkeypatch, stuck_in):
     stuck, never = threading.Event(), threading.Event()

@@ -64,6 +64,11 @@ class StepTimes:
             self._seconds[place] += 0.1 * (seconds - self._seconds[place])
 
     @property
+    def fewest_rows(self) -> int:
+        """Of a step that has run; 0 before the first."""
+        return self._rows[0] if self._rows else 0
+
+    @property
     def most_rows(self) -> int:
         """Of a step that may be tried."""
         return GROWTH * self._rows[-1] if self._rows else 0

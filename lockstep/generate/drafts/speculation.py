@@ -66,15 +66,15 @@ class Speculation:
     def timed(self, chunks: ListLike[Chunk], seconds: float) -> tuple[float, float]:
         """A step has taken so long. Those that compute prompts say nothing of what a row costs in decoding.
 
-        Returns the seconds of the step and its guessing, and what one without guesses takes; (0, 0) where it had none.
+        Returns the seconds of the step and its guessing, and what one without guesses takes; (0, 0) where it had none,
+        or where no step of as few rows has run so far.
         """
         if any(chunk.count > 1 for chunk in chunks):
             return 0.0, 0.0
         times, rows = self.lengths.times, sum(chunk.rows for chunk in chunks)
+        plain = float(times.of(np.array([len(chunks)]))[0]) if len(chunks) >= times.fewest_rows > 0 else 0.0
         times.record(rows, seconds)
-        if rows == len(chunks):
-            return 0.0, 0.0
-        return self._guessing + seconds, float(times.of(np.array([len(chunks)]))[0])
+        return (self._guessing + seconds, plain) if plain and rows > len(chunks) else (0.0, 0.0)
 
     def _agreed(self, counts: list[int]) -> list[int]:
         """Those of the group's first rank: its clock is not that of the others."""

@@ -98,11 +98,11 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
     if algorithm_of(config).advantage == "gae":
         in_order = config.train.deterministic_layout and world.degrees["context"] > 1
         wrong = ["pipeline"] * (world.degrees["pipeline"] > 1) + ["full_dtensor"] * config.parallel.full_dtensor
-        wrong += ["context with train.deterministic_layout"] * in_order
+        wrong += ["context and train.deterministic_layout together"] * in_order
         if wrong:
             raise UserError(
                 f"algorithm {config.algorithm} trains a value head, which does not go with parallel.{wrong[0]} so far; "
-                "leave it out, or choose another algorithm"
+                "leave one of them out, or choose another algorithm"
             )
         if config.train.optimizer_in_backward:
             raise UserError(

@@ -158,7 +158,7 @@ def test_ranks_that_compute_values_have_a_whole_copy_though_others_sample(folder
     ((memory, text, transfer),) = launch(1, memory_foreseen, config, 2)
     ((colocated, _, moved),) = launch(1, memory_foreseen, dataclasses.replace(config, actors=ActorsConfig()), 2)
     copy = 2 * read_config(folder).num_parameters
-    name = "copy that values or the reference are of"
+    name = "copy for values or the reference"
     assert memory[name] == dict.fromkeys(STAGES, copy) == colocated["generator's copy"]
     assert transfer == moved and "a weight sync sends" in text and "lays out" in text
     ((memory, text, transfer),) = launch(1, memory_foreseen, config, 1)  # the trainer's own model is whole
