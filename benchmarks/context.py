@@ -77,9 +77,9 @@ def attention_seconds() -> list[float]:
     def time_calls(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             began = time.thread_time()
-            result = function(*args)
+            result = function(*args, **named)
             calls.append(time.thread_time() - began)
             return result
 

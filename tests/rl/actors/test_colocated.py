@@ -144,7 +144,8 @@ def check(task, model, tmp_path, layouts, **changes):
         last = read_metrics(output / "metrics.jsonl")[-1]
         busy = [f"generators/rank_{rank}/busy" for rank in range(0, ranks, parallel.tensor)]
         assert sorted(key for key in last if key.endswith("/busy")) == busy
-        assert all(0 < last[key] <= 1 for key in busy)
+        # With fewer prompts than generators some have nothing to do.
+        assert all(0 <= last[key] <= 1 for key in busy) and sum(last[key] > 0 for key in busy) >= min(3, len(busy))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,8 @@ def test_a_run_has_the_same_rollouts_and_losses_in_every_layout(task, model_fold
         pytest.param("dr_grpo", dict(prompts_per_step=3), marks=pytest.mark.slow),
         # Its value head is trained, and its values are spread over the ranks.
         ("ppo", {}),
-        pytest.param("rejection", {}, marks=pytest.mark.slow),
+        # Of each group one completion is trained on.
+        pytest.param("rejection", dict(prompts_per_step=12), marks=pytest.mark.slow),
     ],
 )
 def test_every_kind_of_algorithm_does(task, model_folder, tmp_path, algorithm, changes):
