@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.generate.drafts import HistoryDraft
 from lockstep.generate.routes import is_written
 from lockstep.observe.readable import is_number
 from lockstep.rl.environment import Example
@@ -48,6 +49,14 @@ def sampled_before(run: Path, most: int) -> list[tuple[list[int], list[int]]]:
         if sum(len(completion) for _, completion in found) >= most:
             break
     return found
+
+
+def recall(history: HistoryDraft, run: Path) -> int:
+    """Guesses are made by what the run has sampled before; returns of how many completions."""
+    before = sampled_before(run, history.capacity)
+    for prompt, completion in before:
+        history.remember(prompt, completion)
+    return len(before)
 
 
 def refuse_unknown_tokens(path: Path, lines: Sequence[dict[str, Any]], vocab_size: int) -> None:

@@ -223,6 +223,7 @@ def test_the_time_that_guesses_save_is_counted_by_what_steps_without_take(monkey
     engine = Engine(model, EngineConfig(draft_tokens=7), draft=Oracle(answers, SPOILS["all right"]))
     times = engine._speculation.lengths.times
     times.record(1, 0.5)  # a step of one row
+    # Of the clock's own figures nothing exact could be asserted.
     monkeypatch.setattr(times, "record", lambda rows, seconds: None)
     engine.generate([prompt], params)
     assert engine.statistics.steps == 3, "twice seven guesses and a draw, and a last token"

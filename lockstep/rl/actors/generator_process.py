@@ -42,7 +42,7 @@ from lockstep.rl.actors.plain import plain_shape
 from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.shelf_reader import ShelfReader, Taken
 from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
-from lockstep.rl.recorded import sampled_before
+from lockstep.rl.recorded import recall
 
 TELL_SECONDS = 0.05
 """Sampled tokens are told so often, and at once when a sample has ended."""
@@ -343,12 +343,9 @@ def _history(run: Path, config: EngineConfig, world: World) -> HistoryDraft:
     Not where ranks share a model, which must all guess alike.
     """
     history = HistoryDraft()
-    if config.draft == "auto" and world.size == 1 and (run / CONFIG).is_file():
-        before = sampled_before(run, history.capacity)
-        for prompt, completion in before:
-            history.remember(prompt, completion)
-        if before:
-            announce(f"generator: guesses begin with {len(before)} completions of {run}")
+    recalls = config.draft == "auto" and world.size == 1 and (run / CONFIG).is_file()
+    if recalls and (count := recall(history, run)):
+        announce(f"generator: guesses begin with {count} completions of {run}")
     return history
 
 

@@ -20,7 +20,7 @@ from lockstep.parallel import World
 from lockstep.rl.actors.models import sampling_model
 from lockstep.rl.actors.weights import WeightTransfer
 from lockstep.rl.actors.work_log import figures_of
-from lockstep.rl.recorded import sampled_before
+from lockstep.rl.recorded import recall
 from lockstep.rl.reference import is_own_base
 
 
@@ -148,8 +148,7 @@ class OwnGenerator:
     def recall(self, run: Path) -> None:
         """Guesses by what a resumed run has sampled; not where ranks share a model, which must all guess alike."""
         if self._world.tensor_group is None:
-            for prompt, completion in sampled_before(run, self._history.capacity):
-                self._history.remember(prompt, completion)
+            recall(self._history, run)
 
     def trace_events(self) -> list[dict[str, Any]]:
         return []
