@@ -28,7 +28,9 @@ def soak(config, generators, strikes, at_once, seed):
         # Each once; then chance decides.
         struck = [*names, "trainer"][strike * at_once :][:at_once]
         while len(struck) < at_once:
-            struck += {*draw.choices([*names, "trainer"], [2] * generators + [1])} - {*struck}
+            # A third start in a row that ends before a generator can sample ends the run.
+            twice = {victims[-1]} if len(victims) > 1 and victims[-1] == victims[-2] else set()
+            struck += {*draw.choices([*names, "trainer"], [2] * generators + [1])} - {*struck} - twice
         pids = [run.wait_for_generator(name) for name in struck if name != "trainer"]
         run.hold((strike + 1) * (config.steps - 1) // strikes)
         for pid in pids:
