@@ -2,12 +2,13 @@
 
 from lockstep.observe.compare import Comparison, compare_runs
 from lockstep.observe.curves import curves_png
+from lockstep.observe.expert_load import expert_load_png
 from lockstep.observe.logs import log
 from lockstep.observe.metrics import MetricsWriter, read_metrics
 from lockstep.observe.observer import Observer, OnMetrics, require_observers
 from lockstep.observe.progress import Progress
 from lockstep.observe.report import write_report
-from lockstep.observe.run_folder import RunFolder, claim_run, open_run
+from lockstep.observe.run_folder import RunFolder, append_step, claim_run, open_run
 from lockstep.observe.speed import memory_gib, peak_flops, training_flops
 from lockstep.observe.start import announce, in_short, start_line
 from lockstep.observe.timeline import Timeline, merge_timelines
@@ -21,9 +22,11 @@ __all__ = [
     "RunFolder",
     "Timeline",
     "announce",
+    "append_step",
     "claim_run",
     "compare_runs",
     "curves_png",
+    "expert_load_png",
     "in_short",
     "log",
     "memory_gib",

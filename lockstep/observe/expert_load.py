@@ -5,40 +5,39 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lockstep.errors import UserError
 from lockstep.observe.curves import Curve
+from lockstep.observe.run_folder import LOADS, RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
 
 MEANING = (
-    "Choices of each expert in the newest checkpoint's step, against the mean of its layer: 1 is an even load. A dark "
+    "Choices of each expert in the last step, against the mean of its layer: 1 is an even load. A dark "
     "expert is rarely chosen and learns little; a layer with one bright expert leans on it."
 )
 HIGHEST = 3.0
 """Times the mean, from which on a load has the brightest colour."""
-
-
 MOST_EXPERTS = 4096
 
+Load = list[list[int]]
+"""Choices of each expert, layer by layer."""
 
-def expert_load(run: Path) -> Curve | None:
-    """Of the run's newest checkpoint; None where it has none, or its model no experts."""
+
+def expert_load_svg(run: Path) -> Curve | None:
+    """Of the run's last step, inline; None where there is none, or its model has no experts."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    load = _newest_load(run)
-    if not load:
+    loads = _loads(run)
+    if not loads:
         return None
-    layers, experts = len(load), len(load[0])
-    shares = [[count * experts / max(1, sum(layer)) for count in layer] for layer in load]
     with rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         figure = Figure(figsize=(3.9, 2.3))
-        axes = figure.add_axes((0.14, 0.19, 0.72, 0.76))
-        # As a picture of its own: thousands of rectangles would not be small.
-        image = axes.imshow(shares, aspect="auto", vmin=0, vmax=HIGHEST, cmap="viridis", interpolation="nearest")
-        axes.set_xlabel("expert", fontsize=8)
-        axes.set_ylabel("layer", fontsize=8)
-        axes.set_yticks(range(0, layers, max(1, layers // 6)))
-        axes.set_xticks(range(0, experts, max(1, experts // 8)))
-        axes.tick_params(labelsize=7)
+        image = _draw(figure.add_axes((0.14, 0.19, 0.72, 0.76)), loads[max(loads)])
         bar = figure.colorbar(image, cax=figure.add_axes((0.88, 0.19, 0.03, 0.76)))
         bar.ax.tick_params(labelsize=7)
         buffer = io.StringIO()
@@ -47,14 +46,48 @@ def expert_load(run: Path) -> Curve | None:
     return Curve("Load of the experts", text[text.index("<svg") :], MEANING)
 
 
-def _newest_load(run: Path) -> list[list[int]]:
-    """Of the layers that are mixtures."""
-    for state in sorted(run.glob("checkpoints/step_*/state.json"), reverse=True):
+def expert_load_png(run: Path, path: Path) -> None:
+    """Of the run's first, middle and last step, side by side. Raises UserError for a run without loads."""
+    from matplotlib.figure import Figure
+
+    loads = _loads(run)
+    if not loads:
+        raise UserError(f"{run}: no {LOADS} with the load of a step; runs of mixtures of experts write it")
+    steps = sorted(loads)
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    figure = Figure(figsize=(3.2 * len(chosen) + 0.8, 2.6), layout="constrained")
+    columns = figure.subplots(1, len(chosen), squeeze=False)[0]
+    for axes, step in zip(columns, chosen):
+        axes.set_title(f"step {step}", fontsize=9)
+        image = _draw(axes, loads[step])
+    bar = figure.colorbar(image, ax=columns)
+    bar.set_label("times the layer's mean", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _draw(axes: Axes, load: Load) -> AxesImage:
+    """Each expert's share, times the mean of its layer."""
+    layers, experts = len(load), len(load[0])
+    shares = [[count * experts / sum(layer) for count in layer] for layer in load]
+    axes.set_xlabel("expert", fontsize=8)
+    axes.set_ylabel("mixture", fontsize=8)
+    axes.set_yticks(range(0, layers, max(1, layers // 6)))
+    axes.set_xticks(range(0, experts, max(1, experts // 8)))
+    axes.tick_params(labelsize=7)
+    # As a picture of its own: thousands of rectangles would not be small.
+    return axes.imshow(shares, aspect="auto", vmin=0, vmax=HIGHEST, cmap="viridis", interpolation="nearest")
+
+
+def _loads(run: Path) -> dict[int, Load]:
+    """Of each step, the layers that are mixtures; lines that no run has written are left out."""
+    file, found = RunFolder(run).expert_load, {}
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         try:
-            load = json.loads(state.read_text())["expert_load"]
-            mixtures = [layer for layer in load if sum(layer)]
+            values = json.loads(line)
+            mixtures = [[int(count) for count in layer] for layer in values["load"] if sum(layer) > 0]
             if len({len(layer) for layer in mixtures}) == 1 and len(mixtures[0]) <= MOST_EXPERTS:
-                return mixtures
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                found[int(values["step"])] = mixtures
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
-    return []
+    return found

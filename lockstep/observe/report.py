@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import ALARMS
 from lockstep.observe.curves import LOSS, curves_svg
-from lockstep.observe.expert_load import expert_load
+from lockstep.observe.expert_load import expert_load_svg
 from lockstep.observe.metrics import read_metrics
 from lockstep.observe.readable import is_number, readable_rollouts
 from lockstep.observe.run_folder import CONFIG, METRICS
@@ -74,7 +74,7 @@ def write_report(
     parity = _parity(metrics)
     stale = any(m.get("policy/staleness_max") for m in metrics)
     curves = [*(curves_svg(pretraining, [PRETRAINING_LOSS]) if pretraining is not None else []), *curves_svg(run)]
-    if load := expert_load(run):
+    if load := expert_load_svg(run):
         curves.append(load)
     for most_tokens in TOKENS:
         shown = shown_steps(run, steps, most_tokens)

@@ -7,14 +7,14 @@ import os
 import shutil
 import socket
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.observe.logs import log
 from lockstep.observe.run_lock import LOCK, locked
 from lockstep.observe.sign_of_life import forget_signs
@@ -22,9 +22,9 @@ from lockstep.observe.watchdog import VERDICT
 
 LAUNCH = "launch"
 """In the run's `logs/`: which torchrun has started it."""
-CONFIG, METRICS, PROMPTS = "config.toml", "metrics.jsonl", "prompts.jsonl"
+CONFIG, METRICS, PROMPTS, LOADS = "config.toml", "metrics.jsonl", "prompts.jsonl", "expert_load.jsonl"
 WRITTEN = {
-    CONFIG, METRICS, PROMPTS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "reference.safetensors",
+    CONFIG, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "reference.safetensors",
     "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
 }  # fmt: skip
 """What runs write into their folders: no other file there is ever deleted."""
@@ -46,6 +46,11 @@ class RunFolder:
         return self.path / PROMPTS
 
     @property
+    def expert_load(self) -> Path:
+        """Of a mixture, what each layer's experts were chosen for in each step."""
+        return self.path / LOADS
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -62,8 +67,8 @@ class RunFolder:
         partial.replace(self.path / CONFIG)
 
     def truncate(self, step: int) -> None:
-        """Forgets metrics, prompts and rollouts after `step`, which a resumed run writes anew."""
-        for file in (self.metrics, self.prompts):
+        """Forgets metrics, prompts, experts' loads and rollouts after `step`, which a resumed run writes anew."""
+        for file in (self.metrics, self.prompts, self.expert_load):
             if not file.is_file():
                 continue
             lines = file.read_text(errors="replace").splitlines()
@@ -78,6 +83,19 @@ class RunFolder:
             for path in self.path.glob(f"rollouts/{kind}_*.jsonl"):
                 if path.name > f"{kind}_{step:08}.jsonl":
                     path.unlink()
+
+
+def append_step(file: Path, step: int, values: Mapping[str, Any]) -> None:
+    """Adds a step's line to a file that `truncate` cuts. Raises RunStopped where the disk does not take it."""
+    try:
+        with file.open("a") as opened:
+            opened.write(json.dumps({"step": step, **values}) + "\n")
+    except OSError as error:
+        raise RunStopped(
+            f"{file}: cannot be written ({error.strerror}), and the run ends here. Free some space, then --resume "
+            "continues from the newest checkpoint",
+            exit_code=1,
+        ) from error
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from lockstep.observe import (
     Progress,
     RunFolder,
     Timeline,
+    append_step,
     claim_run,
     read_metrics,
     require_observers,
@@ -53,7 +54,6 @@ from lockstep.rl.opening import (
     title_of,
     write_ending,
 )
-from lockstep.rl.prompt_balance import write_prompts
 from lockstep.rl.reference import (
     WithoutAdapter,
     assign_reference_scores,
@@ -299,7 +299,8 @@ def _reinforce(
                 observer.write(step, metrics | watch.enter(step, metrics))
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts, config.router_replay))
-                world.on_main(partial(write_prompts, run.prompts, step, ledger.places()))
+                trainer.balance.write(run.expert_load, step)
+                world.on_main(partial(append_step, run.prompts, step, ledger.places()))
                 if not only and (stopped_by or checkpoints.due(step)):
                     save(step)
             if bar is not None:

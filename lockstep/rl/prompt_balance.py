@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.checkpoint import newest_checkpoint
 from lockstep.checkpoint.folders import STATE
-from lockstep.errors import RunStopped
 from lockstep.observe import RunFolder
 
 
@@ -40,19 +37,6 @@ class PromptBalance:
             f"{self.asked} prompts asked: {self.trained} trained on, {dropped}{under_way}, {self.repeated} repeated, "
             f"{self.lost} lost"
         )
-
-
-def write_prompts(path: Path, step: int, places: Mapping[str, Any]) -> None:
-    """Appends a step's line: what `Ledger.places` says. Raises RunStopped where the disk does not take it."""
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps({"step": step, **places}) + "\n")
-    except OSError as error:
-        raise RunStopped(
-            f"{path}: cannot be written ({error.strerror}), and the run ends here. Free some space, then --resume "
-            "continues from the newest checkpoint",
-            exit_code=1,
-        ) from error
 
 
 def prompt_balance(run: Path) -> PromptBalance | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.model import TrainableModel
 from lockstep.model.moe import Router
 from lockstep.model.shard import local_values
-from lockstep.observe import log
+from lockstep.observe import append_step, log
 from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 
@@ -106,6 +108,11 @@ class ExpertBalance:
         dead = int((idle >= DEAD_STEPS).sum())
         found = {"experts/load_max": float(uneven.max()), "experts/load_mean": float(uneven.mean())}
         return found | {"experts/dead": float(dead)} | ({"alarm/dead_experts": 1.0} if dead else {})
+
+    def write(self, file: Path, step: int) -> None:
+        """Adds the step's load, a list for each layer, to `file`. Raises RunStopped where the disk does not take it."""
+        if self.mixtures:
+            self.world.on_main(partial(append_step, file, step, {"load": self.load.tolist()}))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, JSON-able; empty for a dense model."""

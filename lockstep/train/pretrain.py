@@ -238,6 +238,7 @@ def _train(
                     if held_out is not None and (last or step % config.validation_every == 0):
                         metrics |= objective.validate(trainer, held_out)
                     observer.write(step, metrics)
+                    trainer.balance.write(run.expert_load, step)
                     # The loader stays where it is: what comes next is the data after the spike, if there is any.
                     spike = spikes.found(step, metrics["loss"]) and not loader.ended
                     if spike and (state := spikes.roll_back(checkpoints)):

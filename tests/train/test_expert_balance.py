@@ -1,5 +1,6 @@
 """The load of experts is counted once per token, evened out, told, and part of a checkpoint."""
 
+import json
 import logging
 import shutil
 
@@ -10,7 +11,7 @@ from lockstep import build_model, ops
 from lockstep.config import CheckpointConfig, PretrainConfig, TrainConfig
 from lockstep.errors import UserError
 from lockstep.model import preset
-from lockstep.observe import read_metrics
+from lockstep.observe import expert_load_png, read_metrics
 from lockstep.train import Trainer, pack
 from lockstep.train.expert_balance import DEAD_STEPS
 from lockstep.train.pretrain import NextTokenLoss, pretrain
@@ -120,7 +121,7 @@ def test_what_a_model_has_no_use_for_is_refused(model, settings, message):
         trainer_of(build_model(preset(model, 128), "float32"), **settings)
 
 
-def test_a_run_shows_the_load_in_its_report_and_resumes_with_it(tmp_path):
+def test_a_run_writes_the_load_of_each_expert_and_resumes_with_it(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 80)
 
@@ -136,8 +137,19 @@ def test_a_run_shows_the_load_in_its_report_and_resumes_with_it(tmp_path):
     metrics = run("whole", checkpoint=every)
     assert all(m["experts/load_max"] >= m["experts/load_mean"] >= 1 for m in metrics)
     assert "Load of the experts" in (tmp_path / "whole" / "report.html").read_text()
+    loads = [json.loads(line) for line in (tmp_path / "whole" / "expert_load.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in loads] == [1, 2, 3, 4]
+    for line, m in zip(loads, metrics):
+        # Two choices of each of 256 tokens in each of 4 layers of 8 experts.
+        assert [(len(layer), sum(layer)) for layer in line["load"]] == [(8, 512)] * 4
+        assert max(max(layer) for layer in line["load"]) / 64 == m["experts/load_max"]
+    expert_load_png(tmp_path / "whole", tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000004")
     again = run("cut", checkpoint=every, resume=True)
+    assert (tmp_path / "cut" / "expert_load.jsonl").read_text() == (
+        tmp_path / "whole" / "expert_load.jsonl"
+    ).read_text()
     assert [m["loss"] for m in again] == [m["loss"] for m in metrics]
     assert [m["experts/load_max"] for m in again] == [m["experts/load_max"] for m in metrics]
