@@ -283,7 +283,7 @@ class ServeConfig:
     """Key that the /v1 routes ask for; empty: the environment's LOCKSTEP_API_KEY, and none if that is empty too."""
     admin_key: str = ""
     """Key of the /admin routes; empty: the environment's LOCKSTEP_ADMIN_KEY. Without either there are none."""
-    max_body_bytes: Annotated[int, Above(0)] = 8 * 2**20
+    max_body_bytes: Annotated[int, Above(0)] = 2 * 2**20
     """Bytes of a request's body."""
     max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
     """Tokens of a prompt; 0: as many as the model's context holds."""

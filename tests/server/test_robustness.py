@@ -1,21 +1,26 @@
 """Whatever is sent: an answer in OpenAI's shape, never a 5xx, no page lost, and the engine goes on."""
 
+import asyncio
 import dataclasses
 import json
 import random
+import re
 import shutil
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from lockstep import build_model, load_model, save_model
 from lockstep.generate.server.api_error import ApiError
-from lockstep.generate.server.body import parse_body
+from lockstep.generate.server.body import LARGE, MOST, parse_body, read_body
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from lockstep.generate.server.responses import Reply
 from lockstep.generate.server.text import token_bytes, token_name
@@ -161,7 +166,7 @@ def test_mangled_bytes_in_a_body(server):
         (b'{"prompt": [1, 99999999999999999999999999]}', None),
         (b'{"prompt": "' + b"word " * 5000 + b'"}', "prompt"),
         (b'{"prompt": "x", "max_tokens": 600}', None),
-        (b'{"prompt": "x", "user": ' + b"[" * 30000 + b"]" * 30000 + b"}", None),
+        (b'{"prompt": "x", "user": ' + b"[" * 15000 + b"]" * 15000 + b"}", None),
         (b'{"prompt": "x", "' + b"k" * 3000 + b'": 1}', "k" * 64),
     ],
 )
@@ -238,6 +243,70 @@ def test_a_body_of_many_values_is_refused_at_its_first_errors(kind, data):
     # Where the body was looked into at all: a million errors took 8 s and 2.2 GiB.
     found = refused.value.__context__
     assert found is None or found.error_count() <= 8
+
+
+@pytest.mark.parametrize(("character", "most"), MOST.items())
+def test_a_body_with_too_many_of_a_character_is_refused_unparsed(character, most):
+    with pytest.raises(ApiError, match=f"the character {re.escape(character)} more than {most} times") as refused:
+        parse_body(b"{" + character.encode() * (most + 1), CompletionRequest)
+    assert refused.value.response().status_code == 413
+
+
+def test_one_large_body_is_parsed_in_a_turn_of_the_event_loop(monkeypatch):
+    turn, parsed = 0, []
+    monkeypatch.setattr("lockstep.generate.server.body.parse_body", lambda *_: parsed.append(turn))
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+
+    async def receive():
+        return {"type": "http.request", "body": b" " * LARGE}
+
+    async def count():
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def read():
+        counting, parsing = asyncio.create_task(count()), asyncio.Lock()
+        requests = [Request(scope, receive) for _ in range(6)]
+        await asyncio.gather(*(read_body(r, CompletionRequest, 2**20, parsing) for r in requests))
+        counting.cancel()
+
+    asyncio.run(read())
+    assert len(parsed) == len(set(parsed)) == 6
+
+
+@pytest.mark.parametrize("kind", ["rendered", "tokenized", "written"])
+def test_large_requests_are_worked_on_one_at_a_time(server, monkeypatch, kind):
+    service, at_once = server.server._service, []
+    owner, name = {
+        "rendered": (service.template, "render"),
+        "tokenized": (service.tokenizer, "encode_batch"),
+        "written": (Reply, "answer"),
+    }[kind]
+    work, working = getattr(owner, name), []
+
+    def call(*values):
+        working.append(None)
+        at_once.append(len(working))
+        time.sleep(0.05)
+        working.pop()
+        return work(*values)
+
+    monkeypatch.setattr(owner, name, call)
+    monkeypatch.setattr("lockstep.generate.server.answer.LONG_ANSWER", 2)
+    prompt = ["ab" * 100] * 32 if kind == "tokenized" else "x"
+
+    def ask(_):
+        with server.http() as client:
+            if kind == "rendered":
+                messages = [{"role": "user", "content": "a"}]
+                return client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}).status_code
+            return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3}).status_code
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == [200] * 4
+    assert at_once == [1] * 4
 
 
 def _until_health_has_answered(server, held, work):

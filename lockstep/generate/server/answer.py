@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +25,8 @@ from lockstep.generate.server.watch import EventStream, watch
 LONG_TEXT = 4096
 """Characters of a request's texts together, from which on they are tokenized outside the event loop's thread: above a
 millisecond or so."""
+LONG_ANSWER = 4096
+"""Tokens. Such answers are written one at a time."""
 
 
 async def encode(service: Service, texts: list[str], field: str) -> list[list[int]]:
@@ -34,7 +36,8 @@ async def encode(service: Service, texts: list[str], field: str) -> list[list[in
     if sum(map(len, texts)) < LONG_TEXT:
         return [service.tokenizer.encode(text) for text in texts]
     # A batch, be it of one: it keeps no offsets, and other threads run meanwhile.
-    return await asyncio.to_thread(service.tokenizer.encode_batch, texts)
+    async with service.turns.tokenizing:
+        return await asyncio.to_thread(service.tokenizer.encode_batch, texts)
 
 
 def check_text(service: Service, characters: int, field: str) -> None:
@@ -74,7 +77,7 @@ async def answer(
     steps = _steps(service, record, prompts, params, begun)
     limit = service.config.request_seconds
     if not body.stream:
-        return await watch(request, _whole(reply, record, steps), limit)
+        return await watch(request, _whole(service, reply, record, steps), limit)
     # The first step yields nothing: from there on the request is accepted, and the answer may begin.
     await watch(request, _accepted(steps), limit)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -165,7 +168,9 @@ async def _accepted(steps: AsyncGenerator[list[Piece], None]) -> None:
     await anext(steps)
 
 
-async def _whole(reply: Reply, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]) -> Response:
+async def _whole(
+    service: Service, reply: Reply, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]
+) -> Response:
     choices: dict[int, Piece] = {}
     async with aclosing(steps):
         async for pieces in steps:
@@ -175,9 +180,11 @@ async def _whole(reply: Reply, record: RequestRecord, steps: AsyncGenerator[list
                 else:
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
-    # Log-probabilities of many long samples are hundreds of thousands of entries.
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
-    content = await asyncio.to_thread(reply.answer, ordered, usage)
+    # Log-probabilities of many long samples are hundreds of thousands of entries.
+    long = record.completion_tokens > LONG_ANSWER
+    async with service.turns.writing if long else nullcontext():
+        content = await asyncio.to_thread(reply.answer, ordered, usage)
     return Response(content, media_type="application/json")
 
 

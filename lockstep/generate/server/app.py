@@ -104,7 +104,8 @@ async def chat_completions(request: Request) -> Response:
     messages = [message.plain() for message in body.messages]
     check_text(service, sum(len(message["content"]) for message in messages), "messages")
     try:
-        text = await asyncio.to_thread(service.template.render, messages)
+        async with service.turns.rendering:
+            text = await asyncio.to_thread(service.template.render, messages)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages", "chat_template") from error
     (prompt,) = await encode(service, [text], "messages")
@@ -190,7 +191,7 @@ async def _read(request: Request, kind: type[Body]) -> tuple[Service, Body]:
     limit = service.config.request_seconds
     try:
         async with asyncio.timeout(limit or None):
-            return service, await read_body(request, kind, service.config.max_body_bytes)
+            return service, await read_body(request, kind, service.config.max_body_bytes, service.turns.parsing)
     except TimeoutError:
         record_of(request).aborted = "deadline"
         raise deadline_passed(limit) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,13 +12,15 @@ from lockstep.generate.server.api_error import ApiError
 
 Body = TypeVar("Body", bound=BaseModel)
 
-MOST = {",": 2**18, ":": 2**15, "[": 2**15, "{": 2**15}
+MOST = {",": 2**18, '"': 2**17, ":": 2**15, "[": 2**14, "{": 2**15}
 """Of each of JSON's characters in a body, those in its texts included: parsing holds up every other client, for some
-0.3 µs a number and 2 µs an object."""
+0.05 µs a number and 1 to 2 µs a text, list or object."""
+LARGE = 2**14
+"""Bytes. Below, parsing takes no time to speak of."""
 
 
-async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
-    """The body as a `kind`.
+async def read_body(request: Request, kind: type[Body], max_bytes: int, parsing: asyncio.Lock) -> Body:
+    """The body as a `kind`. parsing: held while a large one is parsed.
 
     Raises ApiError: 415 for another content type, 413 beyond `max_bytes` or `MOST`, else 400.
     """
@@ -36,7 +39,12 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int) -> Body:
         data += part
         if len(data) > max_bytes:
             raise too_large
-    return parse_body(bytes(data), kind)
+    if len(data) < LARGE:
+        return parse_body(bytes(data), kind)
+    async with parsing:
+        # One body in a turn of the event loop: whoever asks for little is answered between two large ones.
+        await asyncio.sleep(0)
+        return parse_body(bytes(data), kind)
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,6 +50,17 @@ class Limits:
             yield
         finally:
             self.sequences -= count
+
+
+@dataclass
+class Turns:
+    """Held for work on a large request, of each kind one at a time: threads that take turns at Python's lock, or at a
+    core, hold up the event loop, the longer the more of them there are."""
+
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class LimitRequests:

@@ -12,7 +12,7 @@ from lockstep.data import Tokenizer
 from lockstep.data.chat import ChatTemplate
 from lockstep.generate.engine import Engine
 from lockstep.generate.server.engine_loop import EngineLoop
-from lockstep.generate.server.limits import Limits
+from lockstep.generate.server.limits import Limits, Turns
 from lockstep.generate.server.metrics import Metrics
 
 
@@ -27,6 +27,7 @@ class Service:
     engine: Engine
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    turns: Turns = field(default_factory=Turns)
     started: int = field(default_factory=lambda: int(time.time()))
     engine_loop: EngineLoop = field(init=False)
     limits: Limits = field(init=False)
