@@ -46,11 +46,11 @@ def expert_load_svg(run: Path) -> Curve | None:
     return Curve("Load of the experts", text[text.index("<svg") :], MEANING)
 
 
-def expert_load_png(run: Path, path: Path) -> None:
+def expert_load_png(run: str | Path, path: str | Path) -> None:
     """Of the run's first, middle and last step, side by side. Raises UserError for a run without loads."""
     from matplotlib.figure import Figure
 
-    loads = _loads(run)
+    loads = _loads(Path(run))
     if not loads:
         raise UserError(f"{run}: no {LOADS} with the load of a step; runs of mixtures of experts write it")
     steps = sorted(loads)

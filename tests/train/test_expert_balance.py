@@ -143,7 +143,7 @@ def test_a_run_writes_the_load_of_each_expert_and_resumes_with_it(tmp_path):
         # Two choices of each of 256 tokens in each of 4 layers of 8 experts.
         assert [(len(layer), sum(layer)) for layer in line["load"]] == [(8, 512)] * 4
         assert max(max(layer) for layer in line["load"]) / 64 == m["experts/load_max"]
-    expert_load_png(tmp_path / "whole", tmp_path / "load.png")
+    expert_load_png(str(tmp_path / "whole"), tmp_path / "load.png")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000004")
