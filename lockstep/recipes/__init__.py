@@ -77,7 +77,7 @@ def gsm8k_tiny_pretrain() -> PretrainConfig:
 def qwen3_moe_tiny_pretrain() -> PretrainConfig:
     """As gsm8k_tiny, with a mixture of 16 experts, of which a token meets 4."""
     config = gsm8k_tiny_pretrain()
-    config.model, config.steps = "qwen3_moe:tiny", 240
+    config.model, config.steps = "qwen3_moe:tiny", 200
     config.train.router_auxiliary, config.train.router_z = 0.01, 0.001
     return config
 

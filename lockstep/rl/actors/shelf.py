@@ -45,9 +45,9 @@ Edition = dict[str, Any]
 """Where the weights of one version are, JSON-able.
 
 `version`; `turn` and `slot`, in which they lie; `sums`: each tensor's checksum; `shelf`: what is the same for all
-versions, namely its `id`, the `dtype`, each tensor's shape in `shapes`, and for each of the `ranks` the `address` at
-which it serves, the `place` of its memory (process, file and name there, or null), the bytes of a slot in `size`, and
-its `parts`: [name, box, offset in a slot].
+versions, namely its `id`, the `dtype`, each tensor's shape in `shapes`, the names of `frozen` ones, which are the same
+in all versions, and for each of the `ranks` the `address` at which it serves, the `place` of its memory (process, file
+and name there, or null), the bytes of a slot in `size`, and its `parts`: [name, box, offset in a slot].
 """
 
 
@@ -77,6 +77,9 @@ class Shelf:
         parts = {name: local_values(tensors[name].detach()) for name in self._held}
         self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
         self._memory = ShelfMemory.created(size, slots)
+        frozen = [name for name in self._held if not tensors[name].requires_grad]
+        self._frozen_sums: list[dict[str, int | None]] = [dict.fromkeys(frozen) for _ in range(slots)]
+        """Of the frozen parts that lie in each slot already, their checksums."""
         self._server = _Server(self, Listener(key, host))
         self._turn = 0
         own = {
@@ -90,6 +93,7 @@ class Shelf:
             "id": world.from_main(lambda: secrets.token_hex(8)),
             "dtype": str(dtype).removeprefix("torch."),
             "shapes": {name: part.shape for parts_of in everyone for name, part in parts_of.items()},
+            "frozen": sorted({name for of_rank in world.gather(frozen) for name in of_rank}),
             "ranks": world.gather(own),
         }
 
@@ -111,10 +115,15 @@ class Shelf:
 
     def _lay_out(self, name: str, slot: int) -> int:
         """The checksum of a part that now lies in the slot."""
-        held = self._held[name]
+        held, frozen = self._held[name], self._frozen_sums[slot]
+        if (there := frozen.get(name)) is not None:
+            return there
         room = self._memory.room(slot, self._offsets[name], held.box, self._dtype)
         room.copy_(local_values(self._tensors[name].detach()))
-        return int(checksum_of(room, held))
+        checksum = int(checksum_of(room, held))
+        if name in frozen:
+            frozen[name] = checksum
+        return checksum
 
     def serve(self, request: Any) -> tuple[list[int], list[memoryview]]:
         """The slot's mark before and after the pieces were read, and the pieces; for the threads that serve.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,7 +88,8 @@ class ShelfReader:
         self._names = list(self._wanted)
         everyone = [read_parts(parts) for parts in self._gather(plain_parts(self._wanted))]
         self._firsts = torch.tensor(first_copies(everyone, self._names))
-        self._arrived: dict[str, Tensor] = {}  # made once: fresh memory for each edition would be cleared for each
+        self._arrived: dict[str, Tensor] = {}
+        """Room for what is read of each edition, made once: fresh memory would be cleared for each."""
         self._sources: list[_Source] = []
         self._shelf = ""
 
@@ -103,10 +104,12 @@ class ShelfReader:
             outcome, said = self._read(edition)
             if outcome == "taken":
                 self._keep()
+                self._read_all_but(edition["shelf"]["frozen"])
                 return Taken(edition["version"], outcome)
             log.warning("weights of version %d: %s (try %d of %d)", edition["version"], said, attempt, TRIES)
             if outcome in ("late", "torn"):
                 break  # which another try does not mend
+            self._read_all_but(())
         return Taken(edition["version"], outcome, said)
 
     def close(self) -> None:
@@ -123,10 +126,16 @@ class ShelfReader:
             for rank, plain in enumerate(shelf["ranks"])
         ]
         self._shelf = shelf["id"]
-        if not self._arrived:
-            self._arrived = {
-                name: torch.empty_like(part, memory_format=torch.contiguous_format) for name, part in self._own.items()
-            }
+        self._read_all_but(())
+
+    def _read_all_but(self, there: Collection[str]) -> None:
+        """From now on, of this shelf. there: tensors that the model has for good."""
+        rooms = self._arrived
+        self._arrived = {
+            name: rooms[name] if name in rooms else torch.empty_like(part, memory_format=torch.contiguous_format)
+            for name, part in self._own.items()
+            if name not in there
+        }
 
     def _refuse_another(self, shelf: Mapping[str, Any]) -> None:
         problems = []
@@ -169,7 +178,7 @@ class ShelfReader:
                 source.read(edition, self._arrived, self._wanted)
         except _Failed as error:
             failed = [error.outcome, str(error)]
-        sums = [] if failed else [int(checksum_of(self._arrived[name], self._wanted[name])) for name in self._names]
+        sums = [] if failed else [self._sum(name) for name in self._names]
         everyone = self._gather([failed, sums])
         for problem, _ in everyone:
             if problem:
@@ -184,10 +193,13 @@ class ShelfReader:
             return "damaged", f"{damaged[0]}{more} did not arrive as laid out"
         return "taken", ""
 
+    def _sum(self, name: str) -> int:
+        return int(checksum_of(self._arrived.get(name, self._own[name]), self._wanted[name]))
+
     @torch.no_grad()
     def _keep(self) -> None:
-        for name, part in self._own.items():
-            part.copy_(self._arrived[name])
+        for name, arrived in self._arrived.items():
+            self._own[name].copy_(arrived)
 
     def _gather(self, value: Any) -> list[Any]:
         return [value] if self._group is None else from_all(value, self._group)
@@ -206,39 +218,41 @@ class _Source:
                 self._memory = ShelfMemory.opened(place, plain["size"], plain["slots"])
 
     def read(self, edition: Edition, arrived: Mapping[str, Tensor], wanted: Mapping[str, Held]) -> None:
-        """Raises _Failed."""
-        if not self._pieces:
+        """Reads what is in `arrived`. Raises _Failed."""
+        pieces = [piece for piece in self._pieces if piece.name in arrived]
+        if not pieces:
             return
-        for piece, content in self._by_memory(edition) if self._memory is not None else self._by_tcp(edition):
+        read = self._by_memory if self._memory is not None else self._by_tcp
+        for piece, content in read(edition, pieces):
             at(arrived[piece.name], piece.box, wanted[piece.name].box).copy_(content)
 
-    def _by_memory(self, edition: Edition) -> Iterator[tuple[_Piece, Tensor]]:
+    def _by_memory(self, edition: Edition, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
         assert self._memory is not None
         self._check(self._memory.mark(edition["slot"]), edition)
-        for piece in self._pieces:
+        for piece in pieces:
             room = self._memory.room(edition["slot"], piece.offset, piece.part, self._dtype)
             yield piece, at(room, piece.box, piece.part)
         self._check(self._memory.mark(edition["slot"]), edition)
 
-    def _by_tcp(self, edition: Edition) -> Iterator[tuple[_Piece, Tensor]]:
+    def _by_tcp(self, edition: Edition, pieces: list[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
         channel: Channel | None = None
         try:
             channel = call(self._host, self._port, self._key)
-            ahead = _messages(self._pieces, self._dtype)
+            ahead = _messages(pieces, self._dtype)
             asked: deque[list[_Piece]] = deque()
             while True:
                 # One is asked for ahead: it is signed there while what has come is looked at here.
-                while len(asked) < 2 and (pieces := next(ahead, None)) is not None:
-                    channel.send({"slot": edition["slot"], "pieces": [[piece.name, piece.box] for piece in pieces]})
-                    asked.append(pieces)
+                while len(asked) < 2 and (message := next(ahead, None)) is not None:
+                    channel.send({"slot": edition["slot"], "pieces": [[piece.name, piece.box] for piece in message]})
+                    asked.append(message)
                 if not asked:
                     break
-                pieces = asked.popleft()
+                message = asked.popleft()
                 marks, content = channel.receive()
                 for mark in marks:
                     self._check(mark, edition)
                 start = 0
-                for piece in pieces:
+                for piece in message:
                     shape = [stop - first for first, stop in piece.box]
                     end = start + volume(piece.box) * self._dtype.itemsize
                     yield piece, torch.frombuffer(content, dtype=torch.uint8)[start:end].view(self._dtype).view(shape)

@@ -295,6 +295,47 @@ def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, m
     assert "(try 1 of 3)" in caplog.text and "did not arrive" not in caplog.text
 
 
+@pytest.mark.parametrize("way", ["memory", "TCP"])
+def test_frozen_weights_are_laid_out_once_a_slot_and_read_once_a_shelf(way, monkeypatch):
+    tensors, model = _trained(), _model()
+    trained = [name for name in tensors if "mlp" in name]
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in trained)
+    shelf, reader = Shelf(tensors, torch.bfloat16, ALONE, KEY), ShelfReader(model, ALONE, KEY)
+    names, laid_out, read = {offset: name for name, offset in shelf._offsets.items()}, [], set()
+    room, read_source = shelf._memory.room, shelf_reader._Source.read
+
+    def noting_room(slot, offset, *rest):
+        laid_out.append(names[offset])
+        return room(slot, offset, *rest)
+
+    def noting_read(source, edition, arrived, wanted):
+        read.update(arrived)
+        read_source(source, edition, arrived, wanted)
+
+    monkeypatch.setattr(shelf._memory, "room", noting_room)
+    monkeypatch.setattr(shelf_reader._Source, "read", noting_read)
+    for turn in range(1, 6):
+        with torch.no_grad():
+            for name in trained:
+                tensors[name].add_(turn)
+            if turn == 4:  # what the generator has for good is looked at all the same, and read again
+                model.norm.weight[0] += 1
+        laid_out.clear()
+        edition = _through_json(shelf.publish(turn))
+        assert sorted(laid_out) == sorted(tensors if turn <= 2 else trained)
+        read.clear()
+        assert reader.take(edition if way == "memory" else _by_tcp(edition)).outcome == "taken"
+        assert read == set(tensors if turn in (1, 4) else trained)
+        assert not _different(model, torch.bfloat16, tensors)
+    shelf.close()
+    again = Shelf(tensors, torch.bfloat16, ALONE, KEY)
+    read.clear()
+    assert reader.take(_through_json(again.publish(1))).outcome == "taken" and read == set(tensors)
+    reader.close()
+    again.close()
+
+
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_connection_that_is_cut_in_the_middle_is_tried_three_times(times, pair, monkeypatch):
     shelf, reader = pair
