@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from itertools import islice
 from pathlib import Path
@@ -109,6 +109,8 @@ class Engine:
         self._under_way = False
         """A step has begun and not ended: where none runs, an interrupt ended it anywhere."""
         self._away = False
+        self.before_step: Callable[[], None] = lambda: None
+        """Called before each step of `generate`, which it ends by an exception."""
 
     def generate(
         self,
@@ -138,6 +140,7 @@ class Engine:
             wanted = dict(enumerate(groups))
             unfinished = set(range(begin, self._next_id))
             while unfinished:
+                self.before_step()
                 self._step()
                 for request_id in [i for i in unfinished if i not in self._requests]:
                     unfinished.remove(request_id)

@@ -172,7 +172,7 @@ def _reinforce(
         """Samples and grades the held-out examples; writes what came of them, and returns it in figures."""
         patience = max(sampling.grading_seconds, sampling.start_seconds)
         # Later ones are of weights that are not saved yet.
-        interrupts = nullcontext() if step else stop.interrupts()
+        interrupts = nullcontext() if step else stop.interrupts(at_once=not sampling.together)
         with timeline.span("validation", sampling.waits_for, patience), suppress(Interrupted), interrupts:
             judged = sampling.evaluate(held_out)
         if step == 0:
@@ -234,7 +234,7 @@ def _reinforce(
                 ahead.begin(step, config.steps)
                 for extra_round in range(algorithm.extra_rounds + 1):
                     stopwatch.begin("time/generate", sampling.waits_for, sampling.seconds)
-                    with suppress(Interrupted), stop.interrupts():
+                    with suppress(Interrupted), stop.interrupts(at_once=not sampling.together):
                         asked, drawn, places = ahead.drawn(step, extra_round, ledger.missing)
                         stopwatch.begin("time/reward", patience=sampling.grading_seconds)
                         graded = assign_rewards(drawn, environment, config.rewards, sampling.grader)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
+from lockstep.generate import Engine
 from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.actors.generators import Generators
@@ -62,6 +63,11 @@ class Sampling:
         """What grading may take until something must move."""
         self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
         """As long as there may be no generator at all."""
+        self.together = len(replicas.ranks) > 1 and not config.actors.separate
+        """Whether ranks that share matrices sample together."""
+        if self.together and not self.talks:
+            assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
+            generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
 
     @property
     def seconds(self) -> float:
@@ -97,7 +103,6 @@ class Sampling:
     @contextmanager
     def _asks(self) -> Iterator[bool]:
         """Whether this rank asks for samples, and does not only compute them with another one."""
-        together = len(self._replicas.ranks) > 1 and not self._config.actors.separate
-        held = self._stop.held() if together else nullcontext()
+        held = self._stop.held() if self.together else nullcontext()
         with held, self._generators.conversing() if self.talks else nullcontext(True) as asks:
             yield asks

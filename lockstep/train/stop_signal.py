@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from lockstep.errors import RunStopped
 from lockstep.observe import log
 from lockstep.observe.watchdog import EXIT_CODE
@@ -18,6 +22,8 @@ from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+EVERY = 4
+"""Calls of `asking` of which one asks the other ranks."""
 
 
 def _nothing() -> None:
@@ -40,7 +46,7 @@ class StopSignal:
         """saved: the step of the newest whole checkpoint, for whoever reads that the time was too short; None: none."""
         self.seconds, self._saved = seconds, saved
         self.received = 0
-        self._interrupts = False
+        self._interrupts = self._within = False
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -70,25 +76,44 @@ class StopSignal:
         return next((int(number) for number, count in zip(SIGNALS, counts) if count), 0)
 
     @contextmanager
-    def interrupts(self) -> Iterator[None]:
+    def interrupts(self, at_once: bool = True) -> Iterator[None]:
         """Within it the first signal, or one that has come before, ends what the main thread does, by Interrupted.
 
-        Only for what no other rank computes with this one, and what leaves nothing half done.
+        Only for what no other rank computes with this one, and what leaves nothing half done. at_once: False where it
+        begins with what ranks compute together, `held`.
         """
-        self._interrupts = True
+        self._within, self._interrupts = True, at_once
         try:
             self._interrupt()
             yield
         finally:
-            self._interrupts = False
+            self._within = self._interrupts = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within `interrupts`, what must not be ended: a signal waits until it is done."""
-        interrupts, self._interrupts = self._interrupts, False
+        """Within `interrupts`, what must not be ended on this rank alone: a signal waits until it is done, or until
+        `asking` ends it on all ranks."""
+        self._interrupts = False
         yield
-        self._interrupts = interrupts
+        self._interrupts = self._within
         self._interrupt()
+
+    def asking(self, group: dist.ProcessGroup) -> Callable[[], None]:
+        """What the ranks of `group` call, all equally often, in what they compute together within `held`.
+
+        Now and then it asks whether any of them has a signal, and then raises Interrupted on all of them.
+        """
+        calls = itertools.count()
+
+        def ask() -> None:
+            if not self._within or next(calls) % EVERY:
+                return
+            received = torch.tensor([self.received])
+            dist.all_reduce(received, dist.ReduceOp.MAX, group=group)
+            if received.item():
+                raise Interrupted
+
+        return ask
 
     def error(self, number: int, step: int, output: str) -> RunStopped:
         """What ends the run once `step` is saved, or before its first (0): with exit code 128 + the signal's number."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config import CheckpointConfig, FaultConfig, RewardConfig, to_toml
+from lockstep.train.stop_signal import EVERY
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 from tests.rl.actors.test_colocated import LAYOUTS, ONE, config_of, outcome, run
 
@@ -84,6 +85,8 @@ def _end(config, folder, environment, resume):
 
     def step(engine):
         exact(engine)
+        with open(folder / "steps", "ab") as file:
+            file.write(b".")
         stall("sample", os.environ.get("RANK", "0"))
 
     Engine._step = step
@@ -119,6 +122,9 @@ class Ended:
         """Sends the signal to these ranks; returns all ranks' exit codes."""
         for rank in ranks or range(len(self.processes)):
             os.kill(self.processes[rank].pid, number)
+        return self.wait()
+
+    def wait(self):
         for process in self.processes:
             process.join(120)
         for mark in ("sample", "grade", "reached"):
@@ -214,4 +220,21 @@ def test_a_rank_that_is_interrupted_takes_the_others_with_it(folder, model_folde
     ended = Ended(folder, config, "sample", steps=2, ranks=2, own="1")
     assert ended.end(signal.SIGTERM, 1) == [143, 143]
     assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said
+    check_it_goes_on(config, ranks=2)
+
+
+def test_ranks_that_share_matrices_give_up_sampling_together_where_one_has_a_signal(folder, model_folder):
+    config = settings(folder, model_folder, "Vowels", LAYOUTS["TP 2"][1])
+    ended = Ended(folder, config, "sample", steps=2, ranks=2, own="0")
+    os.kill(ended.processes[1].pid, signal.SIGTERM)
+    until = time.monotonic() + 60
+    while "SIGTERM: the run saves and ends" not in (folder / "run" / "logs" / "rank_1.log").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    steps = (folder / "steps").stat().st_size
+    (folder / "sample").unlink()  # rank 0 goes on, and hears of it
+    assert ended.wait() == [143, 143]
+    assert "SIGTERM ended the run after step 2, which is saved" in ended.said and "Traceback" not in ended.said
+    # Of both ranks, and of ten tokens a sample.
+    assert (folder / "steps").stat().st_size - steps <= 2 * EVERY
     check_it_goes_on(config, ranks=2)

@@ -23,18 +23,38 @@ def task(tmp_path):
     return file
 
 
+def shared_memory():
+    return {str(file) for file in Path("/dev/shm").iterdir()}
+
+
+BEFORE = shared_memory()
+
+
 def left_over(folder):
-    """Processes that know the run's folder or its generators, and what it must not leave in it."""
-    marks = (str(folder).encode(),)
-    found = [p.name for p in Path("/proc").glob("[0-9]*") if any(mark in _command(p) for mark in marks)]
+    """Processes that know the run's folder or write into it, and with them their ports; new shared memory that nobody
+    has open; and what it must not leave in its folder."""
+    processes = {p.name: files_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()}
+    found = [name for name, files in processes.items() if any(str(folder) in file for file in files)]
+    held = {file for files in processes.values() for file in files}
+    found += [file for file in shared_memory() - BEFORE - held if Path(file).exists()]
     return found + [str(path) for path in (folder / "logs").glob("*.key")]
 
 
-def _command(process):
+def files_of(process):
+    """What a process of /proc was started with, and the files that it has open or mapped."""
     try:
-        return (process / "cmdline").read_bytes()
-    except OSError:
-        return b""
+        maps = [line.split(maxsplit=5)[5] for line in (process / "maps").read_text().splitlines() if "/" in line]
+        opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+        return {*arguments_of(process), *maps, *opened}
+    except OSError:  # it has ended
+        return set()
+
+
+def arguments_of(process):
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has ended
+        return []
 
 
 def free_port():
@@ -232,8 +252,8 @@ def test_torchrun_starts_a_run_again_with_its_generators(task, model_folder, tmp
     while not (tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json").is_file():
         assert running.poll() is None
         time.sleep(0.02)
-    ranks = [p for p in Path("/proc").glob("[0-9]*") if b"\0rl\0" in _command(p) and b"run.py" not in _command(p)]
-    own = [int(p.name) for p in ranks if str(tmp_path / "run").encode() in _command(p) and int(p.name) != running.pid]
-    os.kill(max(own), signal.SIGKILL)
+    started = {int(p.name): arguments_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != running.pid}
+    ranks = [pid for pid, arguments in started.items() if "rl" in arguments and str(tmp_path / "run") in arguments]
+    os.kill(max(ranks), signal.SIGKILL)
     assert running.wait(300) == 0
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole") and not left_over(tmp_path / "run")
