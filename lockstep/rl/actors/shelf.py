@@ -44,10 +44,11 @@ READER_SECONDS = 60
 Edition = dict[str, Any]
 """Where the weights of one version are, JSON-able.
 
-`version`; `turn` and `slot`, in which they lie; `sums`: each tensor's checksum; `shelf`: what is the same for all
-versions, namely its `id`, the `dtype`, each tensor's shape in `shapes`, the names of `frozen` ones, which are the same
-in all versions, and for each of the `ranks` the `address` at which it serves, the `place` of its memory (process, file
-and name there, or null), the bytes of a slot in `size`, and its `parts`: [name, box, offset in a slot].
+`version`; `turn` and `slot`, in which they lie; `sums`: each tensor's checksum; `since`: of tensors that no gradient
+trains, the turn from which on they have been the same, bit for bit; `shelf`: what is the same for all versions, namely
+its `id`, the `dtype`, each tensor's shape in `shapes`, and for each of the `ranks` the `address` at which it serves,
+the `place` of its memory (process, file and name there, or null), the bytes of a slot in `size`, and its `parts`:
+[name, box, offset in a slot].
 """
 
 
@@ -78,8 +79,10 @@ class Shelf:
         self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
         self._memory = ShelfMemory.created(size, slots)
         frozen = [name for name in self._held if not tensors[name].requires_grad]
-        self._frozen_sums: list[dict[str, int | None]] = [dict.fromkeys(frozen) for _ in range(slots)]
-        """Of the frozen parts that lie in each slot already, their checksums."""
+        self._since = dict.fromkeys(frozen, 0)
+        """As in an edition. They are compared at each publication: a router's choice bias has no gradient and moves."""
+        self._there: list[dict[str, tuple[int, int]]] = [{} for _ in range(slots)]
+        """Of what lies in each slot of these: since when it has been the same, and its checksum."""
         self._server = _Server(self, Listener(key, host))
         self._turn = 0
         own = {
@@ -93,7 +96,6 @@ class Shelf:
             "id": world.from_main(lambda: secrets.token_hex(8)),
             "dtype": str(dtype).removeprefix("torch."),
             "shapes": {name: part.shape for parts_of in everyone for name, part in parts_of.items()},
-            "frozen": sorted({name for of_rank in world.gather(frozen) for name in of_rank}),
             "ranks": world.gather(own),
         }
 
@@ -105,25 +107,34 @@ class Shelf:
         self._memory.set_mark(slot, -self._turn)
         sums = {name: self._lay_out(name, slot) for name in self._held}
         self._memory.set_mark(slot, self._turn)
+        everyone = self._world.gather([sums, self._since])
         return {
             "version": version,
             "turn": self._turn,
             "slot": slot,
-            "sums": _added(self._world.gather(sums)),
+            "sums": _added([sums for sums, _ in everyone]),
+            "since": _latest([since for _, since in everyone]),
             "shelf": self._description,
         }
 
     def _lay_out(self, name: str, slot: int) -> int:
         """The checksum of a part that now lies in the slot."""
-        held, frozen = self._held[name], self._frozen_sums[slot]
-        if (there := frozen.get(name)) is not None:
-            return there
-        room = self._memory.room(slot, self._offsets[name], held.box, self._dtype)
-        room.copy_(local_values(self._tensors[name].detach()))
-        checksum = int(checksum_of(room, held))
-        if name in frozen:
-            frozen[name] = checksum
+        values = local_values(self._tensors[name].detach())
+        if name in self._since:
+            values = values.to("cpu", self._dtype).contiguous()
+            if self._turn == 1 or not _same_bits(values, self._room(name, (self._turn - 1) % self._slots)):
+                self._since[name] = self._turn
+            since, checksum = self._there[slot].get(name, (0, 0))
+            if since == self._since[name]:
+                return checksum
+        room = self._room(name, slot).copy_(values)
+        checksum = int(checksum_of(room, self._held[name]))
+        if name in self._since:
+            self._there[slot][name] = self._since[name], checksum
         return checksum
+
+    def _room(self, name: str, slot: int) -> Tensor:
+        return self._memory.room(slot, self._offsets[name], self._held[name].box, self._dtype)
 
     def serve(self, request: Any) -> tuple[list[int], list[memoryview]]:
         """The slot's mark before and after the pieces were read, and the pieces; for the threads that serve.
@@ -212,6 +223,16 @@ def _added(sums: list[dict[str, int]]) -> dict[str, int]:
     """The sum of each tensor's parts, as int64 has it."""
     names = {name for of_rank in sums for name in of_rank}
     return {name: _wrapped(sum(of_rank.get(name, 0) for of_rank in sums)) for name in sorted(names)}
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # not as numbers: -0 equals 0, and NaN nothing
+
+
+def _latest(turns: list[dict[str, int]]) -> dict[str, int]:
+    """Of each tensor's parts."""
+    names = {name for of_rank in turns for name in of_rank}
+    return {name: max(of_rank.get(name, 0) for of_rank in turns) for name in sorted(names)}
 
 
 def _wrapped(number: int) -> int:

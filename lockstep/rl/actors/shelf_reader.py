@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,7 +89,9 @@ class ShelfReader:
         everyone = [read_parts(parts) for parts in self._gather(plain_parts(self._wanted))]
         self._firsts = torch.tensor(first_copies(everyone, self._names))
         self._arrived: dict[str, Tensor] = {}
-        """Room for what is read of each edition, made once: fresh memory would be cleared for each."""
+        """Room for what is read of an edition; kept, for fresh memory would be cleared for each."""
+        self._since: dict[str, int] = {}
+        """Of this shelf's tensors that the model has, as in the edition that was taken last."""
         self._sources: list[_Source] = []
         self._shelf = ""
 
@@ -100,16 +102,18 @@ class ShelfReader:
         """
         if edition["shelf"]["id"] != self._shelf:
             self._open(edition["shelf"])
+        self._make_room(edition)
         for attempt in range(1, TRIES + 1):
             outcome, said = self._read(edition)
             if outcome == "taken":
                 self._keep()
-                self._read_all_but(edition["shelf"]["frozen"])
+                self._since = edition["since"]
                 return Taken(edition["version"], outcome)
             log.warning("weights of version %d: %s (try %d of %d)", edition["version"], said, attempt, TRIES)
             if outcome in ("late", "torn"):
                 break  # which another try does not mend
-            self._read_all_but(())
+            self._since = {}
+            self._make_room(edition)
         return Taken(edition["version"], outcome, said)
 
     def close(self) -> None:
@@ -126,15 +130,15 @@ class ShelfReader:
             for rank, plain in enumerate(shelf["ranks"])
         ]
         self._shelf = shelf["id"]
-        self._read_all_but(())
+        self._since = {}
 
-    def _read_all_but(self, there: Collection[str]) -> None:
-        """From now on, of this shelf. there: tensors that the model has for good."""
-        rooms = self._arrived
+    def _make_room(self, edition: Edition) -> None:
+        """For all but what the model has already."""
+        rooms, since = self._arrived, edition["since"]
         self._arrived = {
             name: rooms[name] if name in rooms else torch.empty_like(part, memory_format=torch.contiguous_format)
             for name, part in self._own.items()
-            if name not in there
+            if name not in since or since[name] != self._since.get(name)
         }
 
     def _refuse_another(self, shelf: Mapping[str, Any]) -> None:

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.config import CompileConfig, ParallelConfig, TrainConfig
 from lockstep.errors import UserError
-from lockstep.model import build_model, initialize
+from lockstep.model import build_model, initialize, preset
 from lockstep.model.shard import local_part
 from lockstep.parallel import World, close_world, generator_model, open_world, parallel_model
 from lockstep.rl.actors import shelf as shelf_module
 from lockstep.rl.actors import shelf_reader
 from lockstep.rl.actors.shelf import Shelf
 from lockstep.rl.actors.shelf_reader import ShelfReader
+from lockstep.train import Trainer, pack
+from lockstep.train.pretrain import NextTokenLoss
 from tests.parallel.launch import CONTEXT, launch
 from tests.rl.actors.test_weights import LAYOUTS, SHAPE
 
@@ -296,44 +298,70 @@ def test_what_is_overwritten_while_it_is_read_is_late_and_not_taken(way, pair, m
 
 
 @pytest.mark.parametrize("way", ["memory", "TCP"])
-def test_frozen_weights_are_laid_out_once_a_slot_and_read_once_a_shelf(way, monkeypatch):
+def test_what_no_gradient_trains_is_read_where_it_has_changed(way, monkeypatch):
     tensors, model = _trained(), _model()
-    trained = [name for name in tensors if "mlp" in name]
+    trained, moving = {name for name in tensors if "mlp" in name}, "norm.weight"  # as a router's choice bias moves
     for name, tensor in tensors.items():
         tensor.requires_grad_(name in trained)
     shelf, reader = Shelf(tensors, torch.bfloat16, ALONE, KEY), ShelfReader(model, ALONE, KEY)
-    names, laid_out, read = {offset: name for name, offset in shelf._offsets.items()}, [], set()
-    room, read_source = shelf._memory.room, shelf_reader._Source.read
-
-    def noting_room(slot, offset, *rest):
-        laid_out.append(names[offset])
-        return room(slot, offset, *rest)
+    read, read_source = set(), shelf_reader._Source.read
 
     def noting_read(source, edition, arrived, wanted):
         read.update(arrived)
         read_source(source, edition, arrived, wanted)
 
-    monkeypatch.setattr(shelf._memory, "room", noting_room)
     monkeypatch.setattr(shelf_reader._Source, "read", noting_read)
-    for turn in range(1, 6):
+
+    def take(edition):
+        read.clear()
+        edition = _through_json(edition)
+        assert reader.take(edition if way == "memory" else _by_tcp(edition)).outcome == "taken"
+        assert not _different(model, torch.bfloat16, tensors)
+
+    changes = {1: 1.0, 4: 0.0, 5: -0.0, 9: 2.0}  # of one element: 5 and 9 by its sign, or after slots were written over
+    for turn in range(1, 12):
         with torch.no_grad():
             for name in trained:
                 tensors[name].add_(turn)
-            if turn == 4:  # what the generator has for good is looked at all the same, and read again
-                model.norm.weight[0] += 1
-        laid_out.clear()
-        edition = _through_json(shelf.publish(turn))
-        assert sorted(laid_out) == sorted(tensors if turn <= 2 else trained)
-        read.clear()
-        assert reader.take(edition if way == "memory" else _by_tcp(edition)).outcome == "taken"
-        assert read == set(tensors if turn in (1, 4) else trained)
-        assert not _different(model, torch.bfloat16, tensors)
+            if turn in changes:
+                tensors[moving][0] = changes[turn]
+        take(shelf.publish(turn))
+        assert read == (set(tensors) if turn == 1 else trained | {moving} if turn in changes else trained)
+        assert str(model.norm.weight[0].item()) == str(tensors[moving][0].item())
+    for _ in range(2):  # not taken: the next has all that has changed meanwhile
+        with torch.no_grad():
+            tensors[moving][0] += 1
+        edition = shelf.publish(12)
+    take(edition)
+    assert read == trained | {moving}
+    # In the generator: what it has already is looked at all the same, and all is read again.
+    with torch.no_grad():
+        model.norm.weight[1] += 1
+    take(shelf.publish(13))
+    assert read == set(tensors)
     shelf.close()
     again = Shelf(tensors, torch.bfloat16, ALONE, KEY)
-    read.clear()
-    assert reader.take(_through_json(again.publish(1))).outcome == "taken" and read == set(tensors)
+    take(again.publish(1))
+    assert read == set(tensors)
     reader.close()
     again.close()
+
+
+def test_a_choice_bias_that_balancing_moves_reaches_the_generator():
+    policy, generator = (build_model(preset("deepseek_v3:micro", 258), "float32", seed=seed) for seed in (1, 2))
+    trainer = Trainer(policy, TrainConfig(router_bias_rate=0.1, learning_rate=1e-3, warmup_steps=0), 10)
+    shelf = Shelf(dict(policy.named_parameters()), torch.float32, ALONE, KEY)
+    reader = ShelfReader(generator, ALONE, KEY)
+    (bias, *_) = (p for name, p in generator.named_parameters() if name.endswith("e_score_correction_bias"))
+    seen = []
+    for step in range(4):
+        trainer.step([pack([list(range(40))])], NextTokenLoss(39))
+        assert reader.take(_through_json(shelf.publish(step))).outcome == "taken"
+        assert not _different(generator, torch.float32, dict(policy.named_parameters()))
+        seen.append(bias.detach().clone())
+    assert not any(torch.equal(one, other) for one, other in zip(seen, seen[1:]))
+    reader.close()
+    shelf.close()
 
 
 @pytest.mark.parametrize("times", [1, 3])
