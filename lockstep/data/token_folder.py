@@ -22,7 +22,7 @@ import numpy as np
 from lockstep.data.corpus import TokenizedCorpus, drain
 from lockstep.data.encode import Encoded, Encoder, token_dtype
 from lockstep.data.records import Tally
-from lockstep.data.tokenizer import BYTE_FILE, Tokenizer
+from lockstep.data.tokenizer import BYTE_FILE, Tokenizer, read_text
 from lockstep.data.workers import encode_all
 from lockstep.errors import UserError
 
@@ -58,7 +58,7 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
     Raises UserError for a folder that is damaged, or whose tokens are not those of `tokenizer`.
     """
     try:
-        about = json.loads((folder / DESCRIPTION).read_text())
+        about = json.loads(read_text(folder / DESCRIPTION))
         tokens, documents = int(about["tokens"]), int(about["documents"])
         # Any other type that NumPy knows by name would read the file's bytes as something else, pointers even.
         kind = np.dtype(DTYPES[about["dtype"]])

@@ -17,7 +17,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CARRIED_FILES = (CHAT_TEMPLATE_FILE, "special_tokens_map.json")
-TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """What others read beside the tokenizer, so that a checkpoint of a chat model still chats."""
 
@@ -26,6 +26,9 @@ TRAINING_CHARACTERS = 2**30
 
 PROBE = "A few words, a num8er,\n  and ä\U0001f600."
 """That every tokenizer is tried on when it is loaded."""
+
+LARGEST_TEXT = 2**26
+"""Bytes of a file that is read as a whole: settings, templates, a token folder's description."""
 
 FAILS = ("the tokenizer fails on this text or these tokens", "leave them out")
 # Tokens that a stream holds back at most.
@@ -166,7 +169,11 @@ class HuggingFaceTokenizer:
             # Some files keep the limits of the last call that their author made.
             self._backend.no_truncation()
             self._backend.no_padding()
+            before = repr(self._backend.get_added_tokens_decoder())
             self._add_tokens(settings or {}, Path(path).parent / "tokenizer_config.json")
+            if repr(self._backend.get_added_tokens_decoder()) != before:
+                # A token added again keeps some of its former options until the file is read again.
+                self._backend = Backend.from_str(self._backend.to_str())
             # Some files are read and panic at the first text. An Exception is none: a vocabulary may lack these words.
             with suppress(Exception):
                 self._backend.decode(self._backend.encode(PROBE, add_special_tokens=False).ids)
@@ -217,34 +224,34 @@ class HuggingFaceTokenizer:
     def _add_tokens(self, settings: dict[str, Any], file: Path) -> None:
         """Adds `added_tokens_decoder` in the order of its ids; of the special tokens by name, those in the vocabulary.
 
-        A special token outside the vocabulary would get an id that the model has no row for.
+        Special is what either file calls so. A special token outside the vocabulary would get an id that the model has
+        no row for.
         """
-        from tokenizers import AddedToken
-
-        named = [settings.get(f"{role}_token") for role in SPECIAL_ROLES]
+        found: list[Any] = [settings.get(f"{role}_token") for role in SPECIAL_ROLES]
         for key in ("additional_special_tokens", "extra_special_tokens"):
             more = settings.get(key) or []
-            named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-        special = [token.get("content") if isinstance(token, dict) else token for token in named]
+            found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+        named = [token if isinstance(token, dict) else {"content": token} for token in found]
+        special = [token.get("content") for token in named] + list(self.special_tokens())
         try:
             listed = sorted((int(number), token) for number, token in settings.get("added_tokens_decoder", {}).items())
             for number, token in listed:
-                options = {key: bool(token[key]) for key in TOKEN_OPTIONS if key in token}
-                options["special"] = options.get("special", False) or token["content"] in special
-                self._backend.add_tokens([AddedToken(token["content"], **options)])
-                if (found := self._backend.token_to_id(token["content"])) != number:
+                added = _added(token, special=bool(token.get("special")) or token["content"] in special)
+                self._backend.add_tokens([added])
+                if (actual := self._backend.token_to_id(token["content"])) != number:
                     raise UserError(
                         f"{file}: added_tokens_decoder lists {token['content']!r} as token {number}, but after "
-                        f"tokenizer.json it is token {found}; save both files again with transformers"
+                        f"tokenizer.json it is token {actual}; save both files again with transformers"
                     )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{file}: added_tokens_decoder is not a table of tokens by id ({error!r}); save it again"
             ) from error
-        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
-        for name in special:
-            if isinstance(name, str) and name not in added and self._backend.token_to_id(name) is not None:
-                self._backend.add_tokens([AddedToken(name, special=True)])
+        known = {token.content: token for token in self._backend.get_added_tokens_decoder().values()}
+        for token in named:
+            name = token.get("content")
+            if isinstance(name, str) and self._backend.token_to_id(name) is not None:
+                self._backend.add_special_tokens([known.get(name) or _added(token, special=True)])
 
     def vocabulary(self) -> dict[str, int]:
         """Every token's number by its name, added tokens included."""
@@ -265,8 +272,19 @@ class HuggingFaceTokenizer:
         return found
 
     def _token(self, token_id: int | None) -> str | None:
-        name: str | None = None if token_id is None else self._backend.id_to_token(token_id)
+        """As settings name it; the library's `id_to_token` gives an added token as the normalizer writes it."""
+        if token_id is None:
+            return None
+        added = self._backend.get_added_tokens_decoder().get(token_id)
+        name: str | None = self._backend.id_to_token(token_id) if added is None else added.content
         return name
+
+
+def _added(token: dict[str, Any], special: bool) -> Any:
+    from tokenizers import AddedToken
+
+    options = {key: bool(token[key]) for key in TOKEN_OPTIONS if key in token}
+    return AddedToken(token["content"], special=special, **options)
 
 
 @contextmanager
@@ -391,7 +409,9 @@ def _carried(folder: Path) -> dict[str, str]:
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError for a file that is no UTF-8."""
+    """Raises UserError for a file that is no UTF-8, or larger than 64 MiB."""
+    if (size := path.stat().st_size) > LARGEST_TEXT:
+        raise UserError(f"{path}: has {size} bytes, more than {LARGEST_TEXT}; mend it or take it away")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -402,7 +422,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); mend it or take it away") from error
     if not isinstance(values, dict):

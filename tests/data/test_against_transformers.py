@@ -152,9 +152,36 @@ def tokens_that_the_settings_change():
     return backend, {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}
 
 
+def special_tokens_that_are_normalized():
+    """As Llama 2's first conversions have them: the backend's own name of token 2 is then "▁</s>"."""
+    backend, settings = llama2_with_byte_fallback()
+    backend.add_special_tokens([AddedToken(name, normalized=True) for name in ("<unk>", "<s>", "</s>")])
+    return backend, settings
+
+
+def special_by_the_settings_alone():
+    backend = _byte_level()
+    backend.add_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>"), AddedToken("<think>")])
+    return backend, {"eos_token": "<|im_end|>", "bos_token": {"__type": "AddedToken", "content": "<|im_start|>"}}
+
+
+def special_tokens_with_options():
+    backend, settings = llama2_with_byte_fallback()
+    strips = {"__type": "AddedToken", "lstrip": True, "rstrip": True, "normalized": False}
+    return backend, settings | {"eos_token": strips | {"content": "</s>"}}
+
+
+def special_by_the_tokenizer_alone():
+    backend = _byte_level()
+    backend.add_special_tokens(["<|im_end|>", "<think>"])
+    listed = {str(backend.token_to_id("<think>")): {"content": "<think>", "special": False}}
+    return backend, {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}
+
+
 MAKES = [
     byte_level, llama3, qwen, llama2_with_byte_fallback, word_piece, unigram, words, truncated_and_padded,
-    tokens_of_the_settings_only, tokens_that_the_settings_change,
+    tokens_of_the_settings_only, tokens_that_the_settings_change, special_tokens_that_are_normalized,
+    special_by_the_settings_alone, special_by_the_tokenizer_alone, special_tokens_with_options,
 ]  # fmt: skip
 
 
@@ -193,7 +220,21 @@ def test_tokens_and_texts_are_those_of_transformers(tmp_path, make):
     assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
     assert [ours.decode(ids) for ids in expected[:500]] == theirs.batch_decode(expected[:500], skip_special_tokens=True)
     ours.save(tmp_path / "again")
-    assert load_tokenizer(tmp_path / "again").encode_batch(texts) == expected
+    again = load_tokenizer(tmp_path / "again")
+    assert again.encode_batch(texts) == expected
+    assert [again.decode(ids) for ids in expected[:500]] == [ours.decode(ids) for ids in expected[:500]]
+    assert (again.eos_id, again.bos_id, again.special_tokens()) == (ours.eos_id, ours.bos_id, ours.special_tokens())
+
+
+def test_tokens_that_the_files_of_a_folder_know_differently_are_the_same_when_saved(tmp_path):
+    backend, settings = special_tokens_that_are_normalized()
+    settings["added_tokens_decoder"] = {"1": {"content": "<s>", "normalized": False, "special": True}}
+    ours = load_tokenizer(_folder(tmp_path, backend, settings))
+    ours.save(tmp_path / "again")
+    again = load_tokenizer(tmp_path / "again")
+    ids = ours.encode("a <s> b </s>")
+    assert again.encode("a <s> b </s>") == ids and {1, 2} <= set(ids)
+    assert again.decode(ids) == ours.decode(ids) and "<s>" not in ours.decode(ids)
 
 
 def test_a_saved_byte_tokenizer_gives_the_same_tokens_in_transformers(tmp_path):

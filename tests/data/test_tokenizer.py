@@ -182,6 +182,16 @@ def test_bad_settings_are_refused_with_their_file(bpe_tokenizer, tmp_path, conte
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_settings_file_of_a_gigabyte_is_refused_unread(bpe_tokenizer, tmp_path, name):
+    bpe_tokenizer.save(tmp_path)
+    with (tmp_path / name).open("w") as file:
+        file.truncate(2**30)
+    for load in (load_tokenizer, load_chat_template):
+        with pytest.raises(UserError, match=rf"{name}: has 1073741824 bytes, more than 67108864; mend it"):
+            load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json"])
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_a_file_beside_the_tokenizer_that_is_no_utf_8_is_named(bpe_tokenizer, tmp_path, kind, name):
