@@ -107,6 +107,17 @@ def mangled(port: int, _: Path) -> None:
             pass
 
 
+def byte_by_byte(port: int, _: Path) -> None:
+    """A body in chunks of one byte, of six times its size on the wire."""
+    body = b'{"prompt": "x", "max_tokens": 1, "user": "' + b"y" * 400_000 + b'"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        connection.recv(100)
+
+
+STOPS = [chr(98 + i) * 256 for i in range(15)] + ["a" * 255 + "z"]
 MANY = b"[" + b"{}," * 30_000 + b"{}]"
 CHATS = json.dumps({"messages": [{"role": "user", "content": "word " * 40}] * 4000, "max_tokens": 1}).encode()
 ATTACKS: dict[str, Callable[[int, Path], None]] = {
@@ -122,6 +133,13 @@ ATTACKS: dict[str, Callable[[int, Path], None]] = {
         *(json.dumps({"prompt": text, "max_tokens": 1}).encode() for text in ("ab " * 900, ["word " * 400] * 64))
     ),
     "long chats": of_bodies(CHATS),
+    "samples begun elsewhere": of_bodies(
+        *(
+            json.dumps({"prompt": "x", "max_tokens": n, "seed": 1, "begun": [[70] * (n - 1)], "stop": STOPS}).encode()
+            for n in (2000, 100_000)
+        )
+    ),
+    "chunks of a byte": byte_by_byte,
     "long answers": of_bodies(b'{"prompt": "x", "n": 32, "max_tokens": 400, "ignore_eos": true, "logprobs": 20}'),
     "clients that do not read": unread,
     "heads byte by byte": slow,

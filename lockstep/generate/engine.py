@@ -439,19 +439,23 @@ class Engine:
         self.scheduler.forget(unfinished)
         self.scheduler.remove(unfinished)
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        check_token_ids(prompt, self.model.config.vocab_size, "the prompt")
-        limit, total = self.model.config.max_positions, len(prompt) + params.max_tokens
+    def check_length(self, prompt: int, max_tokens: int) -> None:
+        """prompt, max_tokens: in tokens. Raises UserError where they can never be computed."""
+        limit, total = self.model.config.max_positions, prompt + max_tokens
         if total > limit:
             raise UserError(
-                f"a prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed the context of {limit}; "
+                f"a prompt of {prompt} tokens and max_tokens {max_tokens} exceed the context of {limit}; "
                 "shorten the prompt or lower max_tokens"
             )
         if -(-total // ops.PAGE) > self.allocator.num_pages:
             raise UserError(
-                f"a prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} never fit in the cache of "
+                f"a prompt of {prompt} tokens and max_tokens {max_tokens} never fit in the cache of "
                 f"{self.allocator.num_pages * ops.PAGE} tokens; raise engine.cache_tokens"
             )
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        check_token_ids(prompt, self.model.config.vocab_size, "the prompt")
+        self.check_length(len(prompt), params.max_tokens)
         if params.stop and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give one to Engine, or use stop_token_ids")
 

@@ -12,15 +12,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import h11
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.requests import Request
 
 from lockstep import build_model, load_model, save_model
+from lockstep.generate.server import answer as answers
 from lockstep.generate.server.api_error import ApiError
-from lockstep.generate.server.body import LARGE, MOST, parse_body, read_body
+from lockstep.generate.server.body import LARGE, MOST, parse_body, parse_in_turn
+from lockstep.generate.server.limits import in_turn
 from lockstep.generate.server.protocol import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from lockstep.generate.server.responses import Reply
 from lockstep.generate.server.text import token_bytes, token_name
@@ -178,6 +180,25 @@ def test_a_bad_body_is_refused_and_its_field_named(server, body, param):
     assert answer.json()["error"]["param"] == param
 
 
+def test_a_body_in_chunks_is_taken_in_small_parts_and_a_whole_one_in_large(server, monkeypatch):
+    parts, receive = [], h11.Connection.receive_data
+
+    def record(connection, data):
+        if connection.our_role is h11.SERVER:
+            parts.append(len(data))
+        receive(connection, data)
+
+    monkeypatch.setattr(h11.Connection, "receive_data", record)
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 100_000}).encode()
+    with server.http() as client:
+        for _ in range(2):
+            for content, most in ((body, 2**16), (iter([bytes([byte]) for byte in body]), 2**10)):
+                answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+                assert answer.status_code == 200
+                assert max(parts) <= most and (most == 2**10 or max(parts) > 2**12)
+                parts.clear()
+
+
 def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
     with server.http() as client:
         for answer, status in [
@@ -255,10 +276,6 @@ def test_a_body_with_too_many_of_a_character_is_refused_unparsed(character, most
 def test_one_large_body_is_parsed_in_a_turn_of_the_event_loop(monkeypatch):
     turn, parsed = 0, []
     monkeypatch.setattr("lockstep.generate.server.body.parse_body", lambda *_: parsed.append(turn))
-    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
-
-    async def receive():
-        return {"type": "http.request", "body": b" " * LARGE}
 
     async def count():
         nonlocal turn
@@ -268,8 +285,7 @@ def test_one_large_body_is_parsed_in_a_turn_of_the_event_loop(monkeypatch):
 
     async def read():
         counting, parsing = asyncio.create_task(count()), asyncio.Lock()
-        requests = [Request(scope, receive) for _ in range(6)]
-        await asyncio.gather(*(read_body(r, CompletionRequest, 2**20, parsing) for r in requests))
+        await asyncio.gather(*(parse_in_turn(b" " * LARGE, CompletionRequest, parsing) for _ in range(6)))
         counting.cancel()
 
     asyncio.run(read())
@@ -295,6 +311,7 @@ def test_large_requests_are_worked_on_one_at_a_time(server, monkeypatch, kind):
 
     monkeypatch.setattr(owner, name, call)
     monkeypatch.setattr("lockstep.generate.server.answer.LONG_ANSWER", 2)
+    monkeypatch.setattr("lockstep.generate.server.app.LONG_CHAT", 1)
     prompt = ["ab" * 100] * 32 if kind == "tokenized" else "x"
 
     def ask(_):
@@ -307,6 +324,87 @@ def test_large_requests_are_worked_on_one_at_a_time(server, monkeypatch, kind):
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, range(4))) == [200] * 4
     assert at_once == [1] * 4
+
+
+def test_a_turn_ends_with_its_work_and_not_with_the_one_who_waits_for_it():
+    order, may_end = [], threading.Event()
+
+    def long():
+        may_end.wait(5)
+        order.append("long has ended")
+        raise ValueError  # nobody sees it
+
+    async def run():
+        turn = asyncio.Lock()
+        one, other, gone = (
+            asyncio.ensure_future(in_turn(turn, work))
+            for work in (long, lambda: order.append("other"), lambda: order.append("gone"))
+        )
+        await asyncio.sleep(0.01)
+        one.cancel()
+        gone.cancel()
+        await asyncio.wait({one, gone})
+        assert one.cancelled() and not order and turn.locked()
+        may_end.set()
+        await other
+
+    asyncio.run(run())
+    assert order == ["long has ended", "other"]
+
+
+def test_a_wait_for_a_turn_ends_with_its_client_and_holds_up_no_small_request(server, monkeypatch):
+    template, may_end, rendered = server.server._service.template, threading.Event(), []
+    render = template.render
+
+    def wait(messages):
+        if len(messages) > 1:
+            rendered.append(may_end.wait(12))
+        return render(messages)
+
+    monkeypatch.setattr(template, "render", wait)
+
+    def chat(messages):
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}] * messages, "max_tokens": 1}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return connection
+
+    before = server.service.limits.requests
+    large = [chat(100) for _ in range(8)]
+    server.wait_until(lambda: server.service.limits.requests == before + 8 and server.service.turns.rendering.locked())
+    for connection in large[1:]:
+        connection.close()
+    server.wait_until(lambda: server.service.limits.requests == before + 1)
+    with chat(1) as small:
+        small.settimeout(10)
+        assert small.recv(100).startswith(b"HTTP/1.1 200")
+    may_end.set()
+    server.wait_until(lambda: server.service.limits.requests == before)
+    large[0].close()
+    assert rendered == [True]
+
+
+def test_a_wait_for_a_turn_has_the_time_of_its_request_and_a_second_signal_ends_it(chat_folder, monkeypatch):
+    may_end = threading.Event()
+    chat = {"messages": [{"role": "user", "content": "a"}] * 100, "max_tokens": 1}
+    with running_server(chat_folder, request_seconds=1.0) as server, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(server.service.template, "render", lambda _: str(may_end.wait(10)))
+        with server.http() as client:
+            late = [pool.submit(client.post, "/v1/chat/completions", json=chat) for _ in range(2)]
+            assert [answer.result().status_code for answer in late] == [408, 408]
+        may_end.set()
+    may_end.clear()
+    with running_server(chat_folder) as server, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(server.service.template, "render", lambda _: str(may_end.wait(10)))
+        with server.http() as client:
+            waiting = pool.submit(client.post, "/v1/chat/completions", json=chat)
+            server.wait_until(lambda: server.service.turns.rendering.locked())
+            for _ in range(2):
+                server.server._event_loop.call_soon_threadsafe(server.server.begin_end)
+            server.wait_until(lambda: server.server.should_exit, 5)
+            may_end.set()
+            waiting.exception()
 
 
 def _until_health_has_answered(server, held, work):
@@ -339,6 +437,17 @@ def test_health_answers_while_many_short_prompts_are_tokenized(server, monkeypat
         monkeypatch.setattr(tokenizer, name, _until_health_has_answered(server, held, getattr(tokenizer, name)))
     answer = server.complete(prompt=["ab" * 100] * 32, max_tokens=1)
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 32
+    assert held == [200]
+
+
+def test_health_answers_while_begun_samples_are_decoded(server, monkeypatch):
+    held = []
+    monkeypatch.setattr(answers, "_go_on", _until_health_has_answered(server, held, answers._go_on))
+    body = dict(prompt="a", n=2, max_tokens=4, seed=1, begun=[[70], [71, 72]], ignore_eos=True, return_token_ids=True)
+    choices = server.complete(**body).json()["choices"]
+    assert [len(choice["token_ids"]) for choice in choices] == [3, 2] and held == [200]
+    context = server.server._service.context
+    assert "exceed the context" in server.complete(**body | {"max_tokens": context}).text
     assert held == [200]
 
 

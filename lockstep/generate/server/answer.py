@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,11 +17,12 @@ from lockstep.generate.sampling_params import Completion, SamplingParams
 from lockstep.generate.server.access_log import RequestRecord, record_of
 from lockstep.generate.server.api_error import ApiError
 from lockstep.generate.server.engine_loop import PromptEvent
+from lockstep.generate.server.limits import in_turn
 from lockstep.generate.server.protocol import SamplingRequest
 from lockstep.generate.server.responses import DONE, Piece, Reply, usage_of
 from lockstep.generate.server.service import Service
-from lockstep.generate.server.text import GrowingText
-from lockstep.generate.server.watch import EventStream, watch
+from lockstep.generate.server.text import GrowingText, StopString
+from lockstep.generate.server.watch import EventStream
 
 LONG_TEXT = 4096
 """Characters of a request's texts together, from which on they are tokenized outside the event loop's thread: above a
@@ -36,8 +38,7 @@ async def encode(service: Service, texts: list[str], field: str) -> list[list[in
     if sum(map(len, texts)) < LONG_TEXT:
         return [service.tokenizer.encode(text) for text in texts]
     # A batch, be it of one: it keeps no offsets, and other threads run meanwhile.
-    async with service.turns.tokenizing:
-        return await asyncio.to_thread(service.tokenizer.encode_batch, texts)
+    return await in_turn(service.turns.tokenizing, partial(service.tokenizer.encode_batch, texts))
 
 
 def check_text(service: Service, characters: int, field: str) -> None:
@@ -59,7 +60,7 @@ async def answer(
     begun: Sequence[Completion] = (),
 ) -> Response:
     """Samples the prompts and answers, streamed if the body says so. begun: of one prompt, what samples go on after."""
-    _check_length(service, prompts, "messages" if chat else "prompt")
+    _check_length(service, prompts, max_tokens, "messages" if chat else "prompt")
     params = body.sampling_params(max_tokens, top_logprobs or 0)
     reply = Reply(
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
@@ -75,13 +76,12 @@ async def answer(
     record.stream = bool(body.stream)
     record.prompt_tokens = sum(map(len, prompts))
     steps = _steps(service, record, prompts, params, begun)
-    limit = service.config.request_seconds
     if not body.stream:
-        return await watch(request, _whole(service, reply, record, steps), limit)
+        return await _whole(service, reply, record, steps)
     # The first step yields nothing: from there on the request is accepted, and the answer may begin.
-    await watch(request, _accepted(steps), limit)
+    await anext(steps)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return EventStream(request, _chunks(reply, record, steps, with_usage), steps, limit)
+    return EventStream(request, _chunks(reply, record, steps, with_usage), steps, service.config.request_seconds)
 
 
 def check_count(service: Service, prompts: int, n: int) -> None:
@@ -94,11 +94,15 @@ def check_count(service: Service, prompts: int, n: int) -> None:
         raise ApiError(400, message, "n" if n > 1 else "prompt")
 
 
-def _check_length(service: Service, prompts: list[list[int]], field: str) -> None:
+def _check_length(service: Service, prompts: list[list[int]], max_tokens: int, field: str) -> None:
     longest, limit = max(map(len, prompts)), _longest_prompt(service)
     if longest > limit:
         message = f"a prompt has {longest} tokens; this server allows {limit}"
         raise ApiError(400, message, field, "context_length_exceeded")
+    try:
+        service.engine.check_length(longest, max_tokens)
+    except UserError as error:
+        raise ApiError(400, str(error)) from error
 
 
 def _longest_prompt(service: Service) -> int:
@@ -114,10 +118,10 @@ async def _steps(
 ) -> AsyncGenerator[list[Piece], None]:
     """An empty list once the engine has accepted the prompts, then what each of its steps adds to the choices."""
     stop_ids = set(params.ending_ids(service.engine.model.config.eos_token_ids))
-    choices = [_Choice(GrowingText(service.tokenizer, params.stop, stop_ids)) for _ in range(len(prompts) * params.n)]
-    for choice, sample in zip(choices, begun):
-        for token in sample.token_ids:
-            choice.text.push(token, last=False)
+    stop = [StopString(text) for text in params.stop]
+    choices = [_Choice(GrowingText(service.tokenizer, stop, stop_ids)) for _ in range(len(prompts) * params.n)]
+    if begun:
+        await in_turn(service.turns.tokenizing, partial(_go_on, choices, begun))
     try:
         with service.limits.places(len(choices)):
             async with service.engine_loop.generation(prompts, params, begun) as generation:
@@ -147,6 +151,12 @@ class _Choice:
         self.first_token = 0.0
 
 
+def _go_on(choices: list[_Choice], begun: Sequence[Completion]) -> None:
+    for choice, sample in zip(choices, begun, strict=True):
+        for token in sample.token_ids:
+            choice.text.push(token, last=False)
+
+
 def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: PromptEvent) -> Piece:
     position, event = prompt_event
     index = position * n + event.index
@@ -164,10 +174,6 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
     return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason)
 
 
-async def _accepted(steps: AsyncGenerator[list[Piece], None]) -> None:
-    await anext(steps)
-
-
 async def _whole(
     service: Service, reply: Reply, record: RequestRecord, steps: AsyncGenerator[list[Piece], None]
 ) -> Response:
@@ -183,8 +189,8 @@ async def _whole(
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
     # Log-probabilities of many long samples are hundreds of thousands of entries.
     long = record.completion_tokens > LONG_ANSWER
-    async with service.turns.writing if long else nullcontext():
-        content = await asyncio.to_thread(reply.answer, ordered, usage)
+    write = partial(reply.answer, ordered, usage)
+    content = await (in_turn(service.turns.writing, write) if long else asyncio.to_thread(write))
     return Response(content, media_type="application/json")
 
 

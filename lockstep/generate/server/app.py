@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -20,20 +21,22 @@ from lockstep.data.chat import ChatTemplateError
 from lockstep.errors import UserError
 from lockstep.generate.sampling_params import Completion
 from lockstep.generate.server.access_log import DISCONNECTED, AccessLog, record_of
-from lockstep.generate.server.answer import answer, check_count, check_text, encode
+from lockstep.generate.server.answer import LONG_TEXT, answer, check_count, check_text, encode
 from lockstep.generate.server.api_error import ApiError, engine_failed, json_response, shutting_down
-from lockstep.generate.server.body import Body, read_body
+from lockstep.generate.server.body import parse_body, parse_in_turn, read_body
 from lockstep.generate.server.keys import RequireKeys
-from lockstep.generate.server.limits import LimitRequests
+from lockstep.generate.server.limits import LimitRequests, in_turn
 from lockstep.generate.server.page import page_response
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
-from lockstep.generate.server.watch import ClientGone, deadline_passed
+from lockstep.generate.server.watch import ClientGone, deadline_passed, watch
 from lockstep.generate.server.weights import describe, update_weights
 from lockstep.model import check_token_ids
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat may go on to the end of the context."""
+LONG_CHAT = 64
+"""Messages, from which on a chat is rendered in a turn, however short they are."""
 
 routes = APIRouter()
 
@@ -78,7 +81,11 @@ def _inlined(node: Any, reference: str, definition: dict[str, Any]) -> Any:
 @routes.post("/v1/completions", openapi_extra=_described(CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continues one or several prompts, given as text or as tokens."""
-    service, body = await _read(request, CompletionRequest)
+    return await _watched(request, _complete)
+
+
+async def _complete(service: Service, request: Request, data: bytes) -> Response:
+    body = await parse_in_turn(data, CompletionRequest, service.turns.parsing)
     _check_model(service, body.model)
     body.check_fields()
     prompts = await _prompts(service, body.prompt, body.n or 1)
@@ -90,7 +97,11 @@ async def completions(request: Request) -> Response:
 @routes.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """The assistant's next message."""
-    service, body = await _read(request, ChatRequest)
+    return await _watched(request, _chat)
+
+
+async def _chat(service: Service, request: Request, data: bytes) -> Response:
+    body = await parse_in_turn(data, ChatRequest, service.turns.parsing)
     _check_model(service, body.model)
     body.check_fields()
     check_count(service, 1, body.n or 1)
@@ -102,10 +113,14 @@ async def chat_completions(request: Request) -> Response:
             code="no_chat_template",
         )
     messages = [message.plain() for message in body.messages]
-    check_text(service, sum(len(message["content"]) for message in messages), "messages")
+    characters = sum(len(message["content"]) for message in messages)
+    check_text(service, characters, "messages")
+    render = partial(service.template.render, messages)
     try:
-        async with service.turns.rendering:
-            text = await asyncio.to_thread(service.template.render, messages)
+        if characters < LONG_TEXT and len(messages) < LONG_CHAT:
+            text = await asyncio.to_thread(render)
+        else:
+            text = await in_turn(service.turns.rendering, render)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages", "chat_template") from error
     (prompt,) = await encode(service, [text], "messages")
@@ -155,8 +170,8 @@ async def metrics(request: Request) -> Response:
 @routes.post("/admin/weights", openapi_extra=_described(WeightsRequest))
 async def weights(request: Request) -> Response:
     """Loads other weights while requests run."""
-    service, body = await _read(request, WeightsRequest)
-    return json_response(await update_weights(service, body))
+    service = _service(request)
+    return json_response(await update_weights(service, parse_body(await _read(service, request), WeightsRequest)))
 
 
 @routes.get("/admin/model")
@@ -186,12 +201,20 @@ def _check_model(service: Service, name: str | None) -> None:
         raise ApiError(404, message, "model", "model_not_found")
 
 
-async def _read(request: Request, kind: type[Body]) -> tuple[Service, Body]:
+async def _watched(
+    request: Request, work: Callable[[Service, Request, bytes], Coroutine[Any, Any, Response]]
+) -> Response:
+    """What `work` makes of the body, given up where the client goes away, or the request takes too long."""
     service = _service(request)
+    data = await _read(service, request)
+    return await watch(request, work(service, request, data), service.config.request_seconds)
+
+
+async def _read(service: Service, request: Request) -> bytes:
     limit = service.config.request_seconds
     try:
         async with asyncio.timeout(limit or None):
-            return service, await read_body(request, kind, service.config.max_body_bytes, service.turns.parsing)
+            return await read_body(request, service.config.max_body_bytes)
     except TimeoutError:
         record_of(request).aborted = "deadline"
         raise deadline_passed(limit) from None

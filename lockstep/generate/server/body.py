@@ -19,11 +19,8 @@ LARGE = 2**14
 """Bytes. Below, parsing takes no time to speak of."""
 
 
-async def read_body(request: Request, kind: type[Body], max_bytes: int, parsing: asyncio.Lock) -> Body:
-    """The body as a `kind`. parsing: held while a large one is parsed.
-
-    Raises ApiError: 415 for another content type, 413 beyond `max_bytes` or `MOST`, else 400.
-    """
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Raises ApiError: 415 for another content type than JSON's, 413 beyond `max_bytes`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Also keeps pages in a browser out: without asking first, they may send forms and plain text only.
     if content_type != "application/json":
@@ -39,12 +36,17 @@ async def read_body(request: Request, kind: type[Body], max_bytes: int, parsing:
         data += part
         if len(data) > max_bytes:
             raise too_large
+    return bytes(data)
+
+
+async def parse_in_turn(data: bytes, kind: type[Body], parsing: asyncio.Lock) -> Body:
+    """As `parse_body`. parsing: held while a large one is parsed."""
     if len(data) < LARGE:
-        return parse_body(bytes(data), kind)
+        return parse_body(data, kind)
     async with parsing:
         # One body in a turn of the event loop: whoever asks for little is answered between two large ones.
         await asyncio.sleep(0)
-        return parse_body(bytes(data), kind)
+        return parse_body(data, kind)
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:

@@ -7,6 +7,11 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+READ = 2**16
+"""Bytes of a body that are taken in one turn of the event loop."""
+READ_UNKNOWN = 2**10
+"""Of what may come in chunks of one byte, 16 µs for each of them."""
+
 
 def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
     """A protocol for uvicorn that closes a connection at once where the client
@@ -26,6 +31,7 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             # Whatever the kernel does not take at once counts as unread: no answer piles up here.
             transport.set_write_buffer_limits(high=0)
+            self._read_at_once(READ_UNKNOWN)
             if len(self.connections) > most:
                 transport.abort()
             else:
@@ -39,9 +45,13 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._watch_reading()
+            names = {name for name, _ in self.cycle.scope["headers"]} if self.cycle else set()
+            whole = b"content-length" in names and b"transfer-encoding" not in names
+            self._read_at_once(READ if whole else READ_UNKNOWN)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            self._read_at_once(READ_UNKNOWN)
             self._watch_reading()
 
         def pause_writing(self) -> None:
@@ -51,6 +61,9 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
         def resume_writing(self) -> None:
             super().resume_writing()
             self._written_in_time()
+
+        def _read_at_once(self, most: int) -> None:
+            self.transport.max_size = most  # type: ignore[attr-defined]  # asyncio's own transports read so much
 
         def _watch_reading(self) -> None:
             cycle: Any = self.cycle

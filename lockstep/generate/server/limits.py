@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.generate.server.api_error import ApiError, shutting_down, too_busy
+
+Result = TypeVar("Result")
 
 
 class Limits:
@@ -55,12 +58,29 @@ class Limits:
 @dataclass
 class Turns:
     """Held for work on a large request, of each kind one at a time: threads that take turns at Python's lock, or at a
-    core, hold up the event loop, the longer the more of them there are."""
+    core, hold up the event loop, the longer the more of them there are. Small requests do not wait for them."""
 
     parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+async def in_turn(turn: asyncio.Lock, work: Callable[[], Result]) -> Result:
+    """What `work` returns, called in a thread while the turn is held.
+
+    A wait for the turn can be given up, the work cannot: the turn is held until it has ended, whoever waits for it.
+    """
+    await turn.acquire()
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+
+    def ended(_: object) -> None:
+        turn.release()
+        if not working.cancelled():
+            working.exception()  # as seen: the one who waited may be gone
+
+    working.add_done_callback(ended)
+    return await asyncio.shield(working)
 
 
 class LimitRequests:

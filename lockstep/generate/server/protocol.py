@@ -170,7 +170,7 @@ class Message(BaseModel):
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
-    messages: Strictly[Message] = Field(min_length=1)
+    messages: Prompts[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -127,6 +127,7 @@ class Server(uvicorn.Server):
                 port=config.port,
                 http=bounded_connections(config.client_seconds, config.max_connections),
                 ws="none",
+                loop="asyncio",
                 access_log=False,
                 log_config=None,
                 server_header=False,
@@ -136,6 +137,7 @@ class Server(uvicorn.Server):
         self._service = service
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Task[None] | None = None
+        self._at_once = False
 
     async def startup(self, *arguments: object, **keywords: object) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -150,7 +152,7 @@ class Server(uvicorn.Server):
 
     def begin_end(self) -> None:
         if self._end is not None:
-            self._service.engine_loop.fail_all(shutting_down())
+            self._at_once = True
         else:
             self._end = asyncio.ensure_future(self._drain())
 
@@ -158,11 +160,11 @@ class Server(uvicorn.Server):
         limits, seconds = self._service.limits, self._service.config.shutdown_seconds
         limits.draining = True
         logger.info("shutting down: requests that run (%d) may go on for %g seconds", limits.requests, seconds)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while limits.requests:
+                while limits.requests and not self._at_once:
                     await asyncio.sleep(0.02)
-        except TimeoutError:
+        if limits.requests:
             logger.info("aborting %d requests", limits.requests)
             self._service.engine_loop.fail_all(shutting_down())
         self.should_exit = True

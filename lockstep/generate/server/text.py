@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from lockstep.data import ByteTokenizer, StreamDecoder, Tokenizer
+
+
+class StopString:
+    """Looked for as a text grows, in time that does not grow with its own length (Knuth, Morris and Pratt 1977)."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self._shorter = [0]
+        """By how many characters match: how many then match of a later beginning."""
+        for character in text[1:]:
+            self._shorter.append(self.advance(self._shorter[-1], character))
+
+    def advance(self, matched: int, character: str) -> int:
+        """How many of its first characters end the text, once `character` is there; fewer than all did before."""
+        while matched and self.text[matched] != character:
+            matched = self._shorter[matched - 1]
+        return matched + (self.text[matched] == character)
 
 
 class GrowingText:
@@ -14,9 +31,10 @@ class GrowingText:
     `stop_ids` are tokens that end it and have no text of their own; `length` counts the characters decoded so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Collection[str], stop_ids: Collection[int]):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[StopString], stop_ids: Collection[int]):
         self._decoder = StreamDecoder(tokenizer)
         self._stop = stop
+        self._matched = [0] * len(stop)
         self._stop_ids = stop_ids
         self._held = ""
         self.length = 0
@@ -32,21 +50,23 @@ class GrowingText:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
-        self.stopped = bool(found)
-        shown = min(found) if found else len(text) if last else len(text) - self._beginning_of_stop(text)
+        found = self._found(new)
+        self.stopped = found is not None
+        # What is held back may turn out to begin a stop string.
+        shown = len(text) - (0 if last else max(self._matched, default=0)) if found is None else len(self._held) + found
         self._held = text[shown:]
         return text[:shown]
 
-    def _beginning_of_stop(self, text: str) -> int:
-        """How many characters at the end may turn out to begin a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
+    def _found(self, new: str) -> int | None:
+        """Where in `new` the first stop string begins, negative where before it."""
+        found = []
+        for number, stop in enumerate(self._stop):
+            for position, character in enumerate(new, 1):
+                self._matched[number] = stop.advance(self._matched[number], character)
+                if self._matched[number] == len(stop.text):
+                    found.append(position - len(stop.text))
                     break
-        return longest
+        return min(found, default=None)
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
