@@ -133,7 +133,9 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
         default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
         # What to do about the folder was said for that run alone: its file must not wipe it.
         for action in ("overwrite", "resume", "dry_run"):
-            if hasattr(default, action):
+            if getattr(default, action, False):
+                file = chosen["--config"]
+                print(f"{file}: {action} is not taken from a file; give it on the command line if you mean it")
                 setattr(default, action, type(getattr(default, action))())
     if "--help" in rest or "-h" in rest:
         from lockstep.recipes import described
@@ -314,7 +316,9 @@ def print_summary(folder: Path) -> None:
     measured = "accuracy" if "accuracy_after" in summary else "reward"
     name = "accuracy" if measured == "accuracy" else summary["reward_name"]
     before, after = summary[f"{measured}_before"], summary[f"{measured}_after"]
-    print(f"\n{name} {before:.3f} -> {after:.3f} on held-out examples")
+    also_trained = summary.get("validation_also_trained")
+    where = f"validation examples, {also_trained} of them trained on too" if also_trained else "held-out examples"
+    print(f"\n{name} {before:.3f} -> {after:.3f} on {where}")
     checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
     print(
         f"{checked} log-probabilities compared, {different} different; "

@@ -8,7 +8,7 @@ from lockstep.config.actors import ActorsConfig
 from lockstep.config.alarms import ALARMS, AlarmConfig
 from lockstep.config.algorithm import ALGORITHMS, Algorithm, algorithm_of, with_algorithm
 from lockstep.config.checkpoint import CheckpointConfig
-from lockstep.config.checks import validate
+from lockstep.config.checks import validate, validate_run
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import CompileConfig, EngineConfig, RanksConfig
 from lockstep.config.evaluation import EvalConfig
@@ -57,5 +57,6 @@ __all__ = [
     "recorded_run",
     "to_toml",
     "validate",
+    "validate_run",
     "with_algorithm",
 ]

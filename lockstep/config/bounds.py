@@ -78,10 +78,16 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
 
 def type_problem(name: str, value: Any, kind: Any) -> str:
     """What is wrong with a value that is not of its type; empty where nothing is."""
-    return "" if _is(value, kind) else f"{name} is {value!r:.60}; it must be {_NAMES[kind]}"
+    if _is(value, kind):
+        return ""
+    if get_origin(kind) is tuple:
+        return f"{name} is {value!r:.60}; it must be a list, each of it {_NAMES[get_args(kind)[0]]}"
+    return f"{name} is {value!r:.60}; it must be {_NAMES[kind]}"
 
 
 def _is(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is tuple:
+        return isinstance(value, list | tuple) and all(_is(each, get_args(kind)[0]) for each in value)
     if kind not in _NAMES:
         return True
     if isinstance(value, bool):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import glob
 import ipaddress
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config.alarms import ALARMS, AlarmConfig
@@ -32,6 +36,18 @@ def validate(config: PretrainConfig | RLConfig | ServeConfig | EvalConfig) -> No
         problems += _problems(config)
     if problems:
         raise UserError("this configuration cannot run:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
+    """As `validate`, where a run begins that takes a `kind`."""
+    if not isinstance(config, kind):
+        raise UserError(f"this run takes a {kind.__name__}, not {config!r:.60}")
+    validate(config)
+    if config.dry_run:
+        raise UserError(
+            f"dry_run is {config.dry_run}, and this would train; lockstep pretrain --dry-run, or rl --dry-run, prints "
+            "what a rank needs"
+        )
 
 
 def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
@@ -153,15 +169,40 @@ def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
 def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
     """What a run would read from the folder that it empties first."""
     output = Path(config.output).resolve()
-    models = ("model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model")
-    read = (*models, "data", "validation_data", "template", "environment")
-    for name in read:
-        value = str(getattr(config, name, ""))
-        for part in value.split(","):
-            path = Path(part.rpartition("=")[0] or part.partition(":")[0] or part)
-            # Not `path.exists`, which raises for what is no name of a file, such as a long template.
-            if part and os.path.exists(path) and path.resolve().is_relative_to(output):
-                yield f"{name} {value} is in {config.output}, which --overwrite would empty; give another --output"
+    for name, value in _texts(config):
+        paths = [path for part in value.split(",") for path in _paths(part)]
+        # An adapter's base is read with it.
+        paths += [_base(path) for path in paths]
+        if name != "output" and any(path.resolve().is_relative_to(output) for path in paths):
+            yield f"{name} {value} is in {config.output}, which --overwrite would empty; give another --output"
+
+
+def _texts(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every setting that is a text, or several, by its name."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _texts(value, f"{prefix}{field.name}.")
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str) and text:
+                yield prefix + field.name, text
+
+
+def _paths(text: str) -> list[Path]:
+    """What is there of the files that a setting names: PATH, PATH=WEIGHT, PATH:NAME or a glob."""
+    # Not `Path.exists`, which raises for what is no name of a file, such as a long template.
+    names = [name for name in (text, text.rpartition("=")[0], text.partition(":")[0]) if name and "\0" not in name]
+    found = [name for name in names if os.path.exists(name)]
+    return [Path(name) for name in found or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
+
+
+def _base(path: Path) -> Path:
+    from lockstep.model.adapter_folder import base_folder
+
+    try:
+        return base_folder(path)
+    except UserError:  # which the run will say
+        return path
 
 
 def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:

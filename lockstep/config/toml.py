@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import tomllib
@@ -9,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.config.bounds import bound_problems
 from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.errors import UserError, closest
 
@@ -53,7 +55,10 @@ def from_toml(path: str | Path, base: Config) -> Config:
 
     Raises UserError for a missing or malformed file and for keys that `base` does not have.
     """
-    return _merge(base, _values(path), str(path))
+    merged = _merge(base, _values(path), str(path))
+    if problems := list(bound_problems(merged)):
+        raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+    return merged
 
 
 def _values(path: str | Path) -> dict[Any, Any]:
@@ -80,6 +85,7 @@ def _yaml(text: str) -> dict[Any, Any]:
     try:
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > MOST_ALIASES:
             raise ValueError(f"more than {MOST_ALIASES} aliases")
+        _refuse_names_given_twice(yaml.compose(text, yaml.SafeLoader))
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # Beside its own errors those of keys that cannot be one, and of values that their tags do not fit.
@@ -87,6 +93,16 @@ def _yaml(text: str) -> dict[Any, Any]:
     if not isinstance(values, dict | None):
         raise ValueError(f"a {type(values).__name__}, not settings with names")
     return values or {}
+
+
+def _refuse_names_given_twice(node: Any) -> None:
+    """node: of YAML. Of two values it takes the last, where TOML takes none."""
+    if getattr(node, "id", "") == "mapping":
+        names = [str(key.value) for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]} is given twice")
+        for _, value in node.value:
+            _refuse_names_given_twice(value)
 
 
 def recorded_run(output: str | Path, base: Config) -> Config | None:
@@ -132,13 +148,12 @@ def _merge(config: Any, values: dict[Any, Any], where: str) -> Any:
             raise UserError(f'{where}: "{key}" holds a number of more than 64 bits')
         if isinstance(values[key], list) and any(isinstance(value, list | dict) for value in values[key]):
             raise UserError(f'{where}: "{key}" must be a list of plain values, without lists or tables in it')
-    changes = {
-        key: _merge(getattr(config, key), value, f"{where} [{key}]")
-        if isinstance(value, dict)
-        else _own(value, getattr(config, key))
-        for key, value in values.items()
-    }
-    return dataclasses.replace(config, **changes)
+    merged = copy.copy(config)
+    for key, value in values.items():
+        before = getattr(config, key)
+        own = _merge(before, value, f"{where} [{key}]") if isinstance(value, dict) else _own(value, before)
+        setattr(merged, key, own)
+    return merged
 
 
 def _plain(value: Any) -> list[Any]:

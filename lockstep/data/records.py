@@ -67,7 +67,7 @@ class Tally:
 
 def holds_records(path: Path) -> bool:
     """Whether a file is read as objects; any other file is text."""
-    return path.name.endswith((".jsonl", ".jsonl.gz", ".parquet"))
+    return path.name.lower().endswith((".jsonl", ".jsonl.gz", ".parquet"))
 
 
 def read_records(
@@ -78,7 +78,7 @@ def read_records(
     Of a `.parquet` file only the columns `keys` are read; others are None. Raises UserError for a file that cannot be
     read and, unless those are skipped, for a line that is no JSON object or longer than `LONGEST_LINE`.
     """
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         yield from _parquet(path, skip_bad_lines, tally, keys)
     else:
         for number, values in read_jsonl(path, skip_bad_lines, tally):
@@ -94,7 +94,7 @@ def read_jsonl(
     So it does for a gzip file that is damaged or expands beyond what text does.
     """
     tally = tally or Tally()
-    compressed = path.suffix == ".gz"
+    compressed = path.suffix.lower() == ".gz"
     unpacked = 0
     try:
         limit = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size) if compressed else math.inf
@@ -227,7 +227,7 @@ def read_hub(name: str, skip: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = datasets.load_dataset(path, config or None, split=split or "train", streaming=True).skip(skip)
         for number, values in enumerate(rows, start=skip + 1):
             yield f"{name}: row {number}", dict(values)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, LookupError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{name}: cannot be read ({type(error).__name__}: {error}); give hf:NAME[:config][:split]"
         ) from error

@@ -51,13 +51,13 @@ REINFORCEMENT = [
         "Held-out accuracy",
         "share correct",
         ("validation/accuracy",),
-        "Share of right answers to prompts that are never trained on, so a rise is learning and not memory.",
+        "Right answers to the validation's prompts: where those are not trained on, a rise is learning and not memory.",
     ),
     Panel(
         "Held-out reward",
         "mean per completion",
         ("validation/reward",),
-        "The reward on prompts that are never trained on, so a rise is learning and not memory.",
+        "The reward on the validation's prompts: where those are not trained on, a rise is learning and not memory.",
     ),
     Panel("Rewards by name", "mean per completion", (), "The parts that the reward is made of."),
     Panel(

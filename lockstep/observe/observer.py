@@ -86,7 +86,7 @@ class Observer:
         if self._metrics is not None:
             self._metrics.write(step, metrics)
             if self._on_metrics is not None:
-                self._on_metrics(step, metrics)
+                self._on_metrics(step, dict(metrics))  # its own, to do with as it likes
 
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Those of a step's that `observe.terminal` names, in its order."""

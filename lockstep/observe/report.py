@@ -132,13 +132,16 @@ def _alarms(metrics: list[dict[str, Any]]) -> list[Alarm]:
 def _results(summary: dict[str, Any]) -> list[Figure]:
     """What reinforcement improved, in the environment's own words."""
     figures = []
+    asked = "prompts that were never trained on"
+    if also_trained := int(summary.get("validation_also_trained", 0)):
+        asked = f"prompts of which {also_trained} are trained on too"
     if {"accuracy_before", "accuracy_after"} <= summary.keys():
         change = f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}"
-        meaning = "Share of right answers before and after, to prompts that were never trained on."
+        meaning = f"Share of right answers before and after, to {asked}."
         figures.append(Figure(change, "held-out accuracy", meaning))
     if {"reward_before", "reward_after"} <= summary.keys() and summary.get("accuracy_after") != summary["reward_after"]:
         change = f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"
-        meaning = "Mean reward before and after, on prompts that were never trained on."
+        meaning = f"Mean reward before and after, on {asked}."
         figures.append(Figure(change, f"held-out {summary.get('reward_name', 'reward')}", meaning))
     return figures
 

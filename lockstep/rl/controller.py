@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.checkpoint.checkpoints import Checkpoints
 from lockstep.checkpoint.random_state import random_state, seed_generators, set_random_state
-from lockstep.config import RLConfig, algorithm_of, to_toml, validate
+from lockstep.config import RLConfig, algorithm_of, to_toml, validate_run
 from lockstep.data import load_tokenizer
 from lockstep.observe import (
     Observer,
@@ -110,7 +110,7 @@ def _reinforce(
     recorded: Draws | None = None,
 ) -> Path:
     """The run, or `only` one step of it; `opened` closes its folder after it."""
-    validate(config)
+    validate_run(config, RLConfig)
     is_given = environment is not None
     world = open_world(config.parallel, config.device)
     opened.callback(close_world, world)
@@ -314,5 +314,5 @@ def _reinforce(
     # The last checkpoint may still be on its way to the disk.
     world.barrier()
     if world.is_main and not only and (start < config.steps or not run.summary.is_file()):
-        write_ending(config, world, run, generators, clock)
+        write_ending(config, world, run, generators, clock, prompts.shared(held_out))
     return run.path

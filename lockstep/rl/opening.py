@@ -39,6 +39,13 @@ def open_examples(config: RLConfig, environment: Environment, world: World) -> t
     refuse_on_ranks(config, world)
     for split, examples in (("train", prompts.examples), ("validation", held_out)):
         refuse_other_examples(split, examples, world)
+    if (shared := prompts.shared(held_out)) and world.is_main:
+        log.warning(
+            "%d of %d validation examples are trained on too: results on them say nothing of other prompts; let "
+            "examples(split) give others for each split",
+            shared,
+            len(held_out),
+        )
     return prompts, held_out
 
 
@@ -90,12 +97,18 @@ def title_of(config: RLConfig) -> str:
     return f"{config.algorithm} on {config.environment.removeprefix(GIVEN)}"
 
 
-def write_ending(config: RLConfig, world: World, run: RunFolder, generators: Generators, clock: float) -> None:
-    """The summary, the timeline and the report of a run that has come to its end. clock: when it began."""
+def write_ending(
+    config: RLConfig, world: World, run: RunFolder, generators: Generators, clock: float, shared: int
+) -> None:
+    """The summary, the timeline and the report of a run that has come to its end.
+
+    clock: when it began. shared: validation examples that are trained on too.
+    """
     merge_timelines(run.path, generators.trace_events())
     summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
         "seconds": {"rl": time.perf_counter() - clock},
         "arithmetic": arithmetic_of(world.device),
+        "validation_also_trained": shared,
     }
     if balance := prompt_balance(run.path):
         summary["prompts"] = asdict(balance)

@@ -35,6 +35,11 @@ class PromptLoader:
         self.left_out = 0
         """Places before `position` that were left out at the ends of epochs."""
 
+    def shared(self, others: Sequence[Example]) -> int:
+        """How many of `others` are among the examples."""
+        own = set(self.examples)
+        return sum(example in own for example in others)
+
     def next(self, count: int) -> list[Example]:
         """The next `count` examples: of one epoch, or of several where the examples are fewer."""
         return [self.at(place) for place in self.next_places(count)]

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.config import DPOConfig, PreferenceConfig, validate
+from lockstep.config import DPOConfig, PreferenceConfig, validate_run
 from lockstep.data import (
     DataSource,
     RowLoader,
@@ -64,7 +64,7 @@ def prefer(config: DPOConfig, progress: Progress | None = None, on_metrics: OnMe
     Under torchrun all ranks call it and rank 0 writes; it calls `on_metrics(step, metrics)` after every step. Raises
     UserError for bad input.
     """
-    validate(config)
+    validate_run(config, DPOConfig)
     world = open_world(config.parallel, config.device)
     try:
         return _prefer(settle(config, world), world, progress, on_metrics)

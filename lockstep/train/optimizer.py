@@ -47,6 +47,11 @@ class MasterOptimizer:
         if model.config.lora is not None:
             base = [name for name in whole.state_dict() if not is_beside_base(name)]
             settings |= {name: replace(settings[name], frozen=True) for name in base}
+        if all(found.frozen for found in settings.values()):
+            rules = ", ".join(f'"{rule}"' for rule in config.rules if "frozen=true" in rule)
+            raise UserError(
+                f"train.rules freeze every parameter, and there is nothing to train: {rules}; leave some out"
+            )
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in [*model.named_parameters(), *further.items()]:
             parameter.requires_grad_(not settings[name].frozen)

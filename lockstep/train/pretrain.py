@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import folder_if_model, newest_checkpoint
 from lockstep.checkpoint.checkpoints import Checkpoints
-from lockstep.config import PretrainConfig, to_toml, validate
+from lockstep.config import PretrainConfig, to_toml, validate, validate_run
 from lockstep.data import (
     DataSource,
     Encoder,
@@ -98,7 +98,7 @@ def pretrain(
     Under torchrun all ranks call it. Rank 0's documents are read, and it writes and calls `on_metrics(step, metrics)`
     after every step. Raises UserError for bad input.
     """
-    validate(config)
+    validate_run(config, PretrainConfig)
     if documents is None:
         _refuse_toy_data(config)
     world = open_world(config.parallel, config.device)
@@ -222,7 +222,7 @@ def _train(
                 )
             if answers is not None and isinstance(model, Decoder) and start == 0:
                 answers.write(0, model)
-            if config.steps == 0:
+            if config.steps == 0 and not start:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
             step = start
             while step < config.steps and not loader.ended and not stopped_by:

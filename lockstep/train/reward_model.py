@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.config import RewardModelConfig, validate
+from lockstep.config import RewardModelConfig, validate_run
 from lockstep.data import RowLoader, StepRows
 from lockstep.data.preferences import Example
 from lockstep.data.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ def train_reward_model(
     ranks call it and rank 0 writes; it calls `on_metrics(step, metrics)` after every step. Raises UserError for bad
     input.
     """
-    validate(config)
+    validate_run(config, RewardModelConfig)
     world = open_world(config.parallel, config.device)
     try:
         return _train(settle(config, world), world, progress, on_metrics)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config import SFTConfig, validate
+from lockstep.config import SFTConfig, validate_run
 from lockstep.data import (
     ConversationEncoder,
     ConversationSource,
@@ -35,7 +35,7 @@ def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: On
     Its checkpoints carry the chat template. Under torchrun all ranks call it and rank 0 writes; it calls
     `on_metrics(step, metrics)` after every step. Raises UserError for bad input.
     """
-    validate(config)
+    validate_run(config, SFTConfig)
     world = open_world(config.parallel, config.device)
     try:
         return _sft(settle(config, world), world, progress, on_metrics)

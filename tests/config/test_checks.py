@@ -15,6 +15,7 @@ from lockstep.config import (
     RLConfig,
     ServeConfig,
     SFTConfig,
+    from_toml,
     recorded_run,
     to_toml,
     validate,
@@ -24,6 +25,8 @@ from lockstep.config.parallel import SCHEDULES
 from lockstep.errors import UserError
 from lockstep.parallel import pipeline_schedule
 from lockstep.recipes import RECIPES
+from lockstep.rl.controller import reinforce
+from lockstep.train.pretrain import pretrain
 from lockstep.train.sft import finetune
 
 CONFIGS = [PretrainConfig(), SFTConfig(model="m", data="d"), RLConfig(model="m"), ServeConfig(model="m")]
@@ -133,6 +136,74 @@ def test_help_shows_a_bounded_number_as_a_number(capsys):
         main(["pretrain", "--help"])
     text = capsys.readouterr().out
     assert "--train.learning-rate FLOAT" in text and "--steps INT" in text and AtLeast.__name__ not in text
+
+
+def test_overwriting_spares_all_that_a_run_reads(tmp_path):
+    run = tmp_path / "run"
+    (run / "parts").mkdir(parents=True)
+    for name in ("parts/a.txt", "schedule.csv", "config.json", "task.py"):
+        (run / name).write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    base = {"base_model_name_or_path": str(run), "r": 1, "peft_type": "LORA"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(base))
+    inside = {
+        "data": [str(run / "parts"), f"{run}/parts/*.txt", f"{run}/**/*.txt=0.5,elsewhere.txt", f"{run}/parts/a.txt=2"],
+        "model": [str(tmp_path / "adapter"), str(run)],
+        "train.schedule_file": [str(run / "schedule.csv")],
+    }
+    for name, values in inside.items():
+        for value in values:
+            config = _changed(PretrainConfig(output=str(run), overwrite=True), name, value)
+            with pytest.raises(UserError, match=rf"{name} .* is in .*run, which --overwrite would empty"):
+                validate(config)
+    rl = RLConfig(model="m", output=str(run), overwrite=True, environment=f"{run}/task.py:Task")
+    with pytest.raises(UserError, match="environment .* is in"):
+        validate(rl)
+    outside = PretrainConfig(output=str(run / "other"), overwrite=True, data=f"{run}/parts/*.txt", model=str(run))
+    validate(outside)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("recompute.keep", "attention", "recompute.keep is 'attention'; it must be a list, each of it text"),
+        ("observe.profile_steps", 1, "observe.profile_steps is 1; it must be a list, each of it a whole number"),
+        ("observe.profile_steps", ("x",), r"profile_steps is \('x',\); it must be a list"),
+        ("train.rules", "*norm* weight_decay=0.1", "train.rules is '.*'; it must be a list, each of it text"),
+        ("data", None, "data is None; it must be text"),
+    ],
+)
+def test_one_value_is_no_list_and_nothing_is_no_text(tmp_path, name, value, message):
+    config = _changed(PretrainConfig(), name, value)
+    with pytest.raises(UserError, match=message):
+        validate(config)
+    if value is None or isinstance(value, tuple):
+        return
+    group, _, key = name.partition(".")
+    (tmp_path / "c.yaml").write_text(f"{group}:\n  {key}: {json.dumps(value)}\n")
+    with pytest.raises(UserError, match=rf"c\.yaml: {message}"):
+        from_toml(tmp_path / "c.yaml", PretrainConfig())
+
+
+def test_a_run_takes_its_own_settings_and_no_estimate(tmp_path):
+    for run, config in ((pretrain, RLConfig()), (pretrain, {}), (finetune, PretrainConfig()), (reinforce, SFTConfig())):
+        with pytest.raises(UserError, match=r"this run takes a \w+Config, not "):
+            run(config)
+    for run, config in ((pretrain, PretrainConfig(dry_run=8)), (reinforce, RLConfig(model="m", dry_run=8))):
+        with pytest.raises(UserError, match="dry_run is 8, and this would train"):
+            run(config)
+
+
+def test_what_to_do_about_a_folder_is_not_taken_from_a_file_and_that_is_said(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("overwrite: true\ndry_run: 4\nsteps: 0\nresume: false\n")
+    (tmp_path / "t.txt").write_text("some text to learn from. " * 50)
+    arguments = ["--model", "qwen3:micro", "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "run")]
+    length = ["--tokens-per-step", "256", "--sequence-length", "32"]
+    assert main(["pretrain", "--config", str(tmp_path / "c.yaml"), *arguments, *length]) == 0
+    said = capsys.readouterr().out
+    for name in ("overwrite", "dry_run"):
+        assert f"c.yaml: {name} is not taken from a file; give it on the command line" in said
+    assert "resume is not taken" not in said
 
 
 def test_a_long_template_is_no_file_that_overwriting_could_delete():

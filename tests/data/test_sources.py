@@ -95,6 +95,16 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
                 list(TextSource(data))
     with pytest.raises(UserError, match="hf:/nowhere/at/all: cannot be read"):
         list(TextSource("hf:/nowhere/at/all"))
+    for nothing in ("hf:", "hf::x"):
+        with pytest.raises(UserError, match=f"{nothing}: cannot be read .*give hf:NAME"):
+            list(TextSource(nothing))
+
+
+def test_a_files_kind_does_not_depend_on_capitals(tmp_path):
+    for name in ("A.JSONL", "B.Jsonl.GZ"):
+        text = json.dumps({"text": name}).encode() + b"\n"
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("GZ") else text)
+    assert list(TextSource(str(tmp_path))) == ["A.JSONL", "B.Jsonl.GZ"]
 
 
 def test_a_line_longer_than_memory_allows_is_a_bad_line(tmp_path, monkeypatch):

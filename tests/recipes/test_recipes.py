@@ -110,7 +110,18 @@ def test_yaml_is_read_like_toml(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["steps: [1", "just a text", "stepz: 1", "train: {lr: 1}", "- 1\n- 2", "!!python/object:os.x {}"]
+    "text",
+    [
+        "steps: 2\nsteps: 3",
+        "train: {epsilon: 1, epsilon: 2}",
+        "data: null",
+        "steps: [1",
+        "just a text",
+        "stepz: 1",
+        "train: {lr: 1}",
+        "- 1\n- 2",
+        "!!python/object:os.x {}",
+    ],
 )
 def test_bad_yaml_is_named(tmp_path, text):
     (tmp_path / "bad.yaml").write_text(text)

@@ -96,7 +96,7 @@ class Vowels(rl.Environment):
 """
 
 
-def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tmp_path, model_folder):
+def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tmp_path, model_folder, caplog):
     (tmp_path / "my_task.py").write_text(TASK)
     changes = dict(
         environment=f"{tmp_path / 'my_task.py'}:Vowels",
@@ -115,7 +115,11 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
 
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["reward_name"] == "reward" and "accuracy_after" not in summary, "a share of vowels is no accuracy"
-    assert "held-out reward" in (whole / "report.html").read_text().lower()
+    report = (whole / "report.html").read_text().lower()
+    assert "held-out reward" in report
+    # The task gives the same examples for both splits.
+    assert "on prompts of which 4 are trained on too." in report and "never trained on" not in report
+    assert "4 of 4 validation examples are trained on too" in caplog.text
 
     torn = Path(shutil.copytree(whole, tmp_path / "torn"))
     (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")

@@ -116,6 +116,7 @@ def test_rules_set_what_a_parameter_is_trained_by_and_survive_a_file(tmp_path):
     "rule, message",
     [
         ("layers.9.* frozen=true", "no parameter is named so"),
+        ("* frozen=true", "freeze every parameter"),
         ("*norm* lr=1", 'unknown key "lr"'),
         ("*norm* optimizer=muon", "is not a matrix"),
         ("*norm* learning_rate=-1", "give a factor"),

@@ -120,6 +120,8 @@ def test_a_run_learns_and_resumes_to_the_same_bits(tmp_path, dtype):
     (torn / "checkpoints" / "step_00000006").rename(torn / "checkpoints" / "step_00000006.partial")
     pretrain(_config(tmp_path, "torn", data=str(data), dtype=dtype, resume=True))
     assert _losses(torn) == losses
+    pretrain(_config(tmp_path, "torn", data=str(data), dtype=dtype, resume=True, steps=0))
+    assert not (torn / "checkpoints" / "step_00000000").exists(), "its weights are those of step 6"
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path):
