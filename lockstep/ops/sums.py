@@ -38,6 +38,8 @@ class _Total(torch.autograd.Function):
 
 def sum_of_squares(x: Float[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """The sum of the squares of all elements of a tensor on the CPU, float64."""
+    if native.is_pretending():
+        return torch.empty((), dtype=torch.float64)
     if not native.usable(x) or not x.is_contiguous():
         return _sum_of_blocks(x.double().flatten().square())
     blocks = torch.empty(-(-x.numel() // (ROWS * LANES)), dtype=torch.float64)

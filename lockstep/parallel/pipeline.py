@@ -15,7 +15,7 @@ from lockstep import ops
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.model import ModelConfig, ScoringModel
 from lockstep.model.shard import is_fsdp
-from lockstep.parallel.pipeline_schedule import PipelinePlan, bubble_fraction, passes_held
+from lockstep.parallel.pipeline_schedule import Action, PipelinePlan, bubble_fraction, passes_held
 from lockstep.parallel.pipeline_split import split_layers, stage_work
 from lockstep.parallel.pipeline_stage import Computed, Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
@@ -64,7 +64,7 @@ class Pipeline(nn.Module):
         """The part of all ranks' time that they wait in the last step's schedule, as computed from its table."""
         self.passes_held = 1
         """Forwards of this rank's stages whose activations it keeps at once, in the last step's schedule."""
-        self._schedules: dict[tuple[int, int], tuple[Any, list[Any], float]] = {}
+        self._schedules: dict[tuple[int, int], tuple[Any, list[Any], float, list[Action]]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
 
     @property
@@ -91,7 +91,7 @@ class Pipeline(nn.Module):
         self.tied.lend_weight()
         rows = _equally_long([_row(microbatch) for microbatch in microbatches])
         self._reserve_positions(max((n for row in rows for n in row.lengths), default=0))
-        schedule, stages, self.bubble = self._schedule(len(rows), rows[0].tokens.shape[0])
+        schedule, stages, self.bubble, _ = self._schedule(len(rows), rows[0].tokens.shape[0])
         self._loss_of = loss_of
         losses: list[Tensor] = []
         for stage in stages:
@@ -137,12 +137,17 @@ class Pipeline(nn.Module):
                     module.reshard()
         return losses
 
-    def _schedule(self, count: int, tokens: int) -> tuple[Any, list[Any], float]:
+    def order(self, microbatches: int, tokens: int) -> list[Action]:
+        """This rank's work in a step of so many micro-batches of `tokens` tokens."""
+        return self._schedule(microbatches, tokens)[3]
+
+    def _schedule(self, count: int, tokens: int) -> tuple[Any, list[Any], float, list[Action]]:
         if (count, tokens) not in self._schedules:
             stages = [self._torch_stage(stage, tokens) for stage in self.stages]
             schedule, table = self.plan.make(stages, count, self._loss)
             self.passes_held = passes_held(table[self.rank])
-            self._schedules = {(count, tokens): (schedule, stages, bubble_fraction(table, self.work))}
+            bubble = bubble_fraction(table, self.work)
+            self._schedules = {(count, tokens): (schedule, stages, bubble, table[self.rank])}
         return self._schedules[count, tokens]
 
     def _torch_stage(self, stage: Stage, tokens: int) -> Any:

@@ -85,6 +85,11 @@ class PipelinePlan:
         return SCHEDULES[self.name].splits_backward
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether all of a step's micro-batches may be under way at a time."""
+        return self.table is not None or self.name == "gpipe"
+
+    @property
     def stages(self) -> int:
         """Over all ranks."""
         if self.table is not None:

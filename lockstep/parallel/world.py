@@ -55,6 +55,8 @@ class World:
     """The same ranks as in `mesh`, where experts are shared by others than those of the tensor axis: `EXPERT_AXES`."""
     reduce_gradients: str = "auto"
     """As `ParallelConfig.reduce_gradients`."""
+    imagined_place: int | None = None
+    """In the pipeline, of a rank that does not exist; its process group is rank 0's."""
     memory: int = 0
     """Bytes of rank 0's device, or its share of the host's memory; the same number on every rank."""
 
@@ -73,6 +75,8 @@ class World:
 
     def coordinate(self, axis: str) -> int:
         """This rank's index along an axis."""
+        if axis == "pipeline" and self.imagined_place is not None:
+            return self.imagined_place
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
     @property

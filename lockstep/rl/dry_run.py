@@ -46,10 +46,11 @@ from lockstep.train.dry_run import (
     DryRun,
     imagined_step,
     imagined_tensors,
-    leave_out_frozen,
     on_meta,
     whole_shapes_uncounted,
 )
+from lockstep.train.dry_run_pipeline import imagined_ranks
+from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
 STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
@@ -89,7 +90,7 @@ class RLDryRun:
         lines.append(f"the peak is {max(peaks.values()) / 2**30:.3f} GiB, in {max(stages, key=peaks.__getitem__)}")
         if self.transfer:
             sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
-            lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB (rank 0)")
+            lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB (that rank)")
         if self.generator:
             lines += ["", *self.generator.lines()]
         elif not self.transfer:
@@ -106,7 +107,7 @@ class GeneratorDryRun:
     memory: dict[str, dict[str, int]]
     """As `RLDryRun.memory`; it does not train."""
     laid_out: int
-    """By rank 0 of the trainer, of one version of the weights."""
+    """By that rank of the trainer, of one version of the weights."""
     read: int
     """Of these and other ranks' by a rank of a generator."""
 
@@ -122,7 +123,7 @@ class GeneratorDryRun:
             *_table(f"memory of each generator's rank, GiB ({self.ranks} of each)", self.memory, STAGES[1:]),
             "",
             f"the peak is {max(self.peaks.values()) / 2**30:.3f} GiB, in {max(STAGES[1:], key=self.peaks.__getitem__)}",
-            f"in a weight sync rank 0 lays out {laid_out:.1f} MiB, and a generator's rank reads {read:.1f} MiB",
+            f"in a weight sync the trainer's rank lays out {laid_out:.1f} MiB, and a generator's reads {read:.1f} MiB",
         ]
 
 
@@ -165,7 +166,9 @@ def foresee(config: RLConfig) -> RLDryRun:
 
 
 def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
-    """Builds rank 0 of `ranks`, and takes it through a micro-batch and an update, and a forward of its generator.
+    """Builds a rank of `ranks`, and takes it through a micro-batch and an update, and a forward of its generator.
+
+    Of a pipeline it is the rank whose training needs most.
 
     With generators in processes of their own the forward is of a rank of those.
 
@@ -178,23 +181,29 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
         shape = _shape(config.model)
         if config.lora.rank:
             shape = adapted(shape, config.lora, config.model)
-        fake = imagined_tensors()
-        critic = None
-        if algorithm_of(config).advantage == "gae":
-            with fake, pretending():
-                critic = ValueHead(shape.dim, "cpu", config.value_detached)
-        beside = critic.parameters_by_name() if critic else {}
-        settings = replace(config, train=train_settings(config))
-        row, share = _microbatch(config), _share(config, world)
-        trainer, trained = imagined_step(settings, shape, world, fake, row, share, _Loss(config, critic), beside)
-        with whole_shapes_uncounted():
-            found = _with_generator(config, shape, world, fake, trainer, trained, on_cpu)
-        laid_out = foresee_shelf(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
+        each = [_of_rank(config, shape, rank, on_cpu) for rank in imagined_ranks(world, config.parallel)]
     finally:
         close_world(world)
+    found, laid_out = max(each, key=lambda rank: sum(rank[0].trained.memory.values()))
     if config.actors.separate:
         found.generator = _separate_generator(config, shape, laid_out, on_cpu)
     return found
+
+
+def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -> tuple[RLDryRun, int]:
+    """What was found of `world`'s rank, without a generator of its own, and the bytes that it lays out for those."""
+    fake = imagined_tensors()
+    critic = None
+    if algorithm_of(config).advantage == "gae":
+        with fake, pretending():
+            critic = ValueHead(shape.dim, "cpu", config.value_detached)
+    beside = critic.parameters_by_name() if critic else {}
+    settings = replace(config, train=train_settings(config))
+    row, share = _microbatch(config), _share(config, world)
+    trainer, trained = imagined_step(settings, shape, world, fake, row, share, _Loss(config, critic), beside)
+    with whole_shapes_uncounted():
+        found = _with_generator(config, shape, world, fake, trainer, trained, on_cpu)
+    return found, foresee_shelf(dict(trainer.model.named_parameters()), resolve_dtype(config.dtype))
 
 
 def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_cpu: bool) -> GeneratorDryRun:
@@ -344,8 +353,6 @@ def _layout(shape: ModelConfig, config: RLConfig, world: World) -> Decoder:
 def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
     """Bytes at the peak of a forward over `engine.max_tokens_per_step` rows, and of drawing from as many logits as are
     held at once."""
-    from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-
     config, model = engine.config, engine.model
     sequences = min(config.max_sequences, config.max_tokens_per_step)
     rows = config.max_tokens_per_step
@@ -356,15 +363,13 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
     drawn = min(sequences, max(1, LOGITS_ELEMENTS // model.config.vocab_size))
     with fake, pretending(), torch.no_grad():
         tokens = torch.zeros(rows, dtype=torch.int64)
-        tracker = MemTracker()
-        tracker.track_external(*engine.cache.tensors())
-        leave_out_frozen(tracker, model)
-        with tracker:
+        # Weights and cache are counted by themselves.
+        there = [local_values(tensor) for tensor in [*model.parameters(), *engine.cache.tensors()]]
+        with LiveMemory(there) as live:
+            before = live.nbytes
             hidden = model(tokens, tokens, attention)
             model.logits(hidden[:drawn])
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    # Weights and cache are counted by themselves.
-    return peak["Total"] - sum(peak[kind] for kind in (_MemRefType.PARAM, _MemRefType.GRAD, _MemRefType.OTH))
+    return live.peak - before
 
 
 def _panels(model: Decoder) -> int:

@@ -25,9 +25,10 @@ from lockstep.observe.collectives import CollectiveLog, Traffic
 from lockstep.ops.native import pretending
 from lockstep.parallel import Pipeline, World, close_world, parallel_model
 from lockstep.parallel.data import set_gradient_sums
-from lockstep.parallel.pipeline_stage import Computed
 from lockstep.parallel.world import imagined_world
 from lockstep.train.context import shard_row
+from lockstep.train.dry_run_pipeline import PipelineStep, imagined_ranks
+from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_rows
 from lockstep.train.trainer import Trainer
 
@@ -44,7 +45,7 @@ class DryRun:
     traffic: dict[tuple[str, str], Traffic]
     """Messages of some micro-batches and the update, by (axis, kind)."""
     passed: int
-    """So many micro-batches: two, or the only one of a step, or as many as are under way in a pipeline."""
+    """So many micro-batches: two, or the only one of a step; of a pipeline all, or three for each of its stages."""
     microbatches: int
     """Of a step, on each rank."""
     dtype: str
@@ -59,21 +60,31 @@ class DryRun:
             f"{self.parameters / 1e9:.3f} B parameters in {self.dtype}",
             f"{self.microbatches} micro-batches per rank and step",
             "",
-            "memory of a rank, GiB",
+            f"memory of {self._rank()}, GiB",
             *(f"  {name:28}{size / 2**30:10.3f}" for name, size in self.memory.items()),
             f"  {'together':28}{sum(self.memory.values()) / 2**30:10.3f}",
             "",
-            f"messages of rank 0 in {self.passed} micro-batches and the update" if self.traffic else "no messages",
+            "no messages",
         ]
+        if self.traffic:
+            whose = "that rank" if self.world.degrees["pipeline"] > 1 else "rank 0"
+            lines[-1] = f"messages of {whose} in {self.passed} micro-batches and the update"
         for (axis, kind), held in sorted(self.traffic.items()):
             lines.append(f"  {axis:16}{kind:28}{held.calls:6} calls{held.bytes / 2**20:12.1f} MiB")
         return "\n".join(lines)
+
+    def _rank(self) -> str:
+        if self.world.degrees["pipeline"] == 1:
+            return "a rank"
+        return f"rank {self.world.coordinate('pipeline')} of the pipeline, which needs most"
 
 
 def dry_run(
     config: PretrainConfig, shape: ModelConfig, ranks: int, loss: Callable[[ScoringModel, PackedRow], Tensor]
 ) -> DryRun:
-    """Builds rank 0 of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
+    """Builds a rank of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
+
+    Of a pipeline it is the rank that needs most, and the micro-batches are as many as its schedule has under way.
 
     Raises UserError where the degrees do not fit the ranks, or the step the pipeline. Activations are those of the
     operators' fused forms; what torch.compile saves on top is not counted. Collectives are a device's: CPUs
@@ -86,11 +97,13 @@ def dry_run(
             length, config.tokens_per_step, tokens, world.data_size, config.train.deterministic_layout
         )
         share = of_step // (world.data_size * rows)
-        row = pack_rows([_row(length)] * rows)
-        _, found = imagined_step(config, shape, world, imagined_tensors(), row, share, loss)
+        found = [
+            imagined_step(config, shape, each, imagined_tensors(), pack_rows([_row(length)] * rows), share, loss)[1]
+            for each in imagined_ranks(world, config.parallel)
+        ]
     finally:
         close_world(world)
-    return found
+    return max(found, key=lambda each: sum(each.memory.values()))
 
 
 def imagined_tensors() -> FakeTensorMode:
@@ -108,13 +121,10 @@ def imagined_step(
     loss: Callable[[ScoringModel, PackedRow], Tensor],
     beside: Mapping[str, nn.Parameter] | None = None,
 ) -> tuple[Trainer, DryRun]:
-    """A step of `world`'s rank 0, of `share` micro-batches like `row`; the trainer's tensors are those of `fake`.
+    """A step of `world`'s rank, of `share` micro-batches like `row`; the trainer's tensors are those of `fake`.
 
     beside: as for `Trainer`. Raises UserError where the degrees do not fit the model, or the step the pipeline.
     """
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-    from torch.distributed._tools.mem_tracker import MemTracker
-
     row = shard_row(row, world)
     row.attention = row.attention or ops.PackedAttention(row.lengths)
     with nullcontext() if world.mesh is not None else fake:
@@ -127,29 +137,15 @@ def imagined_step(
             for part in model.stages if isinstance(model, Pipeline) else (model,):
                 part.to_empty(device="cpu")
         trainer = Trainer(model, config.train, config.steps, world, beside)
+        optimizer = trainer.optimizer
         for name in ("tokens", "positions", "predictors", "targets", "counts"):
             setattr(row, name, fake.from_tensor(getattr(row, name)))
-        tracker = FSDPMemTracker(model) if isinstance(model, FSDPModule) else MemTracker()
-        tracker.track_external(model)
-        leave_out_frozen(tracker, model)
-        with CollectiveLog(world.group_names) as log:
-            with tracker, whole_shapes_uncounted():
-                passed = _pass(trainer, row, loss, min(share, 2), log, tracker)
-            trainer.optimizer.update(config.train.learning_rate, 0.0)
-        memory = _memory(trainer, share, tracker)
+        there = [local_values(tensor) for tensor in [*model.parameters(), *optimizer.state_tensors().values()]]
+        with CollectiveLog(world.group_names) as log, LiveMemory(there) as live, whole_shapes_uncounted():
+            passed = _pass(trainer, row, loss, share, log)
+            optimizer.update(config.train.learning_rate, 0.0)
+        memory = _memory(trainer, share, live.peak)
     return trainer, DryRun(world, shape.num_parameters, memory, dict(log.traffic), passed, share, config.dtype)
-
-
-def leave_out_frozen(tracker: Any, model: TrainableModel) -> None:
-    """torch's tracker puts hooks on the gradient of every parameter, and frozen ones refuse them."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    for parameter in frozen:
-        tracker._param_to_grad_hook_handles[parameter] = (_NoHook(), _NoHook())
-
-
-class _NoHook:
-    def remove(self) -> None:
-        pass
 
 
 def on_meta(world: World) -> World:
@@ -183,47 +179,31 @@ def _pass(
     trainer: Trainer,
     row: PackedRow,
     loss: Callable[[ScoringModel, PackedRow], Tensor],
-    count: int,
+    share: int,
     log: CollectiveLog,
-    tracker: Any,
 ) -> int:
-    """Forward and backward of `count` micro-batches, or of as many as are under way in a pipeline; returns how many.
+    """Forward and backward of so many of a step's `share` micro-batches as show its peak; returns how many.
 
     From the second on, gradients of those before are kept beside a micro-batch's activations.
     """
     model = trainer.model
+    count = min(share, 2)
     if not isinstance(model, Pipeline):
         for index in range(count):
             if isinstance(model, FSDPModule):
                 last = trainer.config.deterministic_layout or index == count - 1
                 set_gradient_sums(model, trainer.sums_every_microbatch, last)
-            tracker.reset_mod_stats()
             assert isinstance(model, ScoringModel)
             loss(model, row).backward()
             trainer.optimizer.gradients.end_microbatch()
         return count
-    count = model.world.degrees["pipeline"]
-    ends: list[Tensor] = []
-    for _ in range(count):
-        tracker.reset_mod_stats()
-        for stage in model.stages:
-            hidden = torch.empty(len(row.tokens), model.config.dim, dtype=model.compute_dtype, requires_grad=True)
-            out = stage(row.tokens if stage.is_first else hidden, row.positions, row.attention)
-            ends.append(loss(Computed(stage, out), row) if stage.is_last else out.sum())
-            messages = log.traffic["pipeline", "send, receive"]
-            messages.calls += 2 * (not stage.is_first) + 2 * (not stage.is_last)
-            messages.bytes += hidden.nbytes * (2 * (not stage.is_first) + 2 * (not stage.is_last))
-    for index, end in enumerate(ends):
-        for stage in model.stages:
-            if isinstance(stage, FSDPModule):
-                # As torch's schedules do: gradients are summed, and weights let go, after the last of all.
-                set_gradient_sums(stage, False, last=index == len(ends) - 1)
-                stage.set_reshard_after_backward(index == len(ends) - 1)
-        end.backward()
+    # More are not under way at a time, unless all are.
+    count = share if model.plan.keeps_all else min(share, 3 * model.plan.stages)
+    PipelineStep(model, row, count, loss, log).run()
     return count
 
 
-def _memory(trainer: Trainer, microbatches: int, tracker: Any) -> dict[str, int]:
+def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
     optimizer = trainer.optimizer
     weights, masters = _bytes(trainer.model.parameters()), _bytes(optimizer.masters.values())
     state = _bytes(optimizer.state_tensors().values())
@@ -233,8 +213,7 @@ def _memory(trainer: Trainer, microbatches: int, tracker: Any) -> dict[str, int]
     if sharded and microbatches > 1 and not trainer.sums_every_microbatch:
         # Of the sharded weights every rank holds the whole gradient until the step's last micro-batch.
         gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    at_peak = {getattr(kind, "value", kind): size for kind, size in peak.items()}
+    there = weights + (state if apart else state - masters)
     # Beside a micro-batch's own, one for each size of subtree.
     subtrees = masters * (microbatches.bit_length() - 1) if trainer.config.deterministic_layout else 0
     return {
@@ -243,8 +222,8 @@ def _memory(trainer: Trainer, microbatches: int, tracker: Any) -> dict[str, int]
         "gradients": gradients,
         **({"sums of micro-batches": subtrees} if subtrees else {}),
         "optimizer state": state - masters,
-        # Activations, gathered weights and buffers.
-        "a micro-batch at its peak": max(0, at_peak["Total"] - weights - gradients),
+        # Activations, gathered weights, buffers, and what an update makes.
+        "a micro-batch at its peak": max(0, peak - there - gradients),
     }
 
 

@@ -20,23 +20,23 @@ WIDE = preset("llama3:tiny", 32768)
 """Most of its memory is embedding and head."""
 
 
-def _config(parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512) -> PretrainConfig:
+def _config(parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512, **train) -> PretrainConfig:
     return PretrainConfig(
         dtype=dtype,
         sequence_length=64,
         tokens_per_step=tokens,
         parallel=parallel,
-        train=TrainConfig(tokens_per_microbatch=128),
+        train=TrainConfig(tokens_per_microbatch=128, **train),
     )
 
 
-def _imagined(ranks: int, parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512, shape=SHAPE):
-    found = dry_run(_config(parallel, dtype, tokens), shape, ranks, NextTokenLoss(126))
+def _imagined(ranks: int, parallel: ParallelConfig, dtype: str = "bfloat16", tokens: int = 512, shape=SHAPE, train=()):
+    found = dry_run(_config(parallel, dtype, tokens, **dict(train)), shape, ranks, NextTokenLoss(126))
     return {key: (t.calls, t.bytes) for key, t in found.traffic.items()}, found.memory, found.microbatches
 
 
-def _real(parallel: ParallelConfig, dtype: str = "bfloat16", shape=SHAPE):
-    """The collectives of two real micro-batches and the update, the bytes of this rank's weights and of its optimizer,
+def _real(parallel: ParallelConfig, dtype: str = "bfloat16", shape=SHAPE, microbatches: int = 2, train=()):
+    """The collectives of real micro-batches and the update, the bytes of this rank's weights and of its optimizer,
     and the peak of all tensors."""
     from functools import partial
 
@@ -54,7 +54,7 @@ def _real(parallel: ParallelConfig, dtype: str = "bfloat16", shape=SHAPE):
     from tests.parallel.memory import PeakMemory
 
     os.environ["LOCKSTEP_SHARED_MEMORY"] = "0"  # the collectives of other hosts' ranks, which are foreseen
-    config = _config(parallel, dtype)
+    config = _config(parallel, dtype, **dict(train))
     world = open_world(parallel, "cpu")
     fill = partial(initialize, seed=0)
     with PeakMemory() as peak:
@@ -62,7 +62,7 @@ def _real(parallel: ParallelConfig, dtype: str = "bfloat16", shape=SHAPE):
         trainer = Trainer(model, config.train, 1, world)
         row = Row(np.arange(64), [64], np.arange(64) > 0, padding=0)
         with CollectiveLog(world.group_names) as log:
-            held = [shard_row(pack_rows([row, row]), world) for _ in range(2)]
+            held = [shard_row(pack_rows([row, row]), world) for _ in range(microbatches)]
             trainer.accumulate(held, NextTokenLoss(126))
             trainer.optimizer.update(1e-3, 0.0)
     state = sum(local_values(t).nbytes for t in trainer.optimizer.state_tensors().values())
@@ -119,7 +119,6 @@ def test_it_foresees_a_real_step(parallel):
         pytest.param(
             4, ParallelConfig(data_replicate=2, reduce_gradients="microbatch"), "float32", SHAPE, marks=pytest.mark.slow
         ),
-        (2, ParallelConfig(pipeline=2), "float32", SHAPE),
     ],
 )
 def test_its_memory_is_the_peak_of_a_real_run(ranks, parallel, dtype, shape):
@@ -127,6 +126,41 @@ def test_its_memory_is_the_peak_of_a_real_run(ranks, parallel, dtype, shape):
     # Two micro-batches or more on every rank, as the real run has them.
     ((_, memory, _),) = launch(1, _imagined, ranks, parallel, dtype, 1024, shape)
     assert sum(memory.values()) == pytest.approx(measured[0], rel=0.03), (memory, measured)
+
+
+def _pipeline(schedule):
+    return ParallelConfig(pipeline=2, pipeline_schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule, shape",
+    [
+        pytest.param("1f1b", WIDE, marks=pytest.mark.slow),
+        pytest.param("gpipe", SHAPE, marks=pytest.mark.slow),
+        pytest.param("interleaved", SHAPE, marks=pytest.mark.slow),
+        ("zbv", SHAPE),
+        pytest.param("dualpipev", SHAPE, marks=pytest.mark.slow),
+    ],
+)
+def test_of_a_pipeline_it_is_the_rank_that_needs_most(schedule, shape):
+    measured = [peak for *_, peak in launch(2, _real, _pipeline(schedule), "float32", shape, 8)]
+    ((_, memory, microbatches),) = launch(1, _imagined, 2, _pipeline(schedule), "float32", 1024, shape)
+    assert microbatches == 8
+    assert sum(memory.values()) == pytest.approx(max(measured), rel=0.03), (memory, measured)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        (("optimizer", "muon"),),
+        pytest.param((("optimizer_in_backward", True), ("max_grad_norm", 0.0)), marks=pytest.mark.slow),
+    ],
+)
+def test_what_an_update_makes_is_counted(train):
+    microbatches = 1 if ("optimizer_in_backward", True) in train else 2
+    ((*_, measured),) = launch(1, _real, ParallelConfig(), "float32", SHAPE, microbatches, train)
+    ((_, memory, _),) = launch(1, _imagined, 1, ParallelConfig(), "float32", 128 * microbatches, SHAPE, train)
+    assert sum(memory.values()) == pytest.approx(measured, rel=0.01), (memory, measured)
 
 
 def test_a_micro_batch_is_no_more_than_a_rank_has_rows():
