@@ -17,9 +17,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CARRIED_FILES = (CHAT_TEMPLATE_FILE, "special_tokens_map.json")
-TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
-SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """What others read beside the tokenizer, so that a checkpoint of a chat model still chats."""
+TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 
 TRAINING_CHARACTERS = 2**30
 """That a vocabulary is learnt from, at most."""
@@ -174,6 +173,7 @@ class HuggingFaceTokenizer:
             if repr(self._backend.get_added_tokens_decoder()) != before:
                 # A token added again keeps some of its former options until the file is read again.
                 self._backend = Backend.from_str(self._backend.to_str())
+            self._backend.encode_special_tokens = bool((settings or {}).get("split_special_tokens"))
             # Some files are read and panic at the first text. An Exception is none: a vocabulary may lack these words.
             with suppress(Exception):
                 self._backend.decode(self._backend.encode(PROBE, add_special_tokens=False).ids)
@@ -215,7 +215,7 @@ class HuggingFaceTokenizer:
         folder = Path(folder)
         (folder / BYTE_FILE).unlink(missing_ok=True)
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
-        names = {"eos_token": self._token(self.eos_id), "bos_token": self._token(self.bos_id)}
+        names = {"eos_token": self._setting(self.eos_id), "bos_token": self._setting(self.bos_id)}
         # Without a class transformers takes the one of the model's family, which may cut texts in a way of its own.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **names}
         _write(folder / "tokenizer_config.json", json.dumps(settings))
@@ -227,11 +227,12 @@ class HuggingFaceTokenizer:
         Special is what either file calls so. A special token outside the vocabulary would get an id that the model has
         no row for.
         """
-        found: list[Any] = [settings.get(f"{role}_token") for role in SPECIAL_ROLES]
+        found: list[Any] = [value for key, value in settings.items() if key.endswith("_token")]
         for key in ("additional_special_tokens", "extra_special_tokens"):
             more = settings.get(key) or []
             found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
         named = [token if isinstance(token, dict) else {"content": token} for token in found]
+        named = [token for token in named if token.get("special") is not False]
         special = [token.get("content") for token in named] + list(self.special_tokens())
         try:
             listed = sorted((int(number), token) for number, token in settings.get("added_tokens_decoder", {}).items())
@@ -252,6 +253,13 @@ class HuggingFaceTokenizer:
             name = token.get("content")
             if isinstance(name, str) and self._backend.token_to_id(name) is not None:
                 self._backend.add_special_tokens([known.get(name) or _added(token, special=True)])
+
+    def _setting(self, token_id: int | None) -> str | dict[str, Any] | None:
+        """A token as settings name it: by its name alone a token would become special."""
+        name = self._token(token_id)
+        if name is None or name in self.special_tokens():
+            return name
+        return {"__type": "AddedToken", "content": name, "special": False}
 
     def vocabulary(self) -> dict[str, int]:
         """Every token's number by its name, added tokens included."""
@@ -377,7 +385,7 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
 
 
 def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
-    settings = _json(folder / "tokenizer_config.json")
+    settings = _with_older_files(_json(folder / "tokenizer_config.json"), folder)
     # The tokenizer's own files name the token; the model's give its id, or several, of which the first counts.
     named = [("tokenizer_config.json", settings)]
     named += [(n, _json(folder / n)) for n in ("special_tokens_map.json", "generation_config.json", "config.json")]
@@ -402,6 +410,21 @@ def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
                 f"{folder / origin[role]}: {role}_token {chosen[role]!r} is not in tokenizer.json; name one that is"
             )
     return tokenizer
+
+
+def _with_older_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings with what older folders say of tokens in files of their own; those with a table leave them unread,
+    as transformers does."""
+    if "added_tokens_decoder" in settings:
+        return settings
+    special = _json(folder / "special_tokens_map.json")
+    settings = special | {key: value for key, value in settings.items() if value is not None}
+    names = [value.get("content") if isinstance(value, dict) else value for value in special.values()]
+    table = {
+        str(number): {"content": name, "special": name in names, "normalized": name not in names}
+        for name, number in _json(folder / "added_tokens.json").items()
+    }
+    return settings | ({"added_tokens_decoder": table} if table else {})
 
 
 def _carried(folder: Path) -> dict[str, str]:

@@ -226,6 +226,36 @@ def test_tokens_and_texts_are_those_of_transformers(tmp_path, make):
     assert (again.eos_id, again.bos_id, again.special_tokens()) == (ours.eos_id, ours.bos_id, ours.special_tokens())
 
 
+OLDER = {
+    "special_tokens_map.json": {"eos_token": "</s>", "bos_token": {"content": "<s>", "lstrip": True}},
+    "added_tokens.json": {"<think>": 0, "<|im_end|>": 1},
+    "generation_config.json": {"eos_token_id": 2, "bos_token_id": 1},
+    "tokenizer_config.json": {"split_special_tokens": True, "eos_token": "</s>", "image_token": "<s>"},
+}
+
+
+@pytest.mark.parametrize("file", OLDER)
+def test_what_older_folders_say_of_tokens_is_read_as_transformers_does_and_stays_when_saved(tmp_path, file):
+    from transformers import PreTrainedTokenizerFast
+
+    backend, _ = llama2_with_byte_fallback()
+    values = OLDER[file]
+    if file == "added_tokens.json":
+        values = {name: backend.get_vocab_size() + place for name, place in values.items()}
+    folder = _folder(tmp_path, backend, {})
+    (folder / file).write_text(json.dumps(values))
+    ours, theirs = load_tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    texts = [*_strings(500), "<s> The </s> return<think> <|im_end|>"]
+    expected = theirs(texts, add_special_tokens=False)["input_ids"]
+    assert ours.encode_batch(texts) == expected
+    assert [ours.decode(ids) for ids in expected] == theirs.batch_decode(expected, skip_special_tokens=True)
+    ours.save(tmp_path / "again")
+    again = load_tokenizer(tmp_path / "again")
+    assert again.encode_batch(texts) == expected and (again.eos_id, again.bos_id) == (ours.eos_id, ours.bos_id)
+    assert (again.eos_id is None) == (file == "added_tokens.json")
+    assert again.special_tokens() == ours.special_tokens()
+
+
 def test_tokens_that_the_files_of_a_folder_know_differently_are_the_same_when_saved(tmp_path):
     backend, settings = special_tokens_that_are_normalized()
     settings["added_tokens_decoder"] = {"1": {"content": "<s>", "normalized": False, "special": True}}
