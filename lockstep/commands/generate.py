@@ -28,7 +28,8 @@ class GenerateOptions:
     prompt: str = ""
     """Text to continue; with --chat: what the user says."""
     prompts: str = ""
-    """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`."""
+    """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`. Other keys of a
+    line are kept in its completions."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
@@ -144,7 +145,7 @@ def _rendered(template: Any, messages: Any) -> str:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file as objects with `prompt` or `messages`."""
+    """The lines of a file as objects with `prompt` or `messages`, and whatever else they have."""
     from lockstep.data.records import Tally, holds_records, read_records
 
     if not path.is_file():
@@ -158,9 +159,9 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         return
     for where, line in read_records(path, False, Tally(), ("messages", "prompt")):
         if isinstance(line.get("messages"), list):
-            yield {"messages": line["messages"]}
+            yield {key: value for key, value in line.items() if key != "prompt"}
         elif isinstance(line.get("prompt"), str):
-            yield {"prompt": line["prompt"]}
+            yield {key: value for key, value in line.items() if key != "messages"}
         else:
             raise UserError(f"{where}: has neither `prompt`, a text, nor `messages`, a list; give one of them")
 
@@ -231,8 +232,9 @@ def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any
     from lockstep.data import StreamDecoder
 
     decoder = StreamDecoder(tokenizer)
-    print(_shown(shown), end="", flush=True)
     for event in engine.stream(tokenizer.encode(prompt.text), params):
+        print(_shown(shown), end="", flush=True)  # with the first token: a prompt that is refused is not shown
+        shown = ""
         if event.token_id != tokenizer.eos_id:
             print(_shown(decoder.push(event.token_id)), end="", flush=True)
     print(_shown(decoder.finish()))

@@ -22,6 +22,12 @@ def generate(folder, *options: object) -> int:
     return main(["generate", "--model", str(folder), "--max-tokens", "6", "--seed", "3", *map(str, options)])
 
 
+def test_what_is_too_long_is_refused_before_anything_is_printed(model_folder, capsys):
+    assert generate(model_folder, "--prompt", "abc", "--max-tokens", 10**6) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "lockstep: a prompt of" in said.err and "exceed the context" in said.err
+
+
 def test_n_samples_of_a_prompt_are_numbered(model_folder, capsys):
     assert generate(model_folder, "--prompt", "def f(", "--n", 3) == 0
     lines = capsys.readouterr().out.split("[")
@@ -38,6 +44,7 @@ def test_a_file_of_prompts_becomes_a_file_of_completions(tmp_path, model_folder,
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(w["prompt"], w["sample"]) for w in written] == [(p, i) for p in prompts for i in range(2)]
     assert all(len(w["logprobs"]) == len(w["token_ids"]) <= 6 and w["finish_reason"] for w in written)
+    assert all(w.get("more") == (1 if name.endswith("jsonl") else None) for w in written), "a line's own keys are kept"
     assert written[0]["token_ids"] != written[4]["token_ids"]  # one text twice is two draws
     # Without --output the same lines go to the terminal, and the same seed draws the same tokens.
     capsys.readouterr()

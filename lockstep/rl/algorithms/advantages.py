@@ -12,6 +12,8 @@ from torch import Tensor
 
 EPSILON = 1e-4
 """Added to a group's standard deviation."""
+LEAST_DEVIATION = 1e-4
+"""Of a step's tokens."""
 
 
 def group_advantages(
@@ -52,15 +54,16 @@ def best_of_group(rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "p
 def whitened(advantages: Sequence[Sequence[float]], normalize: bool = True) -> list[list[float]]:
     """Each token's advantage less the mean over all tokens of the step, divided by their standard deviation.
 
-    REINFORCE++, arXiv 2501.03262: its normalisation over the global batch. The deviation is the population's; without
-    `normalize` nothing is divided. Where all are equal they become exactly 0.
+    REINFORCE++, arXiv 2501.03262: its normalisation over the global batch. The deviation is the population's, and 1e-4
+    at least, as in OpenRLHF, so that differences of rounding do not become advantages of 1; without `normalize` nothing
+    is divided. Where all are equal they become exactly 0.
     """
     everything = [a for completion in advantages for a in completion]
     if not everything or all(a == everything[0] for a in everything):
         return [[0.0] * len(completion) for completion in advantages]
     mean = math.fsum(everything) / len(everything)
     deviation = math.sqrt(math.fsum((a - mean) * (a - mean) for a in everything) / len(everything))
-    scale = deviation if normalize else 1.0
+    scale = max(deviation, LEAST_DEVIATION) if normalize else 1.0
     return [[(a - mean) / scale for a in completion] for completion in advantages]
 
 

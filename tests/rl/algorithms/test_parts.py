@@ -71,3 +71,6 @@ def test_what_is_whitened_has_mean_0_and_deviation_1_over_the_tokens_of_the_step
     # Six float64 terms below 2, and a mean and a deviation that are rounded: 4e-16 measured.
     assert sum(out) == pytest.approx(0, abs=2e-15) and sum(a * a for a in out) / 6 == pytest.approx(1, abs=2e-15)
     assert whitened([[0.1, 0.1], [0.1], []]) == [[0.0, 0.0], [0.0], []]
+    # Rounding is no reason, and what is too small to be squared none to divide by 0.
+    for close in ([0.1 + 0.2, 0.3, 0.3], [1e-200, 2e-200]):
+        assert all(abs(a) < 1e-11 for a in whitened([close])[0])
