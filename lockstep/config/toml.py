@@ -7,10 +7,13 @@ import dataclasses
 import json
 import tomllib
 from collections.abc import Collection
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.config.bounds import bound_problems
+from lockstep.config.other_names import HERE
 from lockstep.config.runs import PretrainConfig, RLConfig
 from lockstep.errors import UserError, closest
 
@@ -135,11 +138,12 @@ def _command(settings: Collection[str]) -> str:
     return next((command for name, command in OF_A_COMMAND.items() if name in settings), "pretrain")
 
 
-def _merge(config: Any, values: dict[Any, Any], where: str) -> Any:
+def _merge(config: Any, values: dict[Any, Any], where: str, root: Any = None) -> Any:
     names = {f.name for f in dataclasses.fields(config)}
     for key in values:
         if key not in names:
-            raise UserError(f'{where}: unknown key "{key}".{closest(str(key), names)}')
+            hint = _here(str(key), root or config) or closest(str(key), names)
+            raise UserError(f'{where}: unknown key "{key}".{hint}')
         table = dataclasses.is_dataclass(getattr(config, key))
         if table != isinstance(values[key], dict):
             wanted = "a table of settings" if table else "a value, not a table of settings"
@@ -151,9 +155,21 @@ def _merge(config: Any, values: dict[Any, Any], where: str) -> Any:
     merged = copy.copy(config)
     for key, value in values.items():
         before = getattr(config, key)
-        own = _merge(before, value, f"{where} [{key}]") if isinstance(value, dict) else _own(value, before)
+        table = isinstance(value, dict)
+        own = _merge(before, value, f"{where} [{key}]", root or config) if table else _own(value, before)
         setattr(merged, key, own)
     return merged
+
+
+def _here(name: str, root: Any) -> str:
+    """A hint where other trainers call a setting so; empty where none does."""
+    found = []
+    for other in HERE.get(name.rpartition(".")[2].replace("_", "-"), ()):
+        setting = other.partition(" ")[0].replace("-", "_")
+        with suppress(AttributeError):
+            attrgetter(setting)(root)
+            found.append(setting)
+    return " Here it is " + " or ".join(found) if found else ""
 
 
 def _plain(value: Any) -> list[Any]:

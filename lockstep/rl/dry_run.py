@@ -90,7 +90,7 @@ class RLDryRun:
         lines.append(f"the peak is {max(peaks.values()) / 2**30:.3f} GiB, in {max(stages, key=peaks.__getitem__)}")
         if self.transfer:
             sent, received = self.transfer.sent / 2**20, self.transfer.received / 2**20
-            lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB (that rank)")
+            lines.append(f"a weight sync sends {sent:.1f} MiB and receives {received:.1f} MiB on that rank")
         if self.generator:
             lines += ["", *self.generator.lines()]
         elif not self.transfer:

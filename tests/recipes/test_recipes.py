@@ -137,6 +137,9 @@ MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i -
     [
         ("c.toml", "[model]\na = 1\n", '"model" must be a value, not a table'),
         ("c.yaml", "train: x\n", '"train" must be a table'),
+        ("c.yaml", "lr: 1e-3\n", 'unknown key "lr". Here it is train.learning_rate'),
+        ("c.toml", "[train]\nmax_grad_norm = 1\nbatch_size = 8\n", '"batch_size". Here it is tokens_per_step'),
+        ("c.yaml", "train.learning_rate: 1\n", 'unknown key "train.learning_rate". Here it is train.learning_rate'),
         ("c.yaml", "1: 2\n", 'unknown key "1"'),
         ("c.yaml", "~: 2\n", 'unknown key "None"'),
         ("c.yaml", "? [a]\n: 2\n", "cannot be read as YAML"),
