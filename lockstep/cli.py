@@ -6,6 +6,7 @@ Bad input ends with one clear message and exit code 2, without a traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -71,6 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
         # Whoever read the output, such as `head`, has ended. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"lockstep: {printable(str(error.filename))[:80]}…: too long for the name of a file", file=sys.stderr)
+        return 2
 
 
 def _is_lost_rank(error: RuntimeError) -> bool:

@@ -278,6 +278,12 @@ def test_overwriting_spares_what_the_run_is_to_read(name, tmp_path, capsys):
     assert f"{name} {given} is in" in capsys.readouterr().err and (tmp_path / "run" / inside).exists()
 
 
+@pytest.mark.parametrize("option", ["--model", "--data", "--tokenizer"])
+def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
+    assert main(_tiny_run(tmp_path, option, "a" * 300)) == 2
+    assert f"lockstep: {'a' * 80}…: too long for the name of a file" in capsys.readouterr().err
+
+
 def test_every_name_that_is_answered_exists_in_some_command():
     from lockstep.commands.generate import GenerateOptions
     from lockstep.commands.spelling import HERE, _options
