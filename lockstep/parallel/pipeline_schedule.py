@@ -90,6 +90,11 @@ class PipelinePlan:
         return self.table is not None or self.name == "gpipe"
 
     @property
+    def keeps_sent(self) -> bool:
+        """Whether torch keeps what a rank sends until the step ends, as where it has several stages."""
+        return self.table is not None or SCHEDULES[self.name].stages_per_rank != 1
+
+    @property
     def stages(self) -> int:
         """Over all ranks."""
         if self.table is not None:

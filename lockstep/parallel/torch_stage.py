@@ -1,10 +1,12 @@
-"""A stage as torch's schedules run it, which can hand out each micro-batch's gradient by itself."""
+"""A stage as torch's schedules run it, which has room for what arrives of the micro-batches under way alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -12,15 +14,62 @@ from lockstep.errors import UserError
 from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
 
+HIDDEN, GRADIENTS = "args_recv_info", "grad_recv_info"
+"""torch's tables of what arrives of each micro-batch."""
+
 
 class TorchStage(PipelineStage):
-    """After every micro-batch's backward it calls `each`, where there is one, with the names of its parameters."""
+    """After every micro-batch's backward it calls `each`, where there is one, with the names of its parameters.
+
+    torch makes room for what arrives of all of a step's micro-batches, hidden states and gradients. Here a micro-batch
+    has its room from before it arrives until its backward has ended.
+    """
 
     def __init__(self, tied: TiedEmbedding, stage: Stage, *arguments: Any, **named: Any):
         super().__init__(stage, *arguments, **named)
         self.stage, self.tied = stage, tied
         self.each: Callable[[Iterable[str]], None] | None = None
         self._ended = 0
+        self._like: dict[str, list[Tensor | None]] = {}
+        """Of each direction, what arrives of a micro-batch, without values."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        self._make_room(HIDDEN, fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def set_local_fwd_input(self, *arguments: Any, **named: Any) -> None:
+        self._let_go_of_all()
+        super().set_local_fwd_input(*arguments, **named)
+
+    def forward_one_chunk(self, *arguments: Any, **named: Any) -> Any:
+        self._let_go_of_all()
+        return super().forward_one_chunk(*arguments, **named)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if not self.is_last:
+            self._make_room(GRADIENTS, bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _let_go_of_all(self) -> None:
+        """Before anything arrives in the first step, when torch has made room for all of it."""
+        if self._like:
+            return
+        for name in (HIDDEN, GRADIENTS):
+            arriving = getattr(self, name)
+            self._like[name] = [_like(info) for info in arriving.get(0, ())]
+            for microbatch in arriving:
+                self._let_go(name, microbatch)
+
+    def _make_room(self, name: str, microbatch: int) -> None:
+        self._let_go_of_all()
+        for info, like in zip(getattr(self, name)[microbatch], self._like[name]):
+            if like is not None:
+                info.buffer = torch.empty_like(like, device=self.device).requires_grad_(like.requires_grad)
+
+    def _let_go(self, name: str, microbatch: int) -> None:
+        for info in getattr(self, name).get(microbatch, ()):
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = None
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -29,6 +78,8 @@ class TorchStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
         if named.get("full_backward", True):
+            if (loss := named.get("loss")) is not None:
+                loss.detach_()  # torch keeps it until the step ends, and with it what its graph still holds
             self._end(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
@@ -36,6 +87,8 @@ class TorchStage(PipelineStage):
         self._end(bwd_chunk_id)
 
     def _end(self, microbatch: int) -> None:
+        self._let_go(HIDDEN, microbatch)
+        self._let_go(GRADIENTS, microbatch)
         if self.each is None:
             return
         if microbatch != self._ended:
@@ -68,3 +121,9 @@ class TorchStage(PipelineStage):
         finally:
             for setting in kept:
                 delattr(stage, setting)
+
+
+def _like(info: Any) -> Tensor | None:
+    """A tensor without values like the one that arrives; None for what does not."""
+    buffer = getattr(info, "buffer", None)
+    return None if buffer is None else torch.empty_like(buffer, device="meta").requires_grad_(buffer.requires_grad)

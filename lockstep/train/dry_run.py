@@ -199,7 +199,7 @@ def _pass(
         return count
     # More are not under way at a time, unless all are.
     count = share if model.plan.keeps_all else min(share, 3 * model.plan.stages)
-    PipelineStep(model, row, count, loss, log).run()
+    PipelineStep(model, row, count, share, loss, log).run()
     return count
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ def imagined_ranks(world: World, parallel: ParallelConfig) -> list[World]:
 
 
 class PipelineStep:
-    """The work of a rank's stages for `microbatches` micro-batches like `row`."""
+    """The work of a rank's stages for `microbatches` micro-batches like `row`, of `share` in the step."""
 
     def __init__(
         self,
         model: Pipeline,
         row: PackedRow,
         microbatches: int,
+        share: int,
         loss: Callable[[ScoringModel, PackedRow], Tensor],
         log: CollectiveLog,
     ):
@@ -51,12 +53,16 @@ class PipelineStep:
         shape, dtype = (len(row.tokens), model.config.dim), model.compute_dtype
         self.message = math.prod(shape) * dtype.itemsize
 
-        def arriving() -> list[Tensor]:
-            return [torch.empty(shape, dtype=dtype, requires_grad=True) for _ in range(microbatches)]
-
-        # torch makes room for what arrives of all micro-batches when a step begins.
-        self.hidden = {index: [] if stage.is_first else arriving() for index, stage in self.stages.items()}
-        self.gradients = {index: [] if stage.is_last else arriving() for index, stage in self.stages.items()}
+        self.arriving = partial(torch.empty, shape, dtype=dtype)
+        # What is under way, by stage and micro-batch.
+        self.hidden: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+        # A rank of several stages waits for all that they send when the step ends, and keeps it until then.
+        self.keeps_sent = model.plan.keeps_sent
+        beside = [other for index in self.stages for other in (index - 1, index + 1)]
+        neighbours = [other for other in beside if 0 <= other < model.plan.stages]
+        sent = sum(other not in self.stages for other in neighbours) if self.keeps_sent else 0
+        self.sent = [self.arriving() for _ in range((share - microbatches) * sent)]
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.halves: dict[tuple[int, int], Any] = {}
 
@@ -79,43 +85,61 @@ class PipelineStep:
                 self._for_weights(stage, action)
 
     def _forward(self, stage: Stage, action: Action) -> None:
-        hidden = self.row.tokens if stage.is_first else self.hidden[stage.index][action.microbatch]
+        name = action.stage, action.microbatch
+        if not stage.is_first:
+            self.hidden[name] = self.arriving(requires_grad=True)
+        hidden = self.row.tokens if stage.is_first else self.hidden[name]
         out = stage(hidden, self.row.positions, self.row.attention or self.row.attend())
-        end = self.loss(Computed(stage, out), self.row) if stage.is_last else out
-        self.outputs[action.stage, action.microbatch] = end
+        self.outputs[name] = self.loss(Computed(stage, out), self.row) if stage.is_last else out
+        self._send(stage, stage.index + 1, out)
         self._sent(stage)
 
     def _backward(self, stage: Stage, action: Action) -> None:
-        out = self.outputs.pop((action.stage, action.microbatch))
-        torch.autograd.backward(out, None if stage.is_last else self.gradients[stage.index][action.microbatch].detach())
-        self._forget_gradient(stage, action)
+        name = action.stage, action.microbatch
+        torch.autograd.backward(self.outputs.pop(name), self._gradient(stage, name))
+        self._send(stage, stage.index - 1, self.hidden[name].grad if name in self.hidden else None)
+        self._end(name)
         self._sent(stage)
 
     def _for_inputs(self, stage: Stage, action: Action) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
         self._sent(stage)
+        name = action.stage, action.microbatch
+        gradient = self._gradient(stage, name)
         if stage.is_first:
             return
-        out = self.outputs[action.stage, action.microbatch]
-        given = None if stage.is_last else [self.gradients[stage.index][action.microbatch].detach()]
-        inputs = [self.hidden[stage.index][action.microbatch]]
-        _, self.halves[action.stage, action.microbatch] = stage_backward_input([out], given, inputs, stage.parameters())
-        self._forget_gradient(stage, action)
+        given, inputs = None if gradient is None else [gradient], [self.hidden[name]]
+        _, self.halves[name] = stage_backward_input([self.outputs[name]], given, inputs, stage.parameters())
+        self._send(stage, stage.index - 1, self.hidden[name].grad)
+        self.hidden[name].grad = None
 
     def _for_weights(self, stage: Stage, action: Action) -> None:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
+        name = action.stage, action.microbatch
         if stage.is_first:  # as torch has it: without inputs there are no halves
-            out = self.outputs.pop((action.stage, action.microbatch))
-            torch.autograd.backward(out, self.gradients[stage.index][action.microbatch].detach())
-            return
-        stage_backward_weight(stage.parameters(), self.halves.pop((action.stage, action.microbatch)))
-        del self.outputs[action.stage, action.microbatch]
+            torch.autograd.backward(self.outputs.pop(name), self._gradient(stage, name))
+        else:
+            stage_backward_weight(stage.parameters(), self.halves.pop(name))
+            del self.outputs[name]
+        self._end(name)
 
-    def _forget_gradient(self, stage: Stage, action: Action) -> None:
-        if not stage.is_first:
-            self.hidden[stage.index][action.microbatch].grad = None
+    def _gradient(self, stage: Stage, name: tuple[int, int]) -> Tensor | None:
+        if stage.is_last:
+            return None
+        if name not in self.gradients:
+            self.gradients[name] = self.arriving()
+        return self.gradients[name]
+
+    def _send(self, stage: Stage, to: int, sent: Tensor | None) -> None:
+        first_or_last = stage.is_first if to < stage.index else stage.is_last
+        if self.keeps_sent and sent is not None and not first_or_last and to not in self.stages:
+            self.sent.append(sent.detach())
+
+    def _end(self, name: tuple[int, int]) -> None:
+        self.hidden.pop(name, None)
+        self.gradients.pop(name, None)
 
     def _sent(self, stage: Stage) -> None:
         """Notes what a forward receives and sends, and a backward the other way."""
