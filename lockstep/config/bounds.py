@@ -69,6 +69,8 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
             yield wrong_type
         elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
             yield f"{name} is {value!r:.60}, which is no text in UTF-8; write it as one"
+        elif isinstance(value, str) and "\0" in value:
+            yield f"{name} is {value!r:.60}, which holds a NUL; leave that out"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{name} is {value}; it must be finite"
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import ipaddress
 import itertools
@@ -166,32 +165,41 @@ def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
         yield f"actors.urls names {url} more than once; give each server once"
 
 
+READ = (
+    "model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model", "engine.draft_model", "data",
+    "validation_data", "template", "environment", "train.schedule_file", "parallel.pipeline_schedule",
+)  # fmt: skip
+"""Settings that may name files or folders."""
+NO_FILES = ("byte", "start", "average")
+"""What these settings may be besides, whatever lies in the folder."""
+
+
 def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
     """What a run would read from the folder that it empties first."""
     output = Path(config.output).resolve()
-    for name, value in _texts(config):
+    for name in READ:
+        value = str(_setting(config, name))
         paths = [path for part in value.split(",") for path in _paths(part)]
         # An adapter's base is read with it.
         paths += [_base(path) for path in paths]
-        if name != "output" and any(path.resolve().is_relative_to(output) for path in paths):
+        if (name == "environment" and ".py" not in value) or value in NO_FILES:
+            continue
+        if any(path.resolve().is_relative_to(output) for path in paths):
             yield f"{name} {value} is in {config.output}, which --overwrite would empty; give another --output"
 
 
-def _texts(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every setting that is a text, or several, by its name."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _texts(value, f"{prefix}{field.name}.")
-        for text in value if isinstance(value, tuple) else [value]:
-            if isinstance(text, str) and text:
-                yield prefix + field.name, text
+def _setting(config: Any, name: str) -> Any:
+    """Empty where the run has no such setting."""
+    for part in name.split("."):
+        config = getattr(config, part, "")
+    return config
 
 
 def _paths(text: str) -> list[Path]:
-    """What is there of the files that a setting names: PATH, PATH=WEIGHT, PATH:NAME or a glob."""
+    """What is there of the files that a setting names: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
+    file, _, _ = text.partition(":")
     # Not `Path.exists`, which raises for what is no name of a file, such as a long template.
-    names = [name for name in (text, text.rpartition("=")[0], text.partition(":")[0]) if name and "\0" not in name]
+    names = [name for name in (text, text.rpartition("=")[0], file if file.endswith(".py") else "") if name]
     found = [name for name in names if os.path.exists(name)]
     return [Path(name) for name in found or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
 

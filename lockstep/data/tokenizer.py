@@ -412,13 +412,18 @@ def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
     return tokenizer
 
 
+def _are_lists(*values: Any) -> bool:
+    return all(isinstance(value, list) for value in values)
+
+
 def _with_older_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The settings with what older folders say of tokens in files of their own; those with a table leave them unread,
     as transformers does."""
     if "added_tokens_decoder" in settings:
         return settings
     special = _json(folder / "special_tokens_map.json")
-    settings = special | {key: value for key, value in settings.items() if value is not None}
+    lists = {key: [*settings[key], *value] for key, value in special.items() if _are_lists(settings.get(key), value)}
+    settings = {key: value for key, value in (settings | special | lists).items() if value is not None}
     names = [value.get("content") if isinstance(value, dict) else value for value in special.values()]
     table = {
         str(number): {"content": name, "special": name in names, "normalized": name not in names}

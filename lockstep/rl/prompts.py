@@ -36,9 +36,9 @@ class PromptLoader:
         """Places before `position` that were left out at the ends of epochs."""
 
     def shared(self, others: Sequence[Example]) -> int:
-        """How many of `others` are among the examples."""
-        own = set(self.examples)
-        return sum(example in own for example in others)
+        """How many of `others` ask what one of the examples asks, for the same answer."""
+        own = {_question(example) for example in self.examples}
+        return sum(bool(example.prompt) and _question(example) in own for example in others)
 
     def next(self, count: int) -> list[Example]:
         """The next `count` examples: of one epoch, or of several where the examples are fewer."""
@@ -178,3 +178,7 @@ def _repeated(examples: Sequence[Example]) -> str:
         named = ", ".join(map(repr, several[:3])) + (", …" if several[3:] else "")
         found.append(f"the same id for several examples: {named}")
     return ", and ".join(found)
+
+
+def _question(example: Example) -> str:
+    return repr((example.prompt, example.answer))  # which an environment may make of anything

@@ -163,6 +163,14 @@ def test_overwriting_spares_all_that_a_run_reads(tmp_path):
     validate(outside)
 
 
+def test_a_folder_that_is_called_as_a_setting_is_may_be_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("byte", "grpo", "gsm8k", "qwen3", "auto", "start", "linear"):
+        (tmp_path / name).mkdir()
+        validate(RLConfig(model="qwen3:micro", output=name, overwrite=True, environment="gsm8k", kl_reference="start"))
+        validate(PretrainConfig(output=name, overwrite=True, model="qwen3:micro"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -171,6 +179,7 @@ def test_overwriting_spares_all_that_a_run_reads(tmp_path):
         ("observe.profile_steps", ("x",), r"profile_steps is \('x',\); it must be a list"),
         ("train.rules", "*norm* weight_decay=0.1", "train.rules is '.*'; it must be a list, each of it text"),
         ("data", None, "data is None; it must be text"),
+        ("output", ("a\0b",), r"output is \('a.x00b',\); it must be text"),
     ],
 )
 def test_one_value_is_no_list_and_nothing_is_no_text(tmp_path, name, value, message):

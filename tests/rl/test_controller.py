@@ -20,8 +20,10 @@ from lockstep.config import (
 )
 from lockstep.errors import RunStopped, UserError
 from lockstep.rl.controller import reinforce
+from lockstep.rl.environment import Example
 from lockstep.rl.parity import Parity, ParityError
 from lockstep.rl.parity_check import check_parity
+from lockstep.rl.prompts import PromptLoader
 from lockstep.train.schedule import make_schedule
 from tests.checkpoint.runs import rewrite_state
 from tests.rl.test_environments import gsm8k_folder
@@ -158,6 +160,14 @@ def test_a_place_among_the_prompts_that_this_version_does_not_write_is_no_traceb
     said = rf"cannot resume .* its place among the prompts is {re.escape(repr(prompts))}, which this version does not"
     with pytest.raises(UserError, match=said):
         reinforce(config)
+
+
+def test_examples_that_both_splits_have_are_counted_whatever_their_answers_are():
+    train = [Example("a", metadata={"rows": torch.zeros(3)}), Example("b", "1"), Example("")]
+    same = [Example("a", id="test-0", metadata={"rows": torch.ones(2)}), Example("b", "2")]
+    for example in (train[0], same[0]):
+        object.__setattr__(example, "answer", ["x", {"y": 1}])  # not as annotated, but environments do it
+    assert PromptLoader(train, 0).shared([*same, Example("c"), Example("")]) == 1
 
 
 def test_advantages_are_not_divided_by_the_deviation_where_that_is_off(tmp_path, model_folder):

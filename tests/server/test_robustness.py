@@ -199,6 +199,12 @@ def test_a_body_in_chunks_is_taken_in_small_parts_and_a_whole_one_in_large(serve
                 parts.clear()
 
 
+def test_a_head_may_have_cookies_of_a_proxy(server):
+    with server.http() as client:
+        for size, status in ((60_000, 200), (10**6, 400)):
+            assert client.get("/health", headers={"Cookie": "x" * size}).status_code == status
+
+
 def test_unknown_routes_methods_and_content_types_have_the_errors_shape(server):
     with server.http() as client:
         for answer, status in [

@@ -128,6 +128,7 @@ class Server(uvicorn.Server):
                 http=bounded_connections(config.client_seconds, config.max_connections),
                 ws="none",
                 loop="asyncio",
+                h11_max_incomplete_event_size=2**16,  # of a request's head, which comes in parts
                 access_log=False,
                 log_config=None,
                 server_header=False,
