@@ -78,7 +78,7 @@ class TorchStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
         if named.get("full_backward", True):
-            if (loss := named.get("loss")) is not None:
+            if (loss := named.get("loss")) is not None and not loss._is_view():  # which cannot be detached
                 loss.detach_()  # torch keeps it until the step ends, and with it what its graph still holds
             self._end(bwd_chunk_id)
 

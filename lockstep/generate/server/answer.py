@@ -81,7 +81,8 @@ async def answer(
     # The first step yields nothing: from there on the request is accepted, and the answer may begin.
     await anext(steps)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return EventStream(request, _chunks(reply, record, steps, with_usage), steps, service.config.request_seconds)
+    chunks = _chunks(reply, record, steps, with_usage)
+    return EventStream(request, chunks, steps, service.config.request_seconds, service.limits.aborting)
 
 
 def check_count(service: Service, prompts: int, n: int) -> None:

@@ -29,7 +29,7 @@ from lockstep.generate.server.limits import LimitRequests, in_turn
 from lockstep.generate.server.page import page_response
 from lockstep.generate.server.protocol import ChatRequest, CompletionRequest, WeightsRequest
 from lockstep.generate.server.service import Service
-from lockstep.generate.server.watch import ClientGone, deadline_passed, watch
+from lockstep.generate.server.watch import ClientGone, watch
 from lockstep.generate.server.weights import describe, update_weights
 from lockstep.model import check_token_ids
 
@@ -207,17 +207,12 @@ async def _watched(
     """What `work` makes of the body, given up where the client goes away, or the request takes too long."""
     service = _service(request)
     data = await _read(service, request)
-    return await watch(request, work(service, request, data), service.config.request_seconds)
+    return await watch(request, work(service, request, data), service.config.request_seconds, service.limits.aborting)
 
 
 async def _read(service: Service, request: Request) -> bytes:
-    limit = service.config.request_seconds
-    try:
-        async with asyncio.timeout(limit or None):
-            return await read_body(request, service.config.max_body_bytes)
-    except TimeoutError:
-        record_of(request).aborted = "deadline"
-        raise deadline_passed(limit) from None
+    body = read_body(request, service.config.max_body_bytes)
+    return await watch(request, body, service.config.request_seconds, service.limits.aborting, reads_body=True)
 
 
 async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]], n: int) -> list[list[int]]:

@@ -45,9 +45,9 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._watch_reading()
-            names = {name for name, _ in self.cycle.scope["headers"]} if self.cycle else set()
-            whole = b"content-length" in names and b"transfer-encoding" not in names
-            self._read_at_once(READ if whole else READ_UNKNOWN)
+            # What a body of known length still lacks (h11 keeps it to itself), and nothing of what follows it.
+            left = getattr(self.conn._reader, "_remaining", 0)
+            self._read_at_once(min(READ, left) or READ_UNKNOWN)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()

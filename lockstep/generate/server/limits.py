@@ -26,6 +26,8 @@ class Limits:
         self.sequences = 0
         self.draining = False
         """The server is shutting down: nothing new is taken on."""
+        self.aborting = asyncio.Event()
+        """Nor does anything go on."""
 
     @contextmanager
     def request(self) -> Iterator[None]:

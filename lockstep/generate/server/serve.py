@@ -168,4 +168,5 @@ class Server(uvicorn.Server):
         if limits.requests:
             logger.info("aborting %d requests", limits.requests)
             self._service.engine_loop.fail_all(shutting_down())
+            limits.aborting.set()
         self.should_exit = True

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.generate.server.access_log import record_of
-from lockstep.generate.server.api_error import ApiError
+from lockstep.generate.server.api_error import ApiError, shutting_down
 from lockstep.generate.server.responses import server_sent_event
 
 Result = TypeVar("Result")
@@ -23,22 +23,34 @@ class ClientGone(Exception):
     """Nobody is left to read the answer."""
 
 
-async def watch(request: Request, work: Coroutine[Any, Any, Result], limit_seconds: float) -> Result:
+async def watch(
+    request: Request,
+    work: Coroutine[Any, Any, Result],
+    limit_seconds: float,
+    aborting: asyncio.Event,
+    reads_body: bool = False,
+) -> Result:
     """What `work` returns, if it does so while the client is there and within `limit_seconds` of the request's start.
 
-    The request's body must have been read. Raises ClientGone, or ApiError (408); 0 seconds: no limit.
+    aborting: set where the server ends without what still runs. reads_body: `work` reads the request's body, and notices
+    by itself when the client goes away; else the body must have been read. Raises ClientGone, or ApiError (408, or 503 when
+    aborting); 0 seconds: no limit.
     """
     record = record_of(request)
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    gone = asyncio.ensure_future(asyncio.Event().wait() if reads_body else _disconnected(request.receive))
+    ending = asyncio.ensure_future(aborting.wait())
     left = max(0.0, limit_seconds - record.seconds) if limit_seconds else None
     try:
-        await asyncio.wait({task, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, gone, ending}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         if gone.done():
             record.aborted = "disconnected"
             raise ClientGone
+        if ending.done():
+            record.aborted = "shutdown"
+            raise shutting_down()
         record.aborted = "deadline"
         raise deadline_passed(limit_seconds)
     except asyncio.CancelledError:  # by the server's end, for a client that stopped reading
@@ -47,7 +59,8 @@ async def watch(request: Request, work: Coroutine[Any, Any, Result], limit_secon
     finally:
         task.cancel()
         gone.cancel()
-        await asyncio.wait({task, gone})
+        ending.cancel()
+        await asyncio.wait({task, gone, ending})
 
 
 def deadline_passed(limit_seconds: float) -> ApiError:
@@ -79,6 +92,7 @@ class EventStream(Response):
         events: AsyncGenerator[str, None],
         source: AsyncGenerator[Any, None],
         limit_seconds: float,
+        aborting: asyncio.Event,
     ):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -86,12 +100,13 @@ class EventStream(Response):
         self._events = events
         self._source = source
         self._limit_seconds = limit_seconds
+        self._aborting = aborting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await watch(self._request, self._send_events(send), self._limit_seconds)
+                await watch(self._request, self._send_events(send), self._limit_seconds, self._aborting)
             except ClientGone:
                 return
             except ApiError as error:
