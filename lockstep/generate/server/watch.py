@@ -32,9 +32,9 @@ async def watch(
 ) -> Result:
     """What `work` returns, if it does so while the client is there and within `limit_seconds` of the request's start.
 
-    aborting: set where the server ends without what still runs. reads_body: `work` reads the request's body, and notices
-    by itself when the client goes away; else the body must have been read. Raises ClientGone, or ApiError (408, or 503 when
-    aborting); 0 seconds: no limit.
+    aborting: set where the server ends without what still runs. reads_body: `work` reads the request's body, and
+    notices by itself when the client goes away; else the body must have been read. 0 seconds: no limit. Raises
+    ClientGone, or ApiError (408, or 503 when aborting).
     """
     record = record_of(request)
     task = asyncio.ensure_future(work)
