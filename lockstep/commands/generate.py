@@ -29,7 +29,7 @@ class GenerateOptions:
     """Text to continue; with --chat: what the user says."""
     prompts: str = ""
     """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`. Other keys of a
-    line are kept in its completions."""
+    line are kept in its completions, but for those that a completion has itself."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
