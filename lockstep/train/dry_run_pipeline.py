@@ -57,11 +57,12 @@ class PipelineStep:
         # What is under way, by stage and micro-batch.
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
+        others = set(range(model.plan.stages)) - self.stages.keys()
+        # Of each stage, those on other ranks that it receives from and sends to.
+        self.links = {index: others & {index - 1, index + 1} for index in self.stages}
         # A rank of several stages waits for all that they send when the step ends, and keeps it until then.
         self.keeps_sent = model.plan.keeps_sent
-        beside = [other for index in self.stages for other in (index - 1, index + 1)]
-        neighbours = [other for other in beside if 0 <= other < model.plan.stages]
-        sent = sum(other not in self.stages for other in neighbours) if self.keeps_sent else 0
+        sent = sum(map(len, self.links.values())) if self.keeps_sent else 0
         self.sent = [self.arriving() for _ in range((share - microbatches) * sent)]
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.halves: dict[tuple[int, int], Any] = {}
@@ -92,22 +93,20 @@ class PipelineStep:
         out = stage(hidden, self.row.positions, self.row.attention or self.row.attend())
         self.outputs[name] = self.loss(Computed(stage, out), self.row) if stage.is_last else out
         self._send(stage, stage.index + 1, out)
-        self._sent(stage)
 
     def _backward(self, stage: Stage, action: Action) -> None:
         name = action.stage, action.microbatch
         torch.autograd.backward(self.outputs.pop(name), self._gradient(stage, name))
         self._send(stage, stage.index - 1, self.hidden[name].grad if name in self.hidden else None)
         self._end(name)
-        self._sent(stage)
 
     def _for_inputs(self, stage: Stage, action: Action) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
-        self._sent(stage)
         name = action.stage, action.microbatch
         gradient = self._gradient(stage, name)
         if stage.is_first:
+            self._send(stage, -1, None)
             return
         given, inputs = None if gradient is None else [gradient], [self.hidden[name]]
         _, self.halves[name] = stage_backward_input([self.outputs[name]], given, inputs, stage.parameters())
@@ -133,16 +132,13 @@ class PipelineStep:
         return self.gradients[name]
 
     def _send(self, stage: Stage, to: int, sent: Tensor | None) -> None:
-        first_or_last = stage.is_first if to < stage.index else stage.is_last
-        if self.keeps_sent and sent is not None and not first_or_last and to not in self.stages:
+        """Notes what a forward, or a backward, has received and sends, and keeps it where torch does."""
+        messages, links = self.log.traffic["pipeline", "send, receive"], self.links[stage.index]
+        messages.calls += len(links)
+        messages.bytes += len(links) * self.message
+        if self.keeps_sent and sent is not None and to in links:
             self.sent.append(sent.detach())
 
     def _end(self, name: tuple[int, int]) -> None:
         self.hidden.pop(name, None)
         self.gradients.pop(name, None)
-
-    def _sent(self, stage: Stage) -> None:
-        """Notes what a forward receives and sends, and a backward the other way."""
-        messages, ways = self.log.traffic["pipeline", "send, receive"], (not stage.is_first) + (not stage.is_last)
-        messages.calls += ways
-        messages.bytes += ways * self.message

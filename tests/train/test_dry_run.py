@@ -146,6 +146,7 @@ def test_of_a_pipeline_it_is_the_rank_that_needs_most(schedule, shape):
     measured = [peak for *_, peak in launch(2, _real, _pipeline(schedule), "float32", shape, 16)]
     ((_, memory, microbatches),) = launch(1, _imagined, 2, _pipeline(schedule), "float32", 2048, shape)
     assert microbatches == 16
+    # 0.1 to 1.2 % measured: a real step also has its rows, and messages on their way.
     assert sum(memory.values()) == pytest.approx(max(measured), rel=0.02), (memory, measured)
 
 
@@ -169,6 +170,7 @@ def test_what_an_update_makes_is_counted(train):
     microbatches = 1 if ("optimizer_in_backward", True) in train else 2
     ((*_, measured),) = launch(1, _real, ParallelConfig(), "float32", SHAPE, microbatches, train)
     ((_, memory, _),) = launch(1, _imagined, 1, ParallelConfig(), "float32", 128 * microbatches, SHAPE, train)
+    # 0.1 % measured for Muon: a real step also has its micro-batches' rows.
     assert sum(memory.values()) == pytest.approx(measured, rel=0.01), (memory, measured)
 
 

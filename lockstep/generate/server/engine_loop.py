@@ -114,11 +114,6 @@ class EngineLoop:
         self._commands.put(functools.partial(self._call, function, future))
         return await future
 
-    def fail_all(self, error: ApiError) -> None:
-        """Ends every request with `error`."""
-        for generation in self.generations:
-            generation.fail(error)
-
     # From here on: the engine's thread.
 
     def _run(self) -> None:

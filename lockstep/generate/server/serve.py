@@ -22,7 +22,6 @@ from lockstep.data.chat import load_chat_template
 from lockstep.errors import UserError
 from lockstep.generate.engine import Engine
 from lockstep.generate.lead import LeadingEngine, follow
-from lockstep.generate.server.api_error import shutting_down
 from lockstep.generate.server.app import create_app
 from lockstep.generate.server.connection import bounded_connections
 from lockstep.generate.server.service import Service
@@ -138,7 +137,6 @@ class Server(uvicorn.Server):
         self._service = service
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Task[None] | None = None
-        self._at_once = False
 
     async def startup(self, *arguments: object, **keywords: object) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -153,7 +151,7 @@ class Server(uvicorn.Server):
 
     def begin_end(self) -> None:
         if self._end is not None:
-            self._at_once = True
+            self._service.limits.aborting.set()
         else:
             self._end = asyncio.ensure_future(self._drain())
 
@@ -163,10 +161,9 @@ class Server(uvicorn.Server):
         logger.info("shutting down: requests that run (%d) may go on for %g seconds", limits.requests, seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while limits.requests and not self._at_once:
+                while limits.requests and not limits.aborting.is_set():
                     await asyncio.sleep(0.02)
         if limits.requests:
             logger.info("aborting %d requests", limits.requests)
-            self._service.engine_loop.fail_all(shutting_down())
             limits.aborting.set()
         self.should_exit = True

@@ -276,7 +276,7 @@ def test_the_command_prints_separate_generators_and_refuses_servers():
     printed = subprocess.run(separate, capture_output=True, text=True, check=True).stdout
     assert "4 ranks (data_shard 4)" in printed and "versions laid out" in printed
     assert "memory of each generator's rank, GiB (2 of each)" in printed and "generator's copy" not in printed
-    assert "MiB, and a generator's reads" in printed
+    assert "in a weight sync the trainer's rank lays out" in printed and "MiB, and a generator's reads" in printed
     done = subprocess.run([*command, "--actors.urls", "http://127.0.0.1:1"], capture_output=True, text=True)
     assert done.returncode == 2 and "a dry run does not know the servers of actors.urls" in done.stderr
 
