@@ -1,7 +1,6 @@
 """Saving and resuming a whole run.
 
-`Checkpoints` itself is in `lockstep.checkpoint.checkpoints`: commands that only read a model do without PyTorch's
-distributed checkpoints, which take most of a second to import.
+`Checkpoints` itself is in `lockstep.checkpoint.checkpoints`: commands that only read a model do without its imports.
 """
 
 from lockstep.checkpoint.folders import checkpoints_in, newest_checkpoint, step_name, weights_folder

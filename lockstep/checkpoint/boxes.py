@@ -35,7 +35,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def stretches(
-    shape: torch.Size, offsets: torch.Size, sizes: torch.Size, dtype: torch.dtype
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[tuple[int, int]]:
     """The bytes of a box in a row-major tensor: first byte and length of each stretch that has no gap."""
     strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]

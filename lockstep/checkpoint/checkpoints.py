@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
@@ -15,13 +14,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from lockstep.checkpoint.folders import STATE, checkpoints_in, step_name, weights_folder
 from lockstep.checkpoint.manifest import Piece, damage, listed_files, sync_folder, write_manifest
-from lockstep.checkpoint.part import LoadPlanner, Part, SavePlanner
+from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.staging import Staging, in_place
-from lockstep.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from lockstep.checkpoint.storage import StoredTensors, save_parts
 from lockstep.checkpoint.training_state import STEMS, parts_to_load, take_over, tensors_to_save
 from lockstep.config import PretrainConfig, RLConfig, to_toml
 from lockstep.data import Tokenizer
@@ -43,9 +41,6 @@ from lockstep.parallel.world import World
 
 CONFIG = "config.toml"
 Result = TypeVar("Result")
-
-# A world of one is meant, not an accident.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 @runtime_checkable
@@ -190,21 +185,10 @@ class Checkpoints:
             if self.world.is_main:
                 # The writer makes it anew, within the ranks' common plan: what fails there fails on all of them.
                 _delete(incomplete)
-            writer = SafetensorsWriter(incomplete, STEMS, partial(self._complete, folder, dtype=dtype, state=state))
-            dcp.save(
-                parts,
-                storage_writer=writer,
-                planner=SavePlanner(),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            complete = partial(self._complete, folder, dtype=dtype, state=state)
+            save_parts(parts, incomplete, STEMS, complete, self._group)
             self.newest = step
             return ""
-        except dcp.CheckpointException as error:
-            failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-            if not all(isinstance(failure, OSError) for failure in failures.values()):
-                raise
-            problem = f"{folder.name}: " + "; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items())
         except OSError as error:
             problem = f"{folder.name}: {error}"
         if self.world.is_main:
@@ -259,19 +243,13 @@ class Checkpoints:
         prepared, problem = self._on_all(lambda: self._to_load(folder))
         if not prepared or problem:
             return problem
-        reader, (parts, state, random) = prepared
-        try:
-            dcp.load(
-                parts,
-                storage_reader=reader,
-                planner=LoadPlanner(),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        except dcp.CheckpointException as error:
-            # Of any rank, and known to all.
-            return "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in error.failures.items())
-        return self._on_all(lambda: take_over(trainer.optimizer, state, random))[1]
+        held, (parts, state, random) = prepared
+
+        def read() -> None:
+            held.fill(parts)
+            take_over(trainer.optimizer, state, random)
+
+        return self._on_all(read)[1]
 
     @property
     def _base(self) -> Path:
@@ -283,16 +261,15 @@ class Checkpoints:
         """Computed once: the run leaves its base as it is."""
         return digest(self._base)
 
-    def _to_load(self, folder: Path) -> tuple[SafetensorsReader, Any]:
+    def _to_load(self, folder: Path) -> tuple[StoredTensors, Any]:
         if is_adapter_folder(folder) and (lora := self.trainer.model.config.lora) is not None:
             refuse_other_base(folder, self._base)
             refuse_other_adapter(folder, lora)
         # Only what the manifest lists, and so was compared.
         listed = listed_files(folder)
         groups = {g: fnmatch.filter(listed, f"{stem}*.safetensors") for g, stem in STEMS.items()}
-        reader = SafetensorsReader({folder / name: group for group, names in groups.items() for name in names})
-        held = reader.read_metadata().state_dict_metadata
-        return reader, parts_to_load(folder, held, self.trainer.model, self.trainer.optimizer, self.world.rank)
+        held = StoredTensors({folder / name: group for group, names in groups.items() for name in names})
+        return held, parts_to_load(folder, held, self.trainer.model, self.trainer.optimizer, self.world.rank)
 
     def _on_all(self, action: Callable[[], Result]) -> tuple[Result | None, str]:
         """Every rank does it. Returns its result, and what kept a rank from it, the same on all of them.

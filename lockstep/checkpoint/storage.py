@@ -1,181 +1,199 @@
-"""torch.distributed.checkpoint's storage, in safetensors files of whole tensors.
+"""Tensors that ranks hold in parts, in safetensors files of whole tensors.
 
 Every rank writes the values that it holds to their place in the whole tensor's file. So a checkpoint knows nothing of
-the layout it was saved under, its `model` files are those of a Hugging Face folder, and reading it takes no pickle.
-All ranks must see the folder.
+the layout it was saved under, and its `model` files are those of a Hugging Face folder. What ranks tell each other is
+JSON. All ranks must see the folder.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+import torch.distributed as dist
 
-from lockstep.checkpoint.boxes import bytes_of, open_safetensors, slices, stretches
+from lockstep.checkpoint.boxes import bytes_of, open_safetensors, stretches
 from lockstep.checkpoint.manifest import CHUNK, Piece
+from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.safetensors_file import DTYPES, MAX_FILE_BYTES, file_name, header, split_files
+from lockstep.parallel.messages import from_rank_0, to_rank_0
+
+OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a whole tensor stands: its file, and its first byte there."""
+class Plan:
+    """Where every tensor's values begin, and who writes which."""
 
-    file: str
-    begin: int
-    shape: torch.Size
+    files: dict[str, str]
+    """By the tensor's name."""
+    begins: dict[str, int]
+    """The byte of its file at which a tensor begins."""
+    writes: list[list[int]]
+    """For each rank, and each part that it holds, 1 where it writes it."""
 
 
-class SafetensorsWriter(StorageWriter):
+def save_parts(
+    parts: Mapping[str, Part],
+    folder: Path,
+    stems: Mapping[str, str],
+    complete: Callable[[dict[str, str], list[Piece]], None],
+    group: dist.ProcessGroup | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
     """Writes tensors named `GROUP/NAME` under `NAME` into the files of the group: `STEM.safetensors`, or several.
 
-    `stems` has each group's stem, relative to `folder`. When all ranks have written, the coordinator calls `complete`
-    with the tensors' files by name and what was written where; what that raises fails the save on all ranks.
+    All ranks of `group` call it, each with its own `parts` in the host's memory; None: this process is alone. Each
+    value is written by one of the ranks that hold it. `stems` has each group's stem, relative to `folder`. When all
+    have written, rank 0 calls `complete` with the tensors' files by name and what was written where. Raises OSError, on
+    all ranks, where the disk refuses one of them, and RuntimeError where anything else fails on one.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        stems: dict[str, str],
-        complete: Callable[[dict[str, str], list[Piece]], None],
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ):
-        self.folder, self.stems, self.complete, self.max_file_bytes = folder, stems, complete, max_file_bytes
-        self._places: dict[str, Place] = {}
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: makes the files, at their full sizes, so that a full disk is met before any writing."""
-        data = {item.index.fqn: _data(item) for plan in plans for item in plan.items}
-        grouped: dict[str, list[str]] = defaultdict(list)
-        widest_first = list(DTYPES)
-        for name in sorted(data, key=lambda n: (widest_first.index(data[n].properties.dtype), n)):
-            grouped[name.partition("/")[0]].append(name)
-        places: dict[str, Place] = {}
-        for group, names in grouped.items():
-            sizes = {n: data[n].size.numel() * data[n].properties.dtype.itemsize for n in names}
-            files = split_files(sizes, self.max_file_bytes)
-            for index, held in enumerate(files):
-                file = file_name(self.stems[group], index, len(files))
-                short = {n: n.partition("/")[2] for n in held}
-                head, begins = header({short[n]: (data[n].properties.dtype, data[n].size) for n in held})
-                _create(self.folder / file, head, len(head) + sum(sizes[n] for n in held))
-                places |= {n: Place(file, begins[short[n]], data[n].size) for n in held}
-        self._places = places
-        return [replace(plan, storage_data={i.index.fqn: places[i.index.fqn] for i in plan.items}) for plan in plans]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results, opened = [], {}
-        try:
-            for item in plan.items:
-                place: Place = plan.storage_data[item.index.fqn]
-                if place.file not in opened:
-                    opened[place.file] = os.open(self.folder / place.file, os.O_WRONLY)
-                chunk, dtype = _data(item).chunk, _data(item).properties.dtype
-                values = bytes_of(cast(Tensor, planner.resolve_data(item)))
-                done = 0
-                for start, length in stretches(place.shape, chunk.offsets, chunk.sizes, dtype):
-                    _write(opened[place.file], values[done : done + length], place.begin + start)
-                    done += length
-                name = item.index.fqn.partition("/")[2]
-                piece = Piece(place.file, name, tuple(chunk.offsets), tuple(chunk.sizes), zlib.crc32(values))
-                results.append(WriteResult(item.index, len(values), piece))
-            for descriptor in opened.values():
-                os.fsync(descriptor)
-        finally:
-            for descriptor in opened.values():
-                os.close(descriptor)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pieces = [result.storage_data for of_rank in results for result in of_rank]
-        self.complete({name: place.file for name, place in self._places.items()}, pieces)
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    ranks = _Ranks(group)
+    held = {name: part for name, part in parts.items() if part.local.numel()}
+    boxes = [(n, *part.box, DTYPES[part.local.dtype], tuple(part.shape)) for n, part in held.items()]
+    of_ranks = ranks.each(lambda: boxes)
+    plan = Plan(**ranks.first(lambda: vars(_plan(of_ranks, folder, stems, max_file_bytes))))
+    own = {name: part for (name, part), writes in zip(held.items(), plan.writes[ranks.rank]) if writes}
+    pieces = ranks.each(lambda: [vars(piece) for piece in _write_parts(own, folder, plan)])
+    ranks.first(lambda: complete(plan.files, [Piece(**piece) for of_rank in pieces for piece in of_rank]))
 
 
-class SafetensorsReader(StorageReader):
-    """Reads any part of any tensor. `files` has the group of every file; a tensor's name is `GROUP/NAME`."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor in a file."""
 
-    def __init__(self, files: dict[Path, str]):
+    path: Path
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class StoredTensors(dict[str, StoredTensor]):
+    """The tensors of safetensors files, by `GROUP/NAME`; `files` has the group of every file. Reads no values yet."""
+
+    def __init__(self, files: Mapping[Path, str]):
         self._opened = {path: open_safetensors(path) for path in files}
-        self._files = {
-            f"{group}/{name}": path
-            for path, group in files.items()
-            for name in self._opened[path].keys()  # noqa: SIM118
-        }
+        for path, group in files.items():
+            for name in self._opened[path].keys():  # noqa: SIM118
+                entry = self._opened[path].get_slice(name)
+                shape, dtype = torch.Size(entry.get_shape()), OF_NAME[entry.get_dtype()]
+                self[f"{group}/{name}"] = StoredTensor(path, name, shape, dtype)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        of_name = {name: dtype for dtype, name in DTYPES.items()}
-        tensors: dict[str, Any] = {}
-        for name, path in self._files.items():
-            entry = self._opened[path].get_slice(name.partition("/")[2])
-            shape = torch.Size(entry.get_shape())
-            whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            tensors[name] = TensorStorageMetadata(TensorProperties(of_name[entry.get_dtype()]), shape, [whole])
-        return Metadata(tensors)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in sorted(plan.items, key=lambda item: str(self._files[item.storage_index.fqn])):
-            file = self._opened[self._files[item.storage_index.fqn]]
-            name = item.storage_index.fqn.partition("/")[2]
-            values = file.get_slice(name)[slices(item.storage_offsets, item.lengths)]
-            planner.resolve_tensor(item).copy_(values)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    def fill(self, parts: Mapping[str, Part]) -> None:
+        """Reads the values of `parts` into their memory, file by file."""
+        for name, part in sorted(parts.items(), key=lambda item: str(self[item[0]].path)):
+            if part.local.numel():
+                stored = self[name]
+                part.local.copy_(self._opened[stored.path].get_slice(stored.name)[part.place])
 
 
-def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None
-    return item.tensor_data
+class _Ranks:
+    """Steps that succeed on all ranks or fail on all of them. Their results are JSON-able."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self._group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+
+    def each(self, action: Callable[[], Any]) -> list[Any]:
+        """What `action` returns on every rank, on rank 0; on the others nothing."""
+        if self._group is None:
+            return [action()]
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:  # told to all ranks, and raised on all
+            failure = error
+        told = failure and [str(failure) or repr(failure), isinstance(failure, OSError)]
+        answers = to_rank_0([result, told], self._group)
+        failures = from_rank_0([(rank, *told) for rank, (_, told) in enumerate(answers) if told], self._group)
+        if failures:
+            kind = OSError if all(of_disk for _, _, of_disk in failures) else RuntimeError
+            raise kind("; ".join(f"rank {rank}: {why}" for rank, why, _ in failures)) from failure
+        return [result for result, _ in answers]
+
+    def first(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns on rank 0, on all ranks."""
+        results = self.each(lambda: action() if self.rank == 0 else None)
+        return results[0] if self._group is None else from_rank_0(results[:1], self._group)[0]
+
+
+def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max_file_bytes: int) -> Plan:
+    """Gives each value to one of its holders, the one with the fewest bytes to write so far, and makes the files."""
+    tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    holders: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    for rank, boxes in enumerate(of_ranks):
+        for index, (name, offsets, sizes, dtype, shape) in enumerate(boxes):
+            if name not in tensors:
+                tensors[name] = OF_NAME[dtype], torch.Size(shape)
+            holders[name, tuple(offsets), tuple(sizes)].append((rank, index))
+    written = [0] * len(of_ranks)
+    writes = [[0] * len(boxes) for boxes in of_ranks]
+    values: dict[str, int] = defaultdict(int)
+    for (name, _, sizes), of_box in holders.items():
+        rank, index = min(of_box, key=lambda holder: written[holder[0]])
+        writes[rank][index] = 1
+        written[rank] += math.prod(sizes) * tensors[name][0].itemsize
+        values[name] += math.prod(sizes)
+    for name, (_, shape) in tensors.items():
+        if values[name] != shape.numel():
+            raise RuntimeError(f"the ranks hold {values[name]} values of {name}, which has {shape.numel()}")
+    files, begins = _create_files(tensors, folder, stems, max_file_bytes)
+    return Plan(files, begins, writes)
+
+
+def _create_files(
+    tensors: dict[str, tuple[torch.dtype, torch.Size]], folder: Path, stems: Mapping[str, str], max_file_bytes: int
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Makes them at their full sizes, so that a full disk is met before any writing.
+
+    Returns each tensor's file, and the byte at which it begins there.
+    """
+    grouped: dict[str, list[str]] = defaultdict(list)
+    widest_first = list(DTYPES)
+    for name in sorted(tensors, key=lambda n: (widest_first.index(tensors[n][0]), n)):
+        grouped[name.partition("/")[0]].append(name)
+    files: dict[str, str] = {}
+    begins: dict[str, int] = {}
+    for group, names in grouped.items():
+        sizes = {n: tensors[n][1].numel() * tensors[n][0].itemsize for n in names}
+        split = split_files(sizes, max_file_bytes)
+        for index, held in enumerate(split):
+            file = file_name(stems[group], index, len(split))
+            short = {n: n.partition("/")[2] for n in held}
+            head, starts = header({short[n]: tensors[n] for n in held})
+            _create(folder / file, head, len(head) + sum(sizes[n] for n in held))
+            files |= dict.fromkeys(held, file)
+            begins |= {n: starts[short[n]] for n in held}
+    return files, begins
+
+
+def _write_parts(parts: Mapping[str, Part], folder: Path, plan: Plan) -> list[Piece]:
+    pieces, opened = [], {}
+    try:
+        for name, part in parts.items():
+            file = plan.files[name]
+            if file not in opened:
+                opened[file] = os.open(folder / file, os.O_WRONLY)
+            values = bytes_of(part.local)
+            offsets, sizes = part.box
+            done = 0
+            for start, length in stretches(part.shape, offsets, sizes, part.local.dtype):
+                _write(opened[file], values[done : done + length], plan.begins[name] + start)
+                done += length
+            pieces.append(Piece(file, name.partition("/")[2], offsets, sizes, zlib.crc32(values)))
+        for descriptor in opened.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+    return pieces
 
 
 def _create(path: Path, head: bytes, size: int) -> None:

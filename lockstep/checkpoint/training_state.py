@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.random_state import random_state, set_random_state
+from lockstep.checkpoint.storage import StoredTensor
 from lockstep.errors import UserError
 from lockstep.model import TrainableModel
 from lockstep.model.stored import adapter_name, is_beside_base, is_float32, is_score_head
@@ -71,9 +72,9 @@ def _stored(name: str, tensor: Tensor, group: str) -> dict[str, Part]:
 
 
 def parts_to_load(
-    folder: Path, held: Mapping[str, Any], model: TrainableModel, optimizer: Optimizer, rank: int
+    folder: Path, held: Mapping[str, StoredTensor], model: TrainableModel, optimizer: Optimizer, rank: int
 ) -> tuple[dict[str, Part], dict[str, Tensor], dict[str, Tensor]]:
-    """What to read from a checkpoint that holds the tensors `held` (by name, with `.size` and `.properties.dtype`).
+    """What to read from a checkpoint that holds the tensors `held`, by name.
 
     Returns the parts to fill, the optimizer's tensors and the random state, whose memory these parts are. Masters,
     moments of the same dtype and model are filled in place. Raises UserError where the checkpoint is of another model.
@@ -88,9 +89,9 @@ def parts_to_load(
         if name not in masters or own_parts.keys() - held.keys():
             own_parts = {f"{group}/{stored}": part for stored, part in _stored(name, target, group).items()}
         for saved, part in own_parts.items():
-            if saved not in held or held[saved].size != part.shape:
-                size = list(held[saved].size) if saved in held else []
-                what = f"shape {size}, not {list(part.shape)}" if saved in held else "no such tensor"
+            if saved not in held or held[saved].shape != part.shape:
+                shape = list(held[saved].shape) if saved in held else []
+                what = f"shape {shape}, not {list(part.shape)}" if saved in held else "no such tensor"
                 raise UserError(
                     f"{folder}: is a checkpoint of another model ({name}: {what}); give its --model and --tokenizer"
                 )
@@ -102,16 +103,16 @@ def parts_to_load(
         group, _, name = saved.partition("/")
         _, _, owner = name.partition(".")
         if group == "trainer" and owner in masters and name not in of_model:
-            dtype, like = entry.properties.dtype, masters[owner].detach()
-            if name in own and (own[name].shape, own[name].dtype) == (entry.size, dtype):
+            dtype, like = entry.dtype, masters[owner].detach()
+            if name in own and (own[name].shape, own[name].dtype) == (entry.shape, dtype):
                 state[name] = own[name]
-            elif entry.size == like.shape:
+            elif entry.shape == like.shape:
                 state[name] = torch.empty_like(like, dtype=dtype)
             else:
-                state[name] = torch.empty(entry.size, dtype=dtype)
+                state[name] = torch.empty(entry.shape, dtype=dtype)
             parts[saved] = Part.of(state[name])
     random = {
-        name.removeprefix(f"random/{rank}."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        name.removeprefix(f"random/{rank}."): torch.empty(entry.shape, dtype=entry.dtype)
         for name, entry in held.items()
         if name.startswith(f"random/{rank}.")
     }

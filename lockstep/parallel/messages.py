@@ -69,13 +69,27 @@ def others_wait() -> Iterator[None]:
 
 def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` (JSON-able), in the ranks' order, on every rank of `group`, or of all. They all call it."""
+    message, lengths = _padded(value, group)
+    received = [torch.empty_like(message) for _ in lengths]
+    dist.all_gather(received, message, group=group)
+    return [_value_of(values[:length]) for values, length in zip(received, lengths)]
+
+
+def to_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """As `from_all`, on the first rank of `group` alone; on the others nothing. They all call it."""
+    message, lengths = _padded(value, group)
+    received = [torch.empty_like(message) for _ in lengths] if dist.get_rank(group) == 0 else None
+    dist.gather(message, received, group=group, group_dst=0)
+    return [_value_of(values[:length]) for values, length in zip(received or (), lengths)]
+
+
+def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """`value` as bytes, as many as the longest of all ranks' has, and how many are its own on each rank."""
     message = _bytes_of(value)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([message.numel()]), group=group)
     longest = max(int(length) for length in lengths)
-    padded = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(padded, torch.cat([message, message.new_zeros(longest - message.numel())]), group=group)
-    return [_value_of(received[: int(length)]) for received, length in zip(padded, lengths)]
+    return torch.cat([message, message.new_zeros(longest - message.numel())]), [int(length) for length in lengths]
 
 
 def _bytes_of(value: Any) -> Tensor:

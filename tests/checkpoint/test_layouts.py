@@ -1,18 +1,20 @@
 """A checkpoint knows no layout: saved on N ranks, it is the same on M."""
 
 import math
+import os
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lockstep import load_model
 from lockstep.checkpoint.manifest import damage, write_manifest
-from lockstep.checkpoint.part import LoadPlanner, Part, SavePlanner
-from lockstep.checkpoint.storage import SafetensorsReader, SafetensorsWriter
+from lockstep.checkpoint.part import Part
+from lockstep.checkpoint.storage import StoredTensors, save_parts
 from lockstep.config import ParallelConfig
 from tests.checkpoint.runs import equal, resumed, trained_and_saved
 from tests.faults import VARIABLE
@@ -184,14 +186,12 @@ def _reshard(folder):
     for saved in layouts:
         parts = {f"trainer/{n}": Part.of(spread(t, saved)) for n, t in tensors.items()}
         path = folder / saved
-        writer = SafetensorsWriter(path, {"trainer": "t"}, _manifest(path), 400)
-        dcp.save(parts, storage_writer=writer, planner=SavePlanner())
+        save_parts(parts, path, {"trainer": "t"}, _manifest(path), dist.group.WORLD, 400)
         wrong += [damage(path, rank=dist.get_rank(), ranks=4)]
         for loaded in layouts:
             held = {n: spread(torch.zeros_like(t), loaded) for n, t in tensors.items()}
-            reader = SafetensorsReader({file: "trainer" for file in path.glob("*.safetensors")})
-            parts = {f"trainer/{n}": Part.of(t) for n, t in held.items()}
-            dcp.load(parts, storage_reader=reader, planner=LoadPlanner())
+            stored = StoredTensors({file: "trainer" for file in path.glob("*.safetensors")})
+            stored.fill({f"trainer/{n}": Part.of(t) for n, t in held.items()})
             wrong += [f"{saved} {loaded} {n}" for n, t in tensors.items() if not torch.equal(held[n].full_tensor(), t)]
     dist.destroy_process_group()
     return [w for w in wrong if w]
@@ -200,3 +200,46 @@ def _reshard(folder):
 def test_every_cut_of_a_tensor_is_read_under_every_other(tmp_path):
     assert launch(4, _reshard, tmp_path) == [[]] * 4
     assert len(list((tmp_path / "rows").glob("t-*-of-*.safetensors"))) > 2
+
+
+def _saves(folder):
+    """How saves end on this rank, of two, where one of them cannot do its part."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def save(name, complete=lambda files, pieces: None, rows=2):
+        whole, place = torch.Size([4, 3]), (slice(2 * rank, 2 * rank + rows), slice(0, 3))
+        part = Part(torch.full((rows, 3), float(rank)), place, whole)
+        try:
+            save_parts({"model/w": part}, folder / name, {"model": "m"}, complete, dist.group.WORLD)
+        except (OSError, RuntimeError) as error:
+            return type(error).__name__, str(error)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device") if rank == 1 else KeyError("a fault")
+
+    ends = {"whole": save("whole")}
+    assert load_file(folder / "whole" / "m.safetensors")["w"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    with patch("os.pwrite", refuse if rank == 1 else os.pwrite):
+        ends["one disk"] = save("one disk")
+    with patch("os.pwrite", refuse):
+        ends["a disk and a fault"] = save("a disk and a fault")
+    (folder / "a file").touch()
+    ends["no folder"] = save("a file/sub")
+    ends["completion"] = save("completion", refuse)
+    ends["a gap"] = save("a gap", rows=1)
+    ends["after all"] = save("after all")
+    dist.destroy_process_group()
+    return ends
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_says_which(tmp_path):
+    first, second = launch(2, _saves, tmp_path)
+    assert first == second
+    assert first["whole"] is first["after all"] is None
+    disk = "[Errno 28] No space left on device"
+    assert first["one disk"] == ("OSError", f"rank 1: {disk}")
+    assert first["a disk and a fault"] == ("RuntimeError", f"rank 0: 'a fault'; rank 1: {disk}")
+    assert first["no folder"] == ("OSError", f"rank 0: [Errno 20] Not a directory: '{tmp_path}/a file/sub'")
+    assert first["completion"] == ("RuntimeError", "rank 0: 'a fault'")
+    assert first["a gap"] == ("RuntimeError", "rank 0: the ranks hold 6 values of model/w, which has 12")

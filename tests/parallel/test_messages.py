@@ -7,12 +7,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 import lockstep
 from lockstep.config import ParallelConfig
 from lockstep.errors import UserError
 from lockstep.parallel import close_world, messages, open_world
+from tests.checkpoint.runs import checkpoints_of, trainer_of, update
 from tests.parallel.launch import launch
 
 
@@ -80,6 +82,18 @@ def test_the_others_wait_for_rank_0_longer_than_a_message_may_take():
     assert launch(2, _slow) == ["done"] * 2
 
 
+def _gathered():
+    world = open_world(ParallelConfig(), "cpu")
+    try:
+        return messages.to_rank_0({"text": "☃" * 1000 * world.rank})
+    finally:
+        close_world(world)
+
+
+def test_values_of_different_lengths_arrive_whole_on_rank_0_alone():
+    assert launch(3, _gathered) == [[{"text": "☃" * 1000 * rank} for rank in range(3)], [], []]
+
+
 def test_no_collective_of_the_package_unpickles():
     package = Path(lockstep.__file__).parent
     called = {
@@ -90,3 +104,27 @@ def test_no_collective_of_the_package_unpickles():
     }
     assert ("messages.py", "all_gather") in called
     assert not [name for name in called if "object" in name[1]]
+
+
+def _trained_without_objects(run, parallel):
+    def refuse(*_):
+        raise AssertionError("a pickle")
+
+    # What all of PyTorch's collectives of objects go through.
+    with patch.multiple(dist.distributed_c10d, _object_to_tensor=refuse, _tensor_to_object=refuse):
+        world = open_world(parallel, "cpu")
+        trainer = trainer_of(world, parallel, "float32", 3)
+        with checkpoints_of(run, trainer) as checkpoints:
+            loss = update(trainer)
+            checkpoints.save(1, {})
+        assert checkpoints.resume()["step"] == 1
+        with pytest.raises(AssertionError, match="a pickle"):
+            dist.all_gather_object([None] * 4, 1)
+        close_world(world)
+    return loss
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(pipeline=2), ParallelConfig(tensor=2)], ids=["pipeline", "tensor"])
+def test_training_and_checkpoints_send_no_pickles(tmp_path, parallel):
+    first, *others = launch(4, _trained_without_objects, tmp_path, parallel)
+    assert others == [first] * 3

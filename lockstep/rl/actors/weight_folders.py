@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from lockstep.checkpoint.manifest import Piece
-from lockstep.checkpoint.part import Part, SavePlanner
+from lockstep.checkpoint.part import Part
 from lockstep.checkpoint.staging import in_place
-from lockstep.checkpoint.storage import SafetensorsWriter
+from lockstep.checkpoint.storage import save_parts
 from lockstep.errors import RunStopped
 from lockstep.model import TrainableModel, write_description
 from lockstep.parallel import World
@@ -61,25 +60,14 @@ class WeightFolders:
         }
         if self._own_head and EMBEDDING in tensors:
             tensors["model/lm_head.weight"] = tensors[EMBEDDING]
-        problem = ""
         try:
-            dcp.save(
-                in_place(tensors),
-                storage_writer=SafetensorsWriter(incomplete, {"model": "model"}, complete),
-                planner=SavePlanner(),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        except dcp.CheckpointException as error:
-            problem = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items())
+            save_parts(in_place(tensors), incomplete, {"model": "model"}, complete, self._group)
         except OSError as error:
-            problem = str(error)
-        if problem:
             raise RunStopped(
-                f"{folder}: new weights cannot be written for the generators behind HTTP ({problem}), and the run ends "
+                f"{folder}: new weights cannot be written for the generators behind HTTP ({error}), and the run ends "
                 "here. Free some space, then --resume continues from the newest checkpoint",
                 exit_code=1,
-            )
+            ) from error
         self._written = [*(old for old in self._written if old != folder), folder]
         while len(self._written) > self._kept:
             old = self._written.pop(0)
