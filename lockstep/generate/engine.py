@@ -75,7 +75,7 @@ class Engine:
         self.tensor_group = tensor_group_of(model)
         """The ranks that share the model with this one; None: it has it whole."""
         if self.tensor_group is not None and self.config.cuda_graphs != "none":
-            raise UserError("engine.cuda_graphs do not go with parallel.tensor so far; leave them out")
+            raise UserError("engine.cuda_graphs do not work with parallel.tensor yet; leave them out")
         num_pages = self.config.cache_tokens // ops.PAGE
         if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
             raise UserError(
@@ -127,7 +127,7 @@ class Engine:
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
+            raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
         # Between two calls weights may change in ways that leave no trace.
         self._weights.forget()
         begin = self._next_id  # known before any is added, for an interrupt may come between

@@ -27,7 +27,7 @@ class SamplingParams:
     """How a prompt is continued. Raises UserError, naming the field, for a value that makes no sense."""
 
     max_tokens: int = 64
-    """Tokens to sample at most."""
+    """Maximum number of tokens to sample."""
     temperature: float = 1.0
     """0 takes the likeliest token; its log-probability is then at temperature 1."""
     top_k: int = 0

@@ -21,7 +21,7 @@ MOST_WAITING = 1000
 """Steps that are kept for a sink that is slower than the run."""
 CLOSE_SECONDS = 10.0
 """Less than `faults.stop_seconds`, within which a run that gets a signal ends."""
-LEFT_OUT = "observe.%s could not be %s (%s), and the run goes on without it; metrics.jsonl in %s is whole"
+LEFT_OUT = "observe.%s could not be %s (%s), and the run continues without it; metrics.jsonl in %s is complete"
 
 
 @runtime_checkable

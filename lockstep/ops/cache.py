@@ -60,7 +60,7 @@ def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsafeCache(
             f"{path}: others may write to it (mode {stat.S_IMODE(found.st_mode):o}), so compiled code from it could "
-            f"be theirs. Delete it (rm -r {path}; it is made anew), or {elsewhere}"
+            f"be theirs. Delete it (rm -r {path}; it will be recreated), or {elsewhere}"
         )
 
 

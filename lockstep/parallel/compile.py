@@ -147,9 +147,9 @@ def _refuse_unsafe(model: Decoder) -> None:
     for name, width in widths.items():
         if model.device.type == "cpu" and width % lanes:
             raise UserError(
-                f'compile.backend = "inductor" does not go with {name} {width} on a CPU: compiled loops treat the last '
-                f"elements of a tensor in another way unless it is a multiple of {lanes}, so a row's bits would depend "
-                'on its place; set compile.backend = "none"'
+                f'compile.backend = "inductor" does not work with {name} {width} on a CPU: compiled loops treat the '
+                f"last elements of a tensor differently unless it is a multiple of {lanes}, so a row's bits would "
+                'depend on its position; set compile.backend = "none"'
             )
 
 

@@ -53,7 +53,7 @@ SCHEDULES = {
 class PipelinePlan:
     """The schedule that a config names: which stages each rank has, and the order of its work.
 
-    Raises UserError for an unknown name, for settings that do not go with the schedule, and for a CSV file that
+    Raises UserError for an unknown name, for settings that do not work with the schedule, and for a CSV file that
     cannot be run.
     """
 
@@ -73,8 +73,8 @@ class PipelinePlan:
             )
         if self.splits_backward and config.reshard_after_forward == "always":
             raise UserError(
-                f'parallel.reshard_after_forward "always" does not go with pipeline_schedule "{self.name}", whose two '
-                'halves of backward need the same gathered weights; leave it at "default"'
+                f'parallel.reshard_after_forward "always" does not work with pipeline_schedule "{self.name}", whose '
+                'two halves of backward need the same gathered weights; leave it at "default"'
             )
 
     @property
@@ -110,10 +110,10 @@ class PipelinePlan:
         return ranks - 1 - place if SCHEDULES[self.name].v_shaped and turn % 2 else place
 
     def check_compile(self, compiled: CompileConfig) -> None:
-        """Raises UserError where compiled blocks do not go with the schedule."""
+        """Raises UserError where compiled blocks do not work with the schedule."""
         if self.splits_backward and compiled.backend != "none":
             raise UserError(
-                f'compile.backend "{compiled.backend}" does not go with pipeline_schedule "{self.name}": a compiled '
+                f'compile.backend "{compiled.backend}" does not work with pipeline_schedule "{self.name}": a compiled '
                 'block has one backward, not one for inputs and one for weights; set compile.backend = "none", or take '
                 'the schedule "interleaved"'
             )
@@ -219,7 +219,7 @@ def read_table(path: Path, ranks: int) -> Table:
 def _check(table: Table, path: Path) -> None:
     work = [action for own in table for action in own]
     if not work:
-        raise UserError(f"{path} holds no action")
+        raise UserError(f"{path} contains no action")
     stages = 1 + max(action.stage for action in work)
     microbatches = 1 + max(action.microbatch for action in work)
     for stage in range(stages):

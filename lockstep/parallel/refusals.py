@@ -24,8 +24,8 @@ def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: 
         problems.append("parallel.cpu_offload is FSDP's, which parallel.full_dtensor does without; drop one of them")
     if parallel.reduce_gradients == "microbatch" and degrees["pipeline"] > 1:
         problems.append(
-            'parallel.reduce_gradients "microbatch" does not go with parallel.pipeline, whose schedules sum gradients '
-            'once a step; leave it at "auto"'
+            'parallel.reduce_gradients "microbatch" does not work with parallel.pipeline, whose schedules sum '
+            'gradients once per step; leave it at "auto"'
         )
     problems += _expert_problems(shape, degrees["tensor"], parallel)
     problems += _lora_problems(shape, degrees, parallel)
@@ -46,7 +46,7 @@ def _expert_problems(shape: ModelConfig, tensor: int, parallel: ParallelConfig) 
             f"{count} experts; set parallel.expert to {' or '.join(fitting)}"
         )
     if parallel.full_dtensor:
-        yield "parallel.full_dtensor does not go with parallel.expert, whose experts lie on a mesh of their own"
+        yield "parallel.full_dtensor does not work with parallel.expert, whose experts are on a separate mesh"
 
 
 def _lora_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> Iterator[str]:
@@ -55,11 +55,11 @@ def _lora_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: Par
     for axis in ("tensor", "pipeline"):
         if degrees[axis] > 1:
             yield (
-                f"parallel.{axis} {degrees[axis]} does not go with a low-rank adapter so far, whose matrices are not "
+                f"parallel.{axis} {degrees[axis]} does not work with a low-rank adapter yet, whose matrices are not "
                 "cut; use parallel.data_shard, or merge the adapter first: lockstep convert --merge"
             )
     if parallel.full_dtensor:
-        yield "parallel.full_dtensor does not go with a low-rank adapter so far; leave it out"
+        yield "parallel.full_dtensor does not work with a low-rank adapter yet; leave it out"
 
 
 def refuse_generators(shape: ModelConfig, tensor: int) -> None:
@@ -67,7 +67,7 @@ def refuse_generators(shape: ModelConfig, tensor: int) -> None:
     problems = list(_tensor_problems(shape, tensor, "actors.tensor"))
     if shape.lora is not None and tensor > 1:
         problems.append(
-            f"actors.tensor {tensor} does not go with a low-rank adapter so far, whose matrices are not cut; leave it "
+            f"actors.tensor {tensor} does not work with a low-rank adapter yet, whose matrices are not cut; leave it "
             "at 1, and give more actors.generators"
         )
     if problems:

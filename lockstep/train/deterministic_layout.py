@@ -35,23 +35,23 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
     shared = [each for each in shared if not each.endswith(" 1")]
     if shared and world.device.type != "cpu":
         raise UserError(
-            f"train.deterministic_layout with {', '.join(shared)} is for CPUs so far, not for {world.device.type}, "
-            "whose libraries sum in an order of their own; switch it off"
+            f"train.deterministic_layout with {', '.join(shared)} only works on CPUs so far, not for "
+            f"{world.device.type}, whose libraries sum in their own order; switch it off"
         )
     if world.expert > 1:
         raise UserError(
-            f"train.deterministic_layout does not go with parallel.expert {world.expert} so far: the gradients of "
+            f"train.deterministic_layout does not work with parallel.expert {world.expert} yet: the gradients of "
             "experts are summed over the tokens of several ranks at once; switch one of them off"
         )
     if model.config.experts is not None and world.degrees["context"] > 1:
         raise UserError(
-            f"train.deterministic_layout with parallel.context {world.degrees['context']} is for dense models so far: "
-            "the gradients of a mixture's experts are summed by rank; switch it off"
+            f"train.deterministic_layout with parallel.context {world.degrees['context']} only works for dense models "
+            "so far: the gradients of a mixture's experts are summed by rank; switch it off"
         )
     if world.degrees["pipeline"] > 1 and world.degrees["context"] > 1:
         raise UserError(
-            "train.deterministic_layout goes with parallel.pipeline or with parallel.context, not with both; switch it "
-            "off"
+            "train.deterministic_layout works with parallel.pipeline or with parallel.context, not with both; switch "
+            "it off"
         )
     if world.degrees["tensor"] > model.config.num_kv_heads:
         _refuse_copied_heads(world, model)
@@ -73,8 +73,8 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
         )
     if world.data_size > 1 and not isinstance(model, FSDPModule | Pipeline):
         raise UserError(
-            "train.deterministic_layout does not go with parallel.full_dtensor over data-parallel ranks; switch one of "
-            "them off"
+            "train.deterministic_layout does not work with parallel.full_dtensor over data-parallel ranks; switch one "
+            "of them off"
         )
 
 
@@ -101,4 +101,4 @@ def _refuse_copied_heads(world: World, model: TrainableModel) -> None:
         raise UserError(f"{problem} is not for models of this family so far; lower parallel.tensor, or switch it off")
     parts = model.stages if isinstance(model, Pipeline) else (model,)
     if any(isinstance(getattr(part, "halves", None), CompiledHalves) for part in parts):
-        raise UserError(f"{problem} does not go with compile.backend so far; lower parallel.tensor, or compile nothing")
+        raise UserError(f"{problem} does not work with compile.backend yet; lower parallel.tensor, or compile nothing")

@@ -38,7 +38,7 @@ class LossSpikes:
         self._losses = deque(map(float, losses), maxlen=WINDOW)
 
     def found(self, step: int, loss: float) -> bool:
-        """Whether `loss` is so many standard deviations above the median of the last steps'. A spike is not kept."""
+        """Whether `loss` is this many standard deviations above the median of the last steps'. A spike is not kept."""
         if not self.config.spike_deviations or not math.isfinite(loss):
             return False
         if len(self._losses) >= FEWEST:

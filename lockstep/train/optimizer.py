@@ -79,7 +79,7 @@ class MasterOptimizer:
         return SummedGradients(self.parameters)
 
     def begin(self, learning_rate: float, microbatches: int) -> None:
-        """Before a step's first backward. Raises UserError where its settings do not go with so many micro-batches."""
+        """Before a step's first backward. Raises UserError if its settings do not allow so many micro-batches."""
         if self.config.optimizer_in_backward and microbatches > 1:
             raise UserError(
                 f"train.optimizer_in_backward updates with every micro-batch, but a step has {microbatches} of them; "

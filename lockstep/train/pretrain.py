@@ -368,14 +368,14 @@ def make_tokenizer(
     config: PretrainConfig, world: World, texts: Sequence[Iterable[str]], folders: Sequence[Path]
 ) -> Tokenizer:
     """`byte`, `bpe:VOCABULARY` trained on rank 0's texts, or a folder's; by default that of the model's folder, or the
-    one that the data was tokenised with."""
+    one that the data was tokenized with."""
     folders = [Path(config.model)] if Path(config.model).is_dir() else list(folders)
     if config.tokenizer == "byte" and folders:
         return load_tokenizer(folders[0])
     if not config.tokenizer.startswith("bpe:"):
         return named_tokenizer(config.tokenizer, ())
     if not texts:
-        raise UserError(f'tokenizer "{config.tokenizer}": the data is tokenised already; leave --tokenizer out')
+        raise UserError(f'tokenizer "{config.tokenizer}": the data is tokenized already; leave --tokenizer out')
     return learn_once(world, lambda: named_tokenizer(config.tokenizer, itertools.chain.from_iterable(texts)))
 
 

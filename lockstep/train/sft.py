@@ -76,7 +76,7 @@ def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource,
         if not is_token_folder(name):
             sources.append((ConversationSource(name, config.skip_bad_lines), weight))
         elif open_token_folder(Path(name)).scored is None:
-            raise UserError(f"{name}: was tokenised as text; use lockstep data tokenize --chat for conversations")
+            raise UserError(f"{name}: was tokenized as text; use lockstep data tokenize --chat for conversations")
         else:
             sources.append((Path(name), weight))
     return sources
@@ -88,10 +88,10 @@ def chat_template(
     sources: Sequence[tuple[DataSource, float]],
     held_out: Sequence[tuple[DataSource, float]],
 ) -> ChatTemplate | None:
-    """The file given, or what the data was tokenised with, which the tokenizer then carries along; else the one beside
+    """The file given, or what the data was tokenized with, which the tokenizer then carries along; else the one beside
     the tokenizer.
 
-    Raises UserError for training or validation data that was tokenised with another one.
+    Raises UserError for training or validation data that was tokenized with another one.
     """
     made_with = _template_files(sources)
     file = config.template or next(map(str, made_with), "")
@@ -99,7 +99,7 @@ def chat_template(
     for other in made_with + _template_files(held_out):
         if template is None or other.read_text() != template.source:
             raise UserError(
-                f"{other.parent}: was tokenised with another chat template; give --template {other}, or tokenise again"
+                f"{other.parent}: was tokenized with another chat template; give --template {other}, or tokenize again"
             )
     if file and template is not None:
         tokenizer.carried[CHAT_TEMPLATE_FILE] = template.source

@@ -58,7 +58,7 @@ def not_finite() -> ApiError:
     # The official clients repeat a request after 500 unless they are told not to.
     return ApiError(
         500,
-        "the logits of this request are not finite; other requests go on. Check the weights, or load others",
+        "the logits of this request are not finite; other requests continue. Check the weights, or load others",
         code="not_finite",
         headers={"x-should-retry": "false"},
     )

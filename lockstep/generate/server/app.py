@@ -34,7 +34,7 @@ from lockstep.generate.server.weights import describe, update_weights
 from lockstep.model import check_token_ids
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions; a chat may go on to the end of the context."""
+"""OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""
 LONG_CHAT = 64
 """Messages, from which on a chat is rendered in a turn, however short they are."""
 
@@ -108,7 +108,7 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
     if service.template is None:
         raise ApiError(
             400,
-            "this model's folder has no chat template; use /v1/completions, or put a chat_template.jinja beside its "
+            "this model's folder has no chat template; use /v1/completions, or put a chat_template.jinja next to its "
             "weights",
             code="no_chat_template",
         )
@@ -230,7 +230,7 @@ def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: 
     if body.begun is None:
         return []
     if prompts > 1:
-        raise ApiError(400, f"begun goes with one prompt, not with {prompts}", "begun")
+        raise ApiError(400, f"begun needs exactly one prompt, not {prompts}", "begun")
     for tokens in body.begun:
         if len(tokens) > max_tokens:
             message = f"begun has {len(tokens)} tokens of a sample, but max_tokens, which counts them, is {max_tokens}"

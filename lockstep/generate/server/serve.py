@@ -158,7 +158,7 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         limits, seconds = self._service.limits, self._service.config.shutdown_seconds
         limits.draining = True
-        logger.info("shutting down: requests that run (%d) may go on for %g seconds", limits.requests, seconds)
+        logger.info("shutting down: running requests (%d) have %g seconds to finish", limits.requests, seconds)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while limits.requests and not limits.aborting.is_set():
