@@ -215,7 +215,7 @@ def _train(
             if start and (start >= config.steps or loader.ended):
                 ended = "all its data" if loader.ended else f"step {start}"
                 log.warning(
-                    "the run has come to its end at %s; to train on, give more --steps or, "
+                    "the run has finished at %s; to continue, give more --steps or, "
                     "from its weights, --model %s and another --output",
                     ended,
                     run.path,
