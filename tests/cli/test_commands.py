@@ -60,7 +60,7 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
     assert "0 different" in result.stdout and "largest ratio on a first inner step: 1.0" in result.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["parity_tokens_different"] == 0
     again = run("rl", *options)
-    assert again.returncode == 2 and "already holds a run" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 2 and "already contains a run" in again.stderr and "Traceback" not in again.stderr
     assert run("generate", "--model", str(tmp_path / "run"), "--prompt", "a", "--max-tokens", "2").returncode == 0
 
 
@@ -300,7 +300,7 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
     run = tmp_path / "run"
     begun = tomllib.loads((run / "config.toml").read_text())
     assert main(["pretrain", "--output", str(run), "--resume", "--steps", "2"]) == 0
-    assert "resumes with other settings than before: steps 2, was 1" in caplog.text
+    assert "resumes with different settings: steps 2, was 1" in caplog.text
     assert "learning_rate" not in caplog.text and "dtype" not in caplog.text
     now = tomllib.loads((run / "config.toml").read_text())
     assert now == begun | {"steps": 2, "resume": True}

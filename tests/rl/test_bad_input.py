@@ -110,7 +110,7 @@ def test_a_tracker_that_cannot_be_opened_is_named_and_the_run_goes_on(tmp_path, 
     config = _config(tmp_path / "run", folders[0], resume=True, steps=1, observe=ObserveConfig(tensorboard=True))
     reinforce(config, EvenBytes())
     said = [message for message in caplog.messages if "observe.tensorboard could not be opened" in message]
-    assert len(said) == 1 and "the run goes on without it; metrics.jsonl" in said[0]
+    assert len(said) == 1 and "the run continues without it; metrics.jsonl" in said[0]
     assert [m["step"] for m in read_metrics(tmp_path / "run/metrics.jsonl")] == [0, 1]
 
 
@@ -137,7 +137,7 @@ def test_a_tracker_that_fails_on_its_way_is_left_alone_after_a_few_times(tmp_pat
             writer.write(step, {"loss": 1.0})
     assert tracker.tried == [*range(1, 4 + PATIENCE)], "steps 1, 2 and 3, and then three in a row"
     first, second = caplog.messages
-    assert "observe.wandb could not be written to at step 6 (no route to host), and the run goes on" in first
+    assert "observe.wandb could not be written to at step 6 (no route to host), and the run continues" in first
     assert "observe.wandb could not be closed (nobody answers)" in second
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 12))
 
@@ -152,7 +152,7 @@ def test_a_tracker_that_ends_its_thread_as_it_is_opened_is_named(tmp_path, caplo
         writer._sinks = [Guarded("wandb", opened, run.path)]
         writer.write(1, {"loss": 1.0})
     (said,) = caplog.messages
-    assert "observe.wandb could not be opened (log in first), and the run goes on without it" in said
+    assert "observe.wandb could not be opened (log in first), and the run continues without it" in said
 
 
 @pytest.mark.parametrize("stuck_in", ["open", "write", "close"])
@@ -184,11 +184,11 @@ def test_a_tracker_that_never_returns_holds_nothing_up(tmp_path, caplog, monkeyp
         for step in range(2, 10) if stuck_in != "close" else ():
             writer.write(step, {"loss": 1.0})
     never.set()
-    said = ["observe.wandb has not ended within 0.1 s, and is left behind"]
+    said = ["observe.wandb did not finish within 0.1 s and is abandoned"]
     if stuck_in != "close":
         step, slow = (7, 3) if stuck_in == "write" else (6, 4)  # one has been taken to be written
-        said.insert(0, f"observe.wandb is 5 steps behind at step {step}, and is given no more until it takes some")
-        said.append(f"observe.wandb was too slow for {slow} steps, which it does not show")
+        said.insert(0, f"observe.wandb is 5 steps behind at step {step}, and drops steps until it catches up")
+        said.append(f"observe.wandb was too slow: {slow} steps are missing in it")
     assert len(caplog.messages) == len(said)
     assert all(message.startswith(start) for message, start in zip(caplog.messages, said))
     assert [m["step"] for m in read_metrics(run.metrics)] == list(range(1, 10 if stuck_in != "close" else 2))

@@ -136,7 +136,7 @@ def test_a_run_writes_the_load_of_each_expert_and_resumes_with_it(tmp_path):
     every = CheckpointConfig(every=2, asynchronous=False)
     metrics = run("whole", checkpoint=every)
     assert all(m["experts/load_max"] >= m["experts/load_mean"] >= 1 for m in metrics)
-    assert "Load of the experts" in (tmp_path / "whole" / "report.html").read_text()
+    assert "Expert load" in (tmp_path / "whole" / "report.html").read_text()
     loads = [json.loads(line) for line in (tmp_path / "whole" / "expert_load.jsonl").read_text().splitlines()]
     assert [line["step"] for line in loads] == [1, 2, 3, 4]
     for line, m in zip(loads, metrics):

@@ -35,7 +35,7 @@ class Limits:
         if self.draining:
             raise shutting_down()
         if self.requests >= self.max_requests:
-            raise too_busy(f"the server's limit of {self.requests} concurrent requests is reached; try again later")
+            raise too_busy(f"{self.requests} requests are in progress, the server's limit; try again later")
         self.requests += 1
         try:
             yield
