@@ -311,13 +311,13 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
     caplog.clear()
     arguments = ["pretrain", f"--output={run}", "--resume", "--config", str(tmp_path / "more.toml")]
     assert main([*arguments, "--train.learning-rate", "0.003"]) == 0
-    assert "before: steps 3, was 2; train.learning_rate 0.003, was 0.002" in caplog.text
+    assert "settings: steps 3, was 2; train.learning_rate 0.003, was 0.002" in caplog.text
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "data is empty, which stands for the standard library's own source, too little for llama3:8b"),
+        ([], "data is empty, so the standard library's source would be used, which is too little for llama3:8b"),
         (["--data", __file__], 'tokenizer is "byte", whose 258 tokens are too few for llama3:8b'),
     ],
 )

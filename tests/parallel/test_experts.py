@@ -259,13 +259,13 @@ def test_settings_that_do_not_go_with_shared_experts_are_refused_by_name():
     others = {
         'recompute.mode "budget" does not go': dict(recompute=RecomputeConfig("budget", budget_gib=1.0)),
         "compiled layers do not go": dict(compile=CompileConfig("inductor")),
-        "deterministic_layout does not go": dict(train=TrainConfig(deterministic_layout=True)),
+        "deterministic_layout does not support": dict(train=TrainConfig(deterministic_layout=True)),
     }
     for said, settings in others.items():
         with pytest.raises(UserError, match=said):
             validate(PretrainConfig(parallel=ParallelConfig(expert=2), **settings))
     model = Decoder(preset(MODEL, 131), torch.float32, "meta")
-    with pytest.raises(UserError, match="parallel.context 2 is for dense models so far"):
+    with pytest.raises(UserError, match="parallel.context 2 supports only dense models so far"):
         refuse_other_order(World(torch.device("cpu"), dict.fromkeys(AXES, 1) | {"context": 2}), model)
-    with pytest.raises(UserError, match="does not go with parallel.expert 2 so far"):
+    with pytest.raises(UserError, match="does not support parallel.expert 2 yet"):
         refuse_other_order(World(torch.device("cpu"), expert=2), model)

@@ -174,7 +174,7 @@ def test_settings_that_do_not_go_together_are_refused(settings, count, complaint
 
 
 def test_an_optimizer_in_the_backward_is_refused():
-    with pytest.raises(AssertionError, match=r"train.optimizer_in_backward does not go with parallel.pipeline"):
+    with pytest.raises(AssertionError, match=r"train.optimizer_in_backward does not support parallel.pipeline"):
         launch(2, train, ParallelConfig(pipeline=2), "float32", 1, "qwen3:micro", 258, True, IN_BACKWARD)
 
 

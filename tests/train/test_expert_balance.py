@@ -99,7 +99,7 @@ def test_an_expert_without_tokens_is_called_dead(caplog):
     with caplog.at_level(logging.WARNING):
         metrics = trainer.balance.end_step(updated=True)
     assert metrics["experts/dead"] >= 1 and metrics["alarm/dead_experts"] == 1
-    assert "had no token for 20 steps" in caplog.text
+    assert "got no token for 20 steps" in caplog.text
 
 
 def test_a_bias_rises_for_an_expert_with_less_than_the_mean():

@@ -300,9 +300,9 @@ def test_conversations_are_tokenised_with_a_template_given_by_hand(tmp_path, mod
     folder = finetune(_config(tmp_path, model_folder, "run", **tokens))
     assert (folder / "checkpoints" / "step_00000001" / "chat_template.jinja").read_text() == PLAIN
     (tmp_path / "other.jinja").write_text(MARKED)
-    with pytest.raises(UserError, match="tokens: was tokenised with another chat template; give --template"):
+    with pytest.raises(UserError, match="tokens: was tokenized with another chat template; give --template"):
         finetune(_config(tmp_path, model_folder, "other", template=str(tmp_path / "other.jinja"), **tokens))
-    with pytest.raises(UserError, match="tokens: was tokenised with another chat template; give --template"):
+    with pytest.raises(UserError, match="tokens: was tokenized with another chat template; give --template"):
         other = dict(template=str(tmp_path / "other.jinja"), validation_data=str(tmp_path / "tokens"))
         finetune(_config(tmp_path, model_folder, "validated", **other))
     assert main(["data", "tokenize", "--chat", *arguments[:-1], str(tmp_path / "more")]) == 2
@@ -313,7 +313,7 @@ def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):
     (tmp_path / "a.txt").write_text("some text")
     arguments = ["--data", str(tmp_path / "a.txt"), "--tokenizer", str(chat_folder)]
     assert main(["data", "tokenize", *arguments, "--output", str(tmp_path / "texts")]) == 0
-    with pytest.raises(UserError, match="was tokenised as text; .*--chat"):
+    with pytest.raises(UserError, match="was tokenized as text; .*--chat"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "texts")))
     with pytest.raises(UserError, match=r"a\.txt: holds no conversations"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "a.txt")))
