@@ -75,7 +75,7 @@ class Engine:
         self.tensor_group = tensor_group_of(model)
         """The ranks that share the model with this one; None: this rank has the whole model."""
         if self.tensor_group is not None and self.config.cuda_graphs != "none":
-            raise UserError("engine.cuda_graphs does not work with parallel.tensor yet; remove it")
+            raise UserError("engine.cuda_graphs do not work with parallel.tensor yet; leave them out")
         num_pages = self.config.cache_tokens // ops.PAGE
         if num_pages < 1 or self.config.max_tokens_per_step < 1 or self.config.max_sequences < 1:
             raise UserError(

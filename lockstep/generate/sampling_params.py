@@ -27,7 +27,7 @@ class SamplingParams:
     """How a prompt is continued. Raises UserError, naming the field, for an invalid value."""
 
     max_tokens: int = 64
-    """The most tokens to sample."""
+    """Maximum number of tokens to sample."""
     temperature: float = 1.0
     """0 selects the likeliest token; its log-probability is then reported at temperature 1."""
     top_k: int = 0

@@ -103,7 +103,7 @@ def as_text(findings: list[Finding], encoding: str = "utf-8") -> str:
     lines.append("")
     if broken:
         more = f"; {notes} more worth a look" if notes else ""
-        lines.append(f"{broken} broken; what to do is shown below each{more}")
+        lines.append(f"{broken} broken; what to do is shown next to each{more}")
     else:
         lines.append("everything that commands need is available" + (f"; worth a look: {notes}" if notes else ""))
     return "\n".join(lines)

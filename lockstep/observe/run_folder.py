@@ -182,7 +182,7 @@ def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
         raise UserError(f"{path}: already contains a run; resume it with --resume, or replace it with --overwrite")
     held = [p for p in path.iterdir() if p.suffix != ".partial" and p.name != LOCK] if path.is_dir() else []
     if held and not holds_run:
-        raise UserError(f"{path}: is not empty and does not contain a run; give another --output")
+        raise UserError(f"{path}: is not empty and is not a run's folder; give another --output")
     if overwrite and (others := sorted(p.name for p in held if p.name not in WRITTEN)):
         named = ", ".join(others[:3]) + (", …" if others[3:] else "")
         raise UserError(f"{path}: contains files that no run wrote ({named}); move them, or give another --output")

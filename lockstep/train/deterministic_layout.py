@@ -35,28 +35,29 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
     shared = [each for each in shared if not each.endswith(" 1")]
     if shared and world.device.type != "cpu":
         raise UserError(
-            f"train.deterministic_layout with {', '.join(shared)} supports only CPUs so far, not {world.device.type}, "
-            "whose libraries sum in their own order; switch it off"
+            f"train.deterministic_layout with {', '.join(shared)} only works on CPUs so far, not on "
+            f"{world.device.type}, whose libraries sum in their own order; switch it off"
         )
     if world.expert > 1:
         raise UserError(
-            f"train.deterministic_layout does not support parallel.expert {world.expert} yet: the gradients of "
+            f"train.deterministic_layout does not work with parallel.expert {world.expert} yet: the gradients of "
             "experts are summed over the tokens of several ranks at once; switch one of them off"
         )
     if model.config.experts is not None and world.degrees["context"] > 1:
         raise UserError(
-            f"train.deterministic_layout with parallel.context {world.degrees['context']} supports only dense models "
+            f"train.deterministic_layout with parallel.context {world.degrees['context']} only works for dense models "
             "so far: the gradients of a mixture's experts are summed by rank; switch it off"
         )
     if world.degrees["pipeline"] > 1 and world.degrees["context"] > 1:
         raise UserError(
-            "train.deterministic_layout supports parallel.pipeline or parallel.context, but not both; switch it off"
+            "train.deterministic_layout works with parallel.pipeline or with parallel.context, not with both; switch "
+            "it off"
         )
     if world.degrees["tensor"] > model.config.num_kv_heads:
         _refuse_copied_heads(world, model)
     if world.device.type == "cuda" and world.data_size > 2:
         raise UserError(
-            f"train.deterministic_layout supports up to 2 GPUs so far, not {world.data_size}, over which a library "
+            f"train.deterministic_layout works on up to 2 GPUs so far, not {world.data_size}, over which a library "
             "sums in its own order; switch it off"
         )
     if world.reduce_gradients == "step":
@@ -72,8 +73,8 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
         )
     if world.data_size > 1 and not isinstance(model, FSDPModule | Pipeline):
         raise UserError(
-            "train.deterministic_layout does not support parallel.full_dtensor over data-parallel ranks; switch one of "
-            "them off"
+            "train.deterministic_layout does not work with parallel.full_dtensor over data-parallel ranks; switch one "
+            "of them off"
         )
 
 
@@ -97,7 +98,7 @@ def _refuse_copied_heads(world: World, model: TrainableModel) -> None:
         f"({model.config.num_kv_heads})"
     )
     if model.config.latent is not None or model.config.sinks:
-        raise UserError(f"{problem} does not support this model family yet; lower parallel.tensor, or switch it off")
+        raise UserError(f"{problem} does not work with this model family yet; lower parallel.tensor, or switch it off")
     parts = model.stages if isinstance(model, Pipeline) else (model,)
     if any(isinstance(getattr(part, "halves", None), CompiledHalves) for part in parts):
-        raise UserError(f'{problem} does not support compile.backend yet; lower parallel.tensor, or set it to "none"')
+        raise UserError(f"{problem} does not work with compile.backend yet; lower parallel.tensor, or compile nothing")

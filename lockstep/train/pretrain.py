@@ -215,8 +215,8 @@ def _train(
             if start and (start >= config.steps or loader.ended):
                 ended = "the end of its data" if loader.ended else f"step {start}"
                 log.warning(
-                    "the run has already finished, at %s; to continue training, give more --steps or, from its "
-                    "weights, --model %s and another --output",
+                    "the run has finished at %s; to continue, give more --steps or, "
+                    "from its weights, --model %s and another --output",
                     ended,
                     run.path,
                 )
@@ -375,7 +375,7 @@ def make_tokenizer(
     if not config.tokenizer.startswith("bpe:"):
         return named_tokenizer(config.tokenizer, ())
     if not texts:
-        raise UserError(f'tokenizer "{config.tokenizer}": the data is already tokenized; remove --tokenizer')
+        raise UserError(f'tokenizer "{config.tokenizer}": the data is tokenized already; leave --tokenizer out')
     return learn_once(world, lambda: named_tokenizer(config.tokenizer, itertools.chain.from_iterable(texts)))
 
 
@@ -423,8 +423,8 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
         shape = read_config(Path(config.model))
         if tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}; remove "
-                "--tokenizer to use the model's own"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}; leave "
+                "--tokenizer out to use the model's own"
             )
         if config.tokenizer not in ("", "byte") and Path(config.tokenizer).resolve() != folder.resolve():
             # The folder's ids are those of other tokens.

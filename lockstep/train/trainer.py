@@ -49,8 +49,8 @@ class Trainer:
     ):
         if isinstance(model, Pipeline) and config.optimizer_in_backward:
             raise UserError(
-                "train.optimizer_in_backward does not support parallel.pipeline, which computes a weight's gradient in "
-                "several backwards; switch it off"
+                "train.optimizer_in_backward does not work with parallel.pipeline, which computes a weight's gradient "
+                "in several backwards; switch it off"
             )
         if config.keep_freed_memory and model.device.type == "cpu":
             keep_freed_memory()

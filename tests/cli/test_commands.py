@@ -183,13 +183,14 @@ def test_as_many_ranks_as_the_tensor_degree_must_run(command, model_folder, monk
     arguments = [*command, "--model", str(model_folder)]
     assert main([*arguments, "--parallel.tensor", "2"]) == 2
     assert (
-        "parallel.tensor is 2, and the number of ranks 1; start torchrun --nproc-per-node 2" in capsys.readouterr().err
+        "parallel.tensor is 2, but the number of ranks is 1; start torchrun --nproc-per-node 2"
+        in capsys.readouterr().err
     )
     assert main([*arguments, "--parallel.tensor", "3"]) == 2
     assert "parallel.tensor is 3; give 1, 2, 4 or 8" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(arguments) == 2
-    assert "parallel.tensor is 1, and the number of ranks 2; give --parallel.tensor 2, or" in capsys.readouterr().err
+    assert "parallel.tensor is 1, but the number of ranks is 2; give --parallel.tensor 2, or" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -484,7 +484,7 @@ def test_a_run_on_a_mixture_of_a_stream_text_and_tokens(tmp_path, data_set):
     metrics = [json.loads(line) for line in (pretrain(config) / "metrics.jsonl").read_text().splitlines()]
     assert [m["tokens"] for m in metrics] == [512, 512] and metrics[0]["data/empty_documents"] == 1
     config.data, config.overwrite, config.tokenizer = str(tmp_path / "tokens"), True, "bpe:300"
-    with pytest.raises(UserError, match="already tokenized"):
+    with pytest.raises(UserError, match="tokenized already"):
         pretrain(config)
 
 

@@ -114,7 +114,7 @@ def test_ranks_guess_alike_and_sample_what_one_process_does_without(draft):
 def unseeded(ranks):
     world, model = model_of(ranks, ranks, "qwen3:micro", "float32", 258)
     (group,) = Engine(model).generate([[1, 2, 3]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
-    with pytest.raises(UserError, match="cuda_graphs does not work with parallel.tensor"):
+    with pytest.raises(UserError, match="cuda_graphs do not work with parallel.tensor"):
         Engine(model, EngineConfig(cuda_graphs="full"))
     close_world(world)
     return [c.token_ids for c in group]

@@ -32,7 +32,7 @@ def test_a_missing_package_is_broken_and_named_with_its_command(monkeypatch):
     assert not usable(findings) and json.loads(as_json(findings))["usable"] is False
     text = as_text(findings)
     assert "✗  no-such-package    missing\n" in text and 'pip install "no-such-package"' in text
-    assert text.endswith("1 broken; what to do is shown below each")
+    assert text.endswith("1 broken; what to do is shown next to each")
 
 
 def test_a_package_of_a_version_that_this_one_does_not_take_is_noted(monkeypatch):

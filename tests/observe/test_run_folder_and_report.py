@@ -28,10 +28,10 @@ def test_a_folder_is_never_taken_from_its_owner(tmp_path):
     assert (run.path / "config.toml").read_text() == "a = 3\n"
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(UserError, match="is not empty and does not contain a run"):
+    with pytest.raises(UserError, match="is not empty and is not a run's folder"):
         open_run(str(tmp_path / "thesis"), "", overwrite=True)
     (tmp_path / "thesis" / "config.toml").write_text('base = "https://example.org"')  # many programs have one
-    with pytest.raises(UserError, match="is not empty and does not contain a run"):
+    with pytest.raises(UserError, match="is not empty and is not a run's folder"):
         open_run(str(tmp_path / "thesis"), "", overwrite=True)
     (run.path / "notes.txt").write_text("weeks of work")
     with pytest.raises(UserError, match=r"run: contains files that no run wrote \(notes.txt\); move them"):
@@ -105,7 +105,7 @@ def test_a_start_that_fails_before_its_first_step_leaves_no_folder(tmp_path):
     assert (tmp_path / "idle" / "config.toml").is_file(), "a run that was there stays"
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
-    with pytest.raises(UserError, match="does not contain a run"), claim_run(str(tmp_path / "thesis"), ""):
+    with pytest.raises(UserError, match="is not a run's folder"), claim_run(str(tmp_path / "thesis"), ""):
         pass
     assert [p.name for p in (tmp_path / "thesis").iterdir()] == ["chapter.tex"]
 

@@ -85,7 +85,7 @@ def test_a_width_that_compiled_loops_cannot_treat_evenly_is_refused_by_name():
         family="llama3", vocab_size=50, dim=48, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32,
         intermediate_size=64,
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"does not go with dim 48 .* compile.backend = \"none\""):
+    with pytest.raises(UserError, match=r"does not work with dim 48 .* compile.backend = \"none\""):
         apply_compile(build_model(config, dtype="float32"), INDUCTOR)
 
 

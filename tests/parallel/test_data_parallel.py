@@ -52,7 +52,7 @@ def test_a_whole_gradient_is_kept_where_it_fits_a_quarter_of_a_ranks_memory():
     assert not every(10**12, small, data_shard=1) and not every(10**12, small, pipeline=2)
     assert every(1, replace(small, reduce_gradients="microbatch"))
     assert not every(10**12, replace(small, reduce_gradients="step"))
-    with pytest.raises(UserError, match=r'reduce_gradients "microbatch" does not go with parallel.pipeline'):
+    with pytest.raises(UserError, match=r'reduce_gradients "microbatch" does not work with parallel.pipeline'):
         refuse_impossible(
             preset("qwen3:micro"),
             dict.fromkeys(AXES, 1) | {"pipeline": 2},

@@ -280,7 +280,7 @@ def test_impossible_adapters_are_refused():
     with pytest.raises(UserError, match="stacked experts have no adapters"):
         lora_of(preset("qwen3_moe:micro"), 4, 8.0, ("*.experts.*",))
     adapted = replace(SHAPE, reduction_chunks=2, lora=lora_of(SHAPE, 4, 8.0, ("q_proj",)))
-    with pytest.raises(UserError, match="parallel.tensor 2 does not go with a low-rank adapter so far"):
+    with pytest.raises(UserError, match="parallel.tensor 2 does not work with a low-rank adapter yet"):
         refuse_impossible(
             replace(adapted, reduction_chunks=2), dict.fromkeys(AXES, 1) | {"tensor": 2}, ParallelConfig()
         )
@@ -435,7 +435,7 @@ def test_servers_and_tensor_generators_are_refused_an_adapter_by_name(tmp_path, 
         config = _rl(tmp_path, newest_folder(adapter), actors=served, lora=LoraConfig())
         policy_model(config, World(torch.device("cpu")))
     shape = replace(preset("qwen3:micro", 258), reduction_chunks=2)
-    with pytest.raises(UserError, match="actors.tensor 2 does not go with a low-rank adapter"):
+    with pytest.raises(UserError, match="actors.tensor 2 does not work with a low-rank adapter"):
         refuse_generators(replace(shape, lora=lora_of(shape, 2, 4.0, ["q_proj"])), 2)
     refuse_generators(shape, 2)
 

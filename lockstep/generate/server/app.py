@@ -34,7 +34,7 @@ from lockstep.generate.server.weights import describe, update_weights
 from lockstep.model import check_token_ids
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for max_tokens in completions; a chat may continue to the end of the context."""
+"""OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""
 LONG_CHAT = 64
 """Messages; chats with at least this many are rendered in turn, however short they are."""
 
@@ -230,7 +230,7 @@ def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: 
     if body.begun is None:
         return []
     if prompts > 1:
-        raise ApiError(400, f"begun works with one prompt, not with {prompts}", "begun")
+        raise ApiError(400, f"begun needs exactly one prompt, not {prompts}", "begun")
     for tokens in body.begun:
         if len(tokens) > max_tokens:
             message = f"begun has {len(tokens)} tokens of a sample, but max_tokens, including them, is {max_tokens}"

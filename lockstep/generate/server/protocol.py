@@ -130,7 +130,7 @@ class CompletionRequest(SamplingRequest):
     )
     best_of: int | None = Field(None, ge=1, le=LARGEST)
     begun: Prompts[Strictly[TokenId]] | None = Field(
-        None, description="the tokens so far of each of the n samples, which sampling continues"
+        None, description="the tokens of each of the n samples so far, after which sampling continues"
     )
 
     def check_fields(self) -> None:
