@@ -1,4 +1,4 @@
-"""The generator: an engine with a paged cache over the trainer's own model."""
+"""The generator: an engine with a paged cache that runs the trainer's own model."""
 
 from lockstep.generate.engine import Engine
 from lockstep.generate.sampling_params import Completion, SamplingParams, TokenEvent

@@ -18,7 +18,7 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass
 class StepBatch:
-    """What the model and the sampler take."""
+    """The inputs of the model and the sampler."""
 
     tokens: Tensor
     positions: Tensor
@@ -26,7 +26,7 @@ class StepBatch:
     query_lengths: Tensor
     context_lengths: Tensor
     sampled: list[Chunk]
-    """Those whose sequences are sampled in this step: after their last token, and after each guess."""
+    """The chunks whose sequences are sampled in this step: after their last token, and after each guess."""
     sampled_rows: Tensor
     """The rows that are sampled, chunk after chunk."""
     sampling: tuple[Tensor, ...]
@@ -39,11 +39,11 @@ class StepBatch:
 
     @property
     def params(self) -> list[SamplingParams]:
-        """Of each sampled row."""
+        """The sampling parameters of each sampled row."""
         return [chunk.sequence.params for chunk in self.sampled for _ in range(1 + len(chunk.guess))]
 
     def row_by_row(self) -> tuple[Tensor, Tensor]:
-        """Pages and context length of each row, as if it were a sequence of its own, of one query."""
+        """Pages and context length of each row, as if it were a separate sequence with one query."""
         repeats = self.query_lengths.long()
         return self.block_table.repeat_interleave(repeats, 0), (self.positions + 1).int()
 
@@ -54,10 +54,10 @@ class StepBatch:
 
 
 class BatchArrays:
-    """A row for each running sequence: its pages and how it is sampled."""
+    """One row per running sequence: its pages and its sampling parameters."""
 
     def __init__(self, max_sequences: int):
-        # A list of pages is a row's owner: a sequence that was preempted comes back with a new one.
+        # A row is owned by a list of pages: a preempted sequence comes back with a new list.
         self._owner: list[list[int] | None] = [None] * max_sequences
         self._table = np.zeros((max_sequences, 16), dtype=np.int32)
         self._filled = np.zeros(max_sequences, dtype=np.int64)
@@ -100,7 +100,7 @@ class BatchArrays:
         )
 
     def _update(self, sequence: Sequence) -> None:
-        """Brings the sequence's row up to date: all of it for a newcomer, else only its new pages."""
+        """Updates the sequence's row: all of it if the sequence is new, else only its new pages."""
         slot = sequence.slot
         if self._owner[slot] is not sequence.pages:
             self._owner[slot] = sequence.pages

@@ -37,19 +37,19 @@ from lockstep.parallel.messages import from_all
 from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 
 LOGITS_ELEMENTS = 1 << 24
-"""Logits held at once: 64 MB where they are float32."""
+"""Logits held at a time: 64 MB in float32."""
 
 Sample = tuple[int, float, float, list[tuple[int, float]], str]
-"""A token, its log-probability before and after cuts, the likeliest tokens with theirs, and its route."""
+"""A token, its log-probability before and after cuts, the likeliest tokens with their log-probabilities, its route."""
 
 
 class Engine:
-    """Samples from `model`, whose weights it reads in place: nothing is copied to it after a trainer's update.
+    """Samples from `model`, whose weights it reads in place: nothing is copied after a trainer's update.
 
-    Of a model that is cut over a tensor axis every rank has an engine, and calls it as the others do: all have the same
-    results, those of one process.
+    If a model is sharded over a tensor axis, every rank has an engine and makes the same calls as the other ranks. All
+    get the same results, which are those of a single process.
 
-    Call `weights_changed` after every update: cached keys, and panels of weights, are of the old ones until then.
+    Call `weights_changed` after every update: until then, cached keys and packed weights are those of the old weights.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Engine:
         refuse_score_head(model.config, "the model")
         if sharded_over_data(model):
             raise UserError(
-                "an Engine reads weights where they lie, but these are sharded over data ranks, which gather them for "
-                "a forward only; make a model to sample from with lockstep.parallel.generator_model"
+                "an Engine reads weights in place, but these are sharded over data ranks, which gather them only for a "
+                "forward pass; make a model to sample from with lockstep.parallel.generator_model"
             )
         self.model = model
         self.config = config or EngineConfig()
@@ -73,7 +73,7 @@ class Engine:
         self.weights_version = 0
         self.statistics = Statistics()
         self.tensor_group = tensor_group_of(model)
-        """The ranks that share the model with this one; None: it has it whole."""
+        """The ranks that share the model with this one; None: this rank has the whole model."""
         if self.tensor_group is not None and self.config.cuda_graphs != "none":
             raise UserError("engine.cuda_graphs do not work with parallel.tensor yet; leave them out")
         num_pages = self.config.cache_tokens // ops.PAGE
@@ -99,18 +99,18 @@ class Engine:
             else None
         )
         self._token_seconds = 0.0
-        """Of the step under way, what a token would take without guesses; 0 where it had none."""
+        """Seconds per token that the current step would take without guesses; 0 if it had none."""
         self._requests: dict[int, list[Sequence]] = {}
-        # Whoever's call it is that steps, each event goes to the stream or the call of `generate` that owns its
-        # request; what nobody owns is for the caller of `step`.
+        # Whichever call runs the step, each event goes to the stream or the call of `generate` that owns its request;
+        # events without an owner go to the caller of `step`.
         self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._unowned: list[TokenEvent] = []
         self._next_id = 0
         self._under_way = False
-        """A step has begun and not ended: where none runs, an interrupt ended it anywhere."""
+        """A step has begun and not finished: if none is running, it was interrupted at some point."""
         self._away = False
         self.before_step: Callable[[], None] = lambda: None
-        """Called before each step of `generate`, which it ends by an exception."""
+        """Called before each step of `generate`; an exception from it ends `generate`."""
 
     def generate(
         self,
@@ -118,19 +118,19 @@ class Engine:
         params: SamplingParams | ListLike[SamplingParams],
         first: int | None = None,
     ) -> list[list[Completion]]:
-        """`result[i][j]` is sample j of prompt i.
+        """Samples the prompts; `result[i][j]` is sample j of prompt i.
 
-        first: so many prompts are enough, those whose longest sample is shortest. The others are stopped once that is
-        known of them, and `result[i]` is empty; None: all.
+        first: return only this many prompts, those whose longest sample is shortest. The others are stopped as soon as
+        they are known not to be among them, and their `result[i]` is empty; None: all.
 
         Raises UserError for a prompt that cannot be computed here, or whose logits are not finite.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
-        # Between two calls weights may change in ways that leave no trace.
+        # Between two calls, weights may change in ways that cannot be detected.
         self._weights.forget()
-        begin = self._next_id  # known before any is added, for an interrupt may come between
+        begin = self._next_id  # known before any is added, since an interrupt may come in between
         groups: list[list[Sequence]] = []
         try:
             for prompt, param in zip(prompts, each):
@@ -155,9 +155,9 @@ class Engine:
         return [[s.completion() for s in group] if number in wanted else [] for number, group in enumerate(groups)]
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TokenEvent]:
-        """The events of one request as they come; closing the iterator aborts it.
+        """Yields the events of one request as they come; closing the iterator aborts the request.
 
-        Several streams may be read in turns. Raises UserError as `generate` does.
+        Several streams can be read in turn. Raises UserError as `generate` does.
         """
         request_id = self._next_id
         inbox: deque[TokenEvent] = deque()
@@ -177,8 +177,8 @@ class Engine:
     def add(self, prompt: list[int], params: SamplingParams, begun: ListLike[Completion] = ()) -> int:
         """Queues a request; returns its id. Raises UserError for a prompt that can never be computed.
 
-        begun: its samples as far as another engine has come with them; they go on from there, with the draws that
-        they would have had. At least one of them has not ended.
+        begun: its samples as far as another engine has sampled them; they continue from there, with the draws they
+        would have had. At least one of them must be unfinished.
         """
         self._check(prompt, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -205,7 +205,7 @@ class Engine:
         return request_id
 
     def samples(self, request_id: int) -> ListLike[Sequence]:
-        """Those of a request that has not ended. They go on as the engine steps, until they have a `finish_reason`."""
+        """The samples of an unfinished request. They grow as the engine steps, until they have a `finish_reason`."""
         return self._requests[request_id]
 
     def _fresh_seed(self) -> int:
@@ -216,16 +216,16 @@ class Engine:
 
     @property
     def max_positions(self) -> int:
-        """Tokens of prompt and completion that the model takes."""
+        """The most tokens of prompt and completion together that the model supports."""
         return self.model.config.max_positions
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache has room for, of one sequence or of many."""
+        """The capacity of the cache in tokens, for one sequence or many."""
         return self.allocator.num_pages * ops.PAGE
 
     def abort(self, request_id: int) -> None:
-        """Ends a request and frees its pages at once; an id that has ended already is ignored."""
+        """Ends a request and frees its pages at once; the id of a request that has already ended is ignored."""
         self._inboxes.pop(request_id, None)
         self._unowned = [e for e in self._unowned if e.request_id != request_id]
         unfinished = [s for s in self._requests.pop(request_id, []) if s.finish_reason is None]
@@ -240,9 +240,9 @@ class Engine:
         return bool(self._requests or self._unowned)
 
     def load_weights(self, folder: Path) -> None:
-        """Replaces the model's weights by those of another folder of it; `weights_changed` comes after it.
+        """Replaces the model's weights by those of another folder of the same model; call `weights_changed` afterwards.
 
-        Raises UserError, the old weights untouched, for a folder that does not fit: on all ranks if on one of them.
+        Raises UserError, leaving the old weights untouched, for a folder that does not fit: on all ranks if on any.
         """
         sources, problem = None, ""
         try:
@@ -257,17 +257,17 @@ class Engine:
         copy_weights(sources)
 
     def weights_away(self) -> None:
-        """The memory of the model's weights is given away until `weights_changed`, and with it that of their panels.
+        """Frees the packed weights too, when the memory of the model's weights is released until `weights_changed`.
 
-        Nothing is sampled until then: a step raises RuntimeError. Raises UserError where CUDA graphs hold addresses.
+        Nothing can be sampled until then: a step raises RuntimeError. Raises UserError if CUDA graphs hold addresses.
         """
         if self.config.cuda_graphs != "none":
-            raise UserError("CUDA graphs read weights where they were captured; leave engine.cuda_graphs out")
+            raise UserError("CUDA graphs read weights at fixed addresses; remove engine.cuda_graphs")
         self._away = True
         self._weights.release()
 
     def weights_changed(self, version: int) -> None:
-        """Forgets every cached key. Sequences in flight go on under the new weights, their keys computed anew."""
+        """Drops every cached key. In-flight sequences continue with the new weights; their keys are recomputed."""
         self._away = False
         self.weights_version = version
         self._weights.forget()
@@ -276,10 +276,11 @@ class Engine:
         self._start_over()
 
     def step(self) -> list[TokenEvent]:
-        """One forward pass over this step's tokens; an event for each token it sampled.
+        """Runs one forward pass over this step's tokens; returns an event for each token it sampled.
 
-        Events of requests that `generate` or a `stream` waits for go there; those that came for others meanwhile are
-        returned by the next call. A request whose logits are not finite ends with one event that says so.
+        Events of requests that `generate` or a `stream` waits for go there; events that arrive for other requests in
+        the meantime are returned by the next call. A request whose logits are not finite ends with one event that says
+        so.
         """
         self._step()
         events, self._unowned = self._unowned, []
@@ -288,7 +289,7 @@ class Engine:
     @torch.no_grad()
     def _step(self) -> None:
         if self._away:
-            raise RuntimeError("the engine's weights are away; call weights_changed when the model has them again")
+            raise RuntimeError("the engine's weights were released; call weights_changed once the model has them again")
         if self._under_way:
             self._start_over()
         self._under_way = True
@@ -303,7 +304,7 @@ class Engine:
                 for event in self._events(samples):
                     self._inboxes.get(event.request_id, self._unowned).append(event)
         except BaseException:
-            # Pages that this step was to fill are known already, but hold nothing.
+            # The pages that this step was to fill are already registered, but contain nothing.
             self._start_over()
             raise
         self._under_way = False
@@ -311,7 +312,7 @@ class Engine:
 
     def _start_over(self) -> None:
         unfinished = {number: [s for s in group if s.finish_reason is None] for number, group in self._requests.items()}
-        # What ended as a step failed has ended, though nobody was told.
+        # What ended in a step that failed has ended, although no event reported it.
         self._requests = {number: group for number, group in self._requests.items() if unfinished[number]}
         self.scheduler.restart(s for group in unfinished.values() for s in group)
         self._under_way = False
@@ -329,7 +330,7 @@ class Engine:
         return samples
 
     def _compute(self, chunks: list[Chunk]) -> list[Sample]:
-        """Runs the model; for each chunk that reaches its sequence's end a sample after it, and after each guess."""
+        """Runs the model; samples after each chunk that reaches its sequence's end, and after each of its guesses."""
         batch = self._arrays.prepare(chunks)
         self._sampling, params = batch.sampled, batch.params
         with ops.recorded_routes() as recorded:
@@ -357,7 +358,7 @@ class Engine:
         return samples
 
     def _hidden(self, batch: StepBatch) -> tuple[Tensor, list[str]]:
-        """The hidden state of every row, and the routes of those that are sampled, where they are asked for."""
+        """The hidden state of every row, and the routes of the sampled rows if they were asked for."""
         if not self._has_routes or not any(params.routes for params in batch.params):
             return self._runner.hidden(batch), [""] * len(batch.sampled_rows)
         with ops.recorded_routes() as recorded:
@@ -365,7 +366,7 @@ class Engine:
         return hidden, self._routes(recorded, batch)
 
     def _routes(self, recorded: list[Tensor], batch: StepBatch) -> list[str]:
-        """Of each sampled row, in the form that its request asks for."""
+        """The routes of each sampled row, in the form its request asks for."""
         forms = [params.routes for params in batch.params] if recorded else []
         if not any(forms):
             return [""] * len(batch.sampled_rows)
@@ -401,7 +402,7 @@ class Engine:
         return events
 
     def _ended_with(self, sequence: Sequence) -> list[Sequence]:
-        """It, or all samples of its request where its logits were not finite."""
+        """The sequence, or all samples of its request if its logits were not finite."""
         broken = [s for s in self._requests[sequence.request_id] if s.finish_reason == "error"]
         return broken or [sequence]
 
@@ -432,7 +433,7 @@ class Engine:
             self.scheduler.accept(chunk, accepted)
 
     def _break(self, request_id: int) -> None:
-        """Ends a request whose logits are not finite. Its pages are not reused: what they hold need not be finite."""
+        """Ends a request whose logits are not finite. Its pages are not reused: their contents may not be finite."""
         unfinished = [s for s in self._requests[request_id] if s.finish_reason is None]
         for sequence in unfinished:
             sequence.finish_reason = "error"
@@ -440,7 +441,7 @@ class Engine:
         self.scheduler.remove(unfinished)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
-        """prompt, max_tokens: in tokens. Raises UserError where they can never be computed."""
+        """prompt, max_tokens: in tokens. Raises UserError if they can never be computed."""
         limit, total = self.model.config.max_positions, prompt + max_tokens
         if total > limit:
             raise UserError(
@@ -449,7 +450,7 @@ class Engine:
             )
         if -(-total // ops.PAGE) > self.allocator.num_pages:
             raise UserError(
-                f"a prompt of {prompt} tokens and max_tokens {max_tokens} never fit in the cache of "
+                f"a prompt of {prompt} tokens and max_tokens {max_tokens} do not fit in the cache of "
                 f"{self.allocator.num_pages * ops.PAGE} tokens; raise engine.cache_tokens"
             )
 
@@ -464,5 +465,5 @@ def _raise_broken(event: TokenEvent, request: str) -> None:
     if event.finish_reason == "error":
         raise UserError(
             f"{request}: its logits are not finite (NaN or infinite) with weights version {event.weights_version}; "
-            "check the weights, or load those of an earlier checkpoint"
+            "check the weights, or load an earlier checkpoint"
         )

@@ -1,7 +1,7 @@
-"""CUDA graphs of a step: what the model launches is recorded once a batch size, and replayed over static buffers.
+"""CUDA graphs of a step: the model's launches are recorded once per batch size and replayed over static buffers.
 
-A replay reads the trainer's own weights: an update in place is seen by the next step. A batch is padded to the next
-size of a ladder; the padding rows belong to no sequence, so they write no page and their results are dropped.
+A replay reads the trainer's own weights, so the next step sees an update in place. A batch is padded to the next
+captured size; the padding rows belong to no sequence, so they write no page and their results are dropped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lockstep.model import Decoder
 from lockstep.model.decoder import Block
 
 GUESSED_ROWS = 64
-"""Rows of a decode step that are captured where guesses fill what few sequences leave."""
+"""Rows of the largest captured decode step when guesses fill the rows that few sequences leave free."""
 
 Tensors = tuple[Any, ...]
-"""None for the values where the keys are those."""
+"""None in place of the values if they are the same as the keys."""
 Replay = Callable[[], Tensors]
 Capture = Callable[[Callable[[], Tensors]], Replay]
-"""Records what a function does with its static buffers; the result does it again and returns the same tensors."""
+"""Records what a function does with its static buffers; the result repeats it and returns the same tensors."""
 
 
 def ladder(largest: int) -> list[int]:
@@ -53,7 +53,7 @@ class CudaCapture:
             function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using the device meanwhile.
+        # Other threads may keep using the device meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             results = function()
 
@@ -76,16 +76,16 @@ class Inputs(NamedTuple):
 
 
 class GraphRunner(Runner):
-    """Replays decode steps whole, or small steps piece by piece, as `EngineConfig.cuda_graphs` says.
+    """Replays whole decode steps, or small steps piece by piece, as `EngineConfig.cuda_graphs` says.
 
-    `capture` stands for CUDA's in tests. Raises UserError, when a step runs, where its region cannot be captured.
+    `capture` replaces CUDA's in tests. Raises UserError when a step runs that cannot be captured.
     """
 
     def __init__(self, model: Decoder, cache: ops.KVCache, config: EngineConfig, capture: Capture | None = None):
         super().__init__(model, cache)
         if capture is None and model.device.type != "cuda":
             raise UserError(
-                f'engine: cuda_graphs is "{config.cuda_graphs}", but the model is on the {model.device.type}; '
+                f'engine: cuda_graphs is "{config.cuda_graphs}", but the model is on {model.device.type}; '
                 'set it to "none", or move the model to a GPU'
             )
         self.mode = config.cuda_graphs
@@ -104,12 +104,12 @@ class GraphRunner(Runner):
             temperature=torch.ones(largest, dtype=torch.float32, device=device),
             uniform=torch.zeros(largest, dtype=torch.float64, device=device),
         )
-        # Graphs read the very tables they were recorded with, which the model replaces by larger ones.
+        # Graphs read the very tables they were recorded with, but the model replaces its tables by larger ones.
         self._tables = model.rotary.reserve(width * ops.PAGE, device)
         self._attended = torch.zeros(largest, heads, head_dim, dtype=model.dtype, device=device)
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        """The whole step in one replay, where every row of it is sampled."""
+        """The whole step in one replay, if every row of it is sampled."""
         count = len(batch.tokens)
         if self.mode == "piecewise" or not batch.decodes or count > self.sizes[-1]:
             return None
@@ -141,14 +141,14 @@ class GraphRunner(Runner):
         return self.sizes[bisect.bisect_left(self.sizes, rows)]
 
     def _step(self, size: int) -> Tensors:
-        """Embedding to draw, over the first `size` rows of the static buffers."""
+        """From the embedding to the draw, over the first `size` rows of the static buffers."""
         tokens, positions, table, contexts, temperature, uniform = (buffer[:size] for buffer in self._inputs)
         hidden = self.model(tokens, positions, ops.DecodeAttention(self.cache, table, contexts))
         logits = self.model.logits(hidden)
         return (logits, *ops.draw(logits, temperature, uniform))
 
     def _piecewise(self, batch: StepBatch, size: int) -> Tensor:
-        """As `Decoder.forward`, with what lies between two attentions replayed; attention itself runs uncaptured."""
+        """As `Decoder.forward`, replaying what lies between two attentions; attention itself is not captured."""
         model = self.model
         tokens, positions = self._inputs.tokens[:size], self._inputs.positions[:size]
         _fill(tokens, batch.tokens)
@@ -185,7 +185,7 @@ class GraphRunner(Runner):
         return self._pieces[size, index]()
 
     def _captured(self, function: Callable[[], Tensors], region: str) -> Replay:
-        """`function`, captured; a replay notes the routes that its mixtures have chosen."""
+        """`function`, captured; a replay records the routes that its mixtures chose."""
         count = 0
 
         def with_routes() -> Tensors:
@@ -206,13 +206,13 @@ class GraphRunner(Runner):
             less = '"piecewise" or "none"' if self.mode.startswith("full") else '"none"'
             raise UserError(
                 f'engine: cuda_graphs is "{self.mode}", but {region} cannot be captured ({error}); an operator in it '
-                f"waits for the device or allocates outside torch. Set engine.cuda_graphs to {less}"
+                f"synchronizes with the device or allocates outside torch. Set engine.cuda_graphs to {less}"
             ) from error
         return replay
 
 
 def _fill(buffer: Tensor, values: Tensor) -> None:
-    """`values` at the beginning, zeros behind: a context of 0 marks a row as padding."""
+    """Writes `values` at the beginning and zeros after them: a context of 0 marks a row as padding."""
     count = values.shape[0]
     buffer[:count].copy_(values, non_blocking=True)
     buffer[count:].zero_()

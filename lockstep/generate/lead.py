@@ -1,4 +1,4 @@
-"""An engine on several ranks, called on one: the first tells the others each call, and they make the same."""
+"""An engine on several ranks, called on one: the first rank sends each call to the others, which make it too."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lockstep.parallel.messages import SIGN_OF_LIFE, from_rank_0
 
 
 class LeadingEngine(Engine):
-    """That of the first rank of a tensor group.
+    """The engine of the first rank of a tensor group.
 
-    While it leads, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread tells
-    them now and then to wait on, for a message must not take long. While it does not, each rank calls its own engine,
-    as of any that share a model.
+    While it leads, until `end`, the other ranks run `follow`, and nothing else may be sent in the group; a thread
+    regularly tells them to keep waiting, since the wait for a message has a timeout. While it does not lead, each rank
+    calls its own engine, as ranks that share a model do.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LeadingEngine(Engine):
             self.lead()
 
     def add(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> int:
-        self._check(prompt, params)  # what is refused here is not told
+        self._check(prompt, params)  # what is rejected here is not sent
         with self.on_all_ranks("add", prompt, dataclasses.asdict(params), [dataclasses.asdict(c) for c in begun]):
             return super().add(prompt, params, begun)
 
@@ -63,24 +63,24 @@ class LeadingEngine(Engine):
             super().weights_changed(version)
 
     def lead(self) -> None:
-        """From here on the other ranks follow."""
+        """From now on, the other ranks follow."""
         self._leads = True
         self._ended.clear()
         self._signs = threading.Thread(target=self._tell_signs_of_life, name="signs of life", daemon=True)
         self._signs.start()
 
     def end(self) -> None:
-        """Lets the other ranks go."""
+        """Releases the other ranks."""
         with self._calling:
             self._ended.set()
-            with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # of one that died; torchrun ends all
+            with contextlib.suppress(RuntimeError), self.on_all_ranks("end"):  # a rank died; torchrun ends all
                 pass
             self._leads = False
         self._signs.join()
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """Within it the other ranks follow."""
+        """The other ranks follow within this context."""
         self.lead()
         try:
             yield
@@ -89,7 +89,7 @@ class LeadingEngine(Engine):
 
     @contextlib.contextmanager
     def on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Tells the other ranks a call, to be made within: no sign of life may come between what they exchange in it.
+        """Sends a call to the other ranks, to be made within this context: no sign of life may interrupt its messages.
 
         name: a method of the engine, or one of the calls that `follow` was given.
         """
@@ -99,7 +99,7 @@ class LeadingEngine(Engine):
             yield
 
     def _tell_signs_of_life(self) -> None:
-        with contextlib.suppress(RuntimeError):  # whoever calls the engine next hears of it
+        with contextlib.suppress(RuntimeError):  # the next call of the engine raises it
             while not self._ended.wait(SIGN_OF_LIFE):
                 with self._calling:
                     if not self._ended.is_set():  # else they have gone
@@ -107,9 +107,9 @@ class LeadingEngine(Engine):
 
 
 def follow(engine: Engine, calls: Mapping[str, Callable[..., object]] = {}) -> None:
-    """On the other ranks of a group: makes the calls that the first one's engine gets, and those of `calls`.
+    """On the other ranks of a group: makes the calls that the first rank's engine gets, and those in `calls`.
 
-    Returns once the first one has ended.
+    Returns once the first rank has ended.
     """
     while True:
         name, *arguments = from_rank_0(None, engine.tensor_group)

@@ -1,4 +1,4 @@
-"""Which sequence holds which page of the key-value cache."""
+"""Which sequence uses which page of the key-value cache."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ ROOT = 0
 """The chain before a sequence's first page."""
 
 PageContent = tuple[int, tuple[int, ...]]
-"""The chain that a page continues, and the tokens whose keys it holds."""
+"""The chain that a page continues, and the tokens whose keys it contains."""
 
 
 class PageAllocator:
-    """Hands out pages, counts their holders, and finds full pages again by what they hold.
+    """Allocates pages, counts their references, and finds full pages again by content.
 
-    A full page is known by the chain of pages before it and its own tokens, so equal contents are found exactly.
-    A known page without holders stays filled until its place is needed, least recently used first; it counts as
-    free.
+    A full page is identified by the chain of pages before it and its own tokens, so equal contents are found exactly.
+    A known page without references keeps its contents until its space is needed, least recently used first; it counts
+    as free.
     """
 
     def __init__(self, num_pages: int):
@@ -34,7 +34,7 @@ class PageAllocator:
         return len(self._free) + len(self._idle)
 
     def allocate(self) -> int:
-        """A page for one holder to fill. Raises IndexError if none is free: look at `num_free` first."""
+        """A page with one reference, to be filled. Raises IndexError if none is free: check `num_free` first."""
         if self._free:
             page = self._free.pop()
         else:
@@ -46,7 +46,7 @@ class PageAllocator:
         return page
 
     def share(self, chain: int, tokens: tuple[int, ...]) -> tuple[int, int] | None:
-        """(page, chain after it) of a known full page, held once more; None if it is not known."""
+        """(page, chain after it) of a known full page, with one more reference; None if it is not known."""
         found = self._page_of.get((chain, tokens))
         if found is not None:
             page = found[0]
@@ -66,7 +66,7 @@ class PageAllocator:
         return after
 
     def release(self, page: int) -> None:
-        """One holder less."""
+        """Drops one reference."""
         if self.holders[page] <= 0:
             raise ValueError(f"page {page} is released more often than it was held")
         self.holders[page] -= 1
@@ -77,12 +77,12 @@ class PageAllocator:
                 self._free.append(page)
 
     def forget(self, page: int) -> None:
-        """A page that is held is not found again, for what it holds is of no use."""
+        """Makes a page that is in use impossible to find again, since its contents are of no use."""
         if page in self._content_of:
             self._forget(page)
 
     def reset(self) -> None:
-        """No page is held or found again: the weights have changed, or a step has failed before it filled its pages."""
+        """Frees and forgets every page: the weights have changed, or a step failed before it filled its pages."""
         self.holders = [0] * self.num_pages
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._idle.clear()

@@ -1,8 +1,8 @@
-"""Which experts computed a token's log-probability, as a text: of all layers, or a digest of them.
+"""Which experts computed a token's log-probability, as a string: those of all layers, or a digest of them.
 
-A whole route has a byte for each expert of each mixture, of more than 256 experts two. Where it is longer than a digest
-it is several times what the token itself takes as plain data (48 layers of 8 experts: 512 characters beside 30), and
-comparing needs no more than the digest: that is what travels and what is written, unless routes are to be replayed.
+A whole route has one byte per chosen expert of each mixture, or two if a mixture has more than 256 experts. A route
+longer than a digest takes several times the space of the token itself (48 layers of 8 experts: 512 characters versus
+30), and comparing needs only the digest. So the digest is what is sent and written, unless routes are to be replayed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ DIGEST = 8
 
 
 LONGEST = 16384
-"""Characters of a route that others send."""
+"""The most characters of a route that is received."""
 
 
 def routes_of_rows(
     recorded: Sequence[Int[Tensor, "tokens active"]], rows: Int[Tensor, "rows"], tokens: int
 ) -> list[bytes]:
-    """Whole routes of some rows, from what `ops.recorded_routes` has of a forward pass over `tokens` rows."""
-    # A compiled half of a layer gets each row twice where there is but one, and behind a graph's rows is padding, fewer
-    # rows than there are tokens.
+    """Whole routes of some rows, from what `ops.recorded_routes` recorded of a forward pass over `tokens` rows."""
+    # A compiled half of a layer gets a single row twice, and a graph's rows are followed by padding, of fewer rows than
+    # there are tokens.
     own = [chosen if len(chosen) == tokens else chosen[:: len(chosen) // tokens] for chosen in recorded]
     table = torch.stack([chosen[rows] for chosen in own], 1).flatten(1).cpu().numpy()
     content, width = table.tobytes(), table.shape[1] * table.itemsize
@@ -40,14 +40,14 @@ def routes_of_rows(
 
 
 def written(route: bytes, form: RoutesForm = "whole") -> str:
-    """A whole route as a text; empty where it was not asked for."""
+    """A whole route as a string; empty if it was not asked for."""
     if not form:
         return ""
     return b64encode(route if form == "whole" or len(route) <= DIGEST else _digest(route)).decode()
 
 
 def is_written(route: str) -> bool:
-    """Whether a text is one that `written` may have made, of some model."""
+    """Whether a string could have been made by `written` for some model."""
     try:
         return len(route) <= LONGEST and len(b64decode(route, validate=True)) > 0
     except ValueError:
@@ -55,13 +55,13 @@ def is_written(route: str) -> bool:
 
 
 def shortened(route: str) -> str:
-    """The digest of a route, which may be one already."""
+    """The digest of a route, which may already be one."""
     content = b64decode(route)
     return route if len(content) <= DIGEST else b64encode(_digest(content)).decode()
 
 
 def read_route(route: str, shape: ModelConfig) -> Int[np.ndarray, "mixtures active"] | None:
-    """The experts of each mixture; None: it is but a digest, or of another shape."""
+    """The experts of each mixture; None if the route is only a digest, or has another shape."""
     assert shape.experts is not None
     kind = np.dtype(np.uint8 if shape.experts.count <= 256 else "<i2")
     content, mixtures, active = b64decode(route), len(shape.mixtures), shape.experts.routing.active

@@ -25,13 +25,13 @@ def make_cache(model: Decoder, num_pages: int) -> ops.KVCache:
 
 
 def sampler_of(model: Decoder) -> Any:
-    """Has `sample` and `top_log_probs` for the logits of this rank."""
+    """An object with `sample` and `top_log_probs` for the logits of this rank."""
     group = tensor_group_of(model)
     return ops if group is None else ShardedSampler(model.config.vocab_size, group)
 
 
 class Decoded(NamedTuple):
-    """A decode step's results, one row a sequence. They hold until the next step."""
+    """A decode step's results, one row per sequence. They are valid until the next step."""
 
     logits: Float[Tensor, "sequences vocab"]
     tokens: Int[Tensor, "sequences"]
@@ -40,7 +40,7 @@ class Decoded(NamedTuple):
 
 
 class Runner:
-    """Calls the model directly. `GraphRunner` replays what was recorded where it can."""
+    """Calls the model directly. `GraphRunner` replays recorded graphs where it can."""
 
     def __init__(self, model: Decoder, cache: ops.KVCache):
         self.model = model
@@ -48,11 +48,11 @@ class Runner:
 
     @property
     def most_rows(self) -> int:
-        """Of a step that guesses make longer."""
+        """The most rows of a step to which guesses are added."""
         return sys.maxsize
 
     def decode(self, batch: StepBatch) -> Decoded | None:
-        """The whole step down to the draw, where that is one replay; `batch` is on the CPU."""
+        """The whole step down to the draw, if that is one replay; `batch` is on the CPU."""
         return None
 
     def hidden(self, batch: StepBatch) -> Float[Tensor, "rows dim"]:

@@ -1,4 +1,4 @@
-"""What those who want samples need of a generator: an `Engine` here, or others elsewhere."""
+"""The interface of a generator to code that wants samples: a local `Engine`, or remote ones."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from lockstep.generate.stragglers import Growing
 
 @runtime_checkable
 class Sample(Growing, Protocol):
-    """One sample of a request, which goes on until it has a `finish_reason`."""
+    """One sample of a request, which grows until it has a `finish_reason`."""
 
     def completion(self) -> Completion:
-        """What has come of it so far."""
+        """What has been sampled so far."""
 
 
 class Sampler(Protocol):
-    """As `Engine`, whose methods say what they do."""
+    """The interface of `Engine`, whose methods document it."""
 
     @property
     def weights_version(self) -> int:
-        """Of the weights that the next request is sampled from."""
+        """The version of the weights that the next request is sampled from."""
 
     @property
     def max_positions(self) -> int:
-        """Tokens of prompt and completion that the model takes."""
+        """The most tokens of prompt and completion together that the model supports."""
 
     @property
     def cache_tokens(self) -> int:
-        """Those that the cache takes."""
+        """The capacity of the cache in tokens."""
 
     def generate(
         self,
@@ -45,23 +45,23 @@ class Sampler(Protocol):
     def samples(self, request_id: int) -> Sequence[Sample]: ...
 
     def step(self) -> Any:
-        """Lets samples go on."""
+        """Advances the samples."""
 
     def abort(self, request_id: int) -> None: ...
 
 
 class Remembering(Sampler, Protocol):
-    """A `Sampler` that keeps what it was asked and what came of it."""
+    """A `Sampler` that records its requests and their results."""
 
     @property
     def asked(self) -> threading.Event:
         """Set once `generate` has asked for its samples."""
 
     def state(self) -> dict[str, Any]:
-        """Each request's samples as far as they have come, JSON-able, by a digest of the request."""
+        """Each request's samples so far, JSON-serializable, keyed by a digest of the request."""
 
     def count(self) -> tuple[int, int]:
-        """Samples that have ended, and those that go on."""
+        """The numbers of finished and unfinished samples."""
 
     def close(self) -> None:
-        """Ends whatever was asked here: who waits for its samples gets RunStopped."""
+        """Ends all requests: callers waiting for their samples get RunStopped."""

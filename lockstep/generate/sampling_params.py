@@ -1,4 +1,4 @@
-"""What a request asks for, and what it gets."""
+"""The parameters of a request, and its results."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 RoutesForm = Literal["", "digest", "whole"]
 MAX_TOP_LOGPROBS = 20
 LARGEST_TOP_K = 2**31 - 1
-"""Above any vocabulary, and a number that a tensor holds."""
+"""Larger than any vocabulary, and still fits in a tensor."""
 KINDS = {
     "max_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "n": int, "seed": int,
     "top_logprobs": int,
 }  # fmt: skip
 MOST_SAMPLES = 2**16
-"""Of one prompt: each is an object before the first is computed."""
+"""Per prompt: each sample is an object before the first one is computed."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a prompt is continued. Raises UserError, naming the field, for a value that makes no sense."""
+    """How a prompt is continued. Raises UserError, naming the field, for an invalid value."""
 
     max_tokens: int = 64
     """Maximum number of tokens to sample."""
     temperature: float = 1.0
-    """0 takes the likeliest token; its log-probability is then at temperature 1."""
+    """0 selects the likeliest token; its log-probability is then reported at temperature 1."""
     top_k: int = 0
-    """Draw from the k likeliest tokens only; 0: off."""
+    """Draw only from the k likeliest tokens; 0: off."""
     top_p: float = 1.0
-    """Draw from the smallest set of tokens with at least this probability, among what top_k leaves; 1: off."""
+    """Draw from the smallest set of tokens with at least this total probability, among those top_k leaves; 1: off."""
     min_p: float = 0.0
-    """Draw from tokens at least this likely relative to the likeliest; 0: off."""
+    """Draw from tokens whose probability is at least this fraction of the likeliest token's; 0: off."""
     n: int = 1
-    """Samples of the prompt."""
+    """Samples per prompt."""
     seed: int | None = None
-    """Fixes the draws, whatever else is in the batch; None: fresh ones."""
+    """Makes the draws reproducible, whatever else is in the batch; None: a fresh seed."""
     stop_token_ids: tuple[int, ...] = ()
-    """Stop after any of these tokens, besides the model's own end-of-text tokens."""
+    """Stop after any of these tokens, in addition to the model's own end-of-text tokens."""
     stop: str | tuple[str, ...] = ()
     """Stop after the token that completes this string, or any of these; needs a tokenizer. Kept as a tuple."""
     ignore_eos: bool = False
-    """Go on after an end-of-text token."""
+    """Continue after an end-of-text token."""
     top_logprobs: int = 0
-    """Also report the log-probabilities of this many likeliest tokens at every position."""
+    """Also report the log-probabilities of this many of the likeliest tokens at every position."""
     routes: RoutesForm = ""
-    """Also report the experts that each token was computed by, where the model has any: all of them, or a digest."""
+    """Also report the experts that computed each token, if the model has any: all of them, or a digest."""
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
@@ -78,15 +78,15 @@ class SamplingParams:
         if not isinstance(ids, Collection) or any(type_problem("", token, int) for token in ids):
             _refuse(f"stop_token_ids is {ids!r:.60}; it must be a tuple of whole numbers")
         if any(type_problem("", text, str) for text in self.stop):
-            _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of them")
+            _refuse(f"stop is {self.stop!r:.60}; it must be a string, or a tuple of strings")
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens are left out of the draw."""
+        """Whether some tokens are excluded from the draw."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens after which a sample ends, of a model with these end-of-text tokens."""
+        """The tokens after which a sample ends, for a model with these end-of-text tokens."""
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)
 
 
@@ -106,17 +106,17 @@ class Completion:
     """One sample of a prompt."""
 
     token_ids: list[int]
-    """The sampled tokens, the one that stopped it included."""
+    """The sampled tokens, including the one that ended the sample."""
     logprobs: list[float]
-    """log p of each, at the sampling temperature, over the whole vocabulary: what `lockstep.score` gives."""
+    """log p of each, at the sampling temperature, over the whole vocabulary: what `lockstep.score` returns."""
     finish_reason: FinishReason
     cut_logprobs: list[float] = field(default_factory=list)
-    """log p of each among the tokens that top_k, top_p and min_p left: what it was drawn with. Empty without a cut."""
+    """log p of each among the tokens that top_k, top_p and min_p leave: what it was drawn with. Empty without them."""
     versions: list[int] = field(default_factory=list)
-    """Of the weights that each was sampled from, where they may change in between; else empty."""
+    """The version of the weights that each was sampled from, if weights can change in between; else empty."""
     routes: list[str] = field(default_factory=list)
-    """Of each, the experts that computed its log-probability, as `generate.routes` writes them, where they were asked
-    for and there are any; else empty."""
+    """The experts that computed the log-probability of each, as `generate.routes` writes them, if they were asked for
+    and the model has any; else empty."""
 
 
 @dataclass
@@ -130,12 +130,12 @@ class TokenEvent:
     logprob: float
     """At the sampling temperature, over the whole vocabulary."""
     finish_reason: FinishReason | None
-    """`error`: the logits are not finite, the whole request has ended, and token and log-probability mean nothing."""
+    """`error`: the logits are not finite, the whole request has ended; token and log-probability are meaningless."""
     weights_version: int
-    """Of the weights that the token was sampled from."""
+    """The version of the weights that the token was sampled from."""
     top_logprobs: list[tuple[int, float]]
     """The likeliest tokens with their log-probabilities, best first, as many as were asked for."""
     cut_logprob: float | None = None
-    """Among the tokens that top_k, top_p and min_p left; None where the request cuts nothing."""
+    """Among the tokens that top_k, top_p and min_p leave; None if the request uses none of them."""
     route: str = ""
     """The experts that computed `logprob`, as `generate.routes` writes them; empty unless they were asked for."""

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes, and in which pages their keys go."""
+"""Which tokens the next step computes, and which pages their keys go to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Chunk:
     start: int
     count: int
     guess: list[int] = field(default_factory=list)
-    """Only where the sequence is sampled."""
+    """Only if the sequence is sampled."""
 
     @property
     def rows(self) -> int:
@@ -31,16 +31,16 @@ class Chunk:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the next token of its sequence is drawn in this step, which has not ended."""
+        """Whether the next token of its sequence is drawn in this step, which has not finished."""
         return self.start + self.count == len(self.sequence.tokens)
 
 
 class Scheduler:
-    """A waiting and a running queue under a budget of tokens, sequences and pages.
+    """A waiting and a running queue, with budgets of tokens, sequences and pages.
 
-    Within a step come sequences that only await their next token, then those whose prompt is partly computed, then
-    waiting ones. Where pages run out, the newest sequence not yet part of the step gives up its own and waits again,
-    in front; what it has sampled is kept and computed anew.
+    A step takes first the sequences that only need their next token, then those whose prompt is partly computed, then
+    waiting ones. If pages run out, the newest sequence not yet part of the step is preempted: it gives up its pages and
+    goes to the front of the waiting queue; its sampled tokens are kept and recomputed.
     """
 
     def __init__(self, config: EngineConfig, allocator: PageAllocator, page_size: int):
@@ -55,7 +55,7 @@ class Scheduler:
         """Free rows of the engine's arrays."""
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks; the pages they fill are allocated, and known from here on."""
+        """The next step's chunks; the pages they fill are allocated, and known from now on."""
         chunks: list[Chunk] = []
         budget = self.config.max_tokens_per_step
         scheduled: set[int] = set()
@@ -88,7 +88,7 @@ class Scheduler:
         return chunks
 
     def extend(self, chunk: Chunk, guess: list[int]) -> None:
-        """Computes guessed tokens too, as many as free pages take: nobody gives up a page for a guess."""
+        """Adds guessed tokens to a chunk, as many as fit in free pages: no sequence is preempted for a guess."""
         sequence = chunk.sequence
         room = (len(sequence.pages) + self.allocator.num_free) * self.page_size - sequence.computed
         chunk.guess = guess[:room]
@@ -96,7 +96,7 @@ class Scheduler:
         sequence.pages += [self.allocator.allocate() for _ in range(missing)]
 
     def accept(self, chunk: Chunk, count: int) -> None:
-        """So many of a chunk's guesses are its sequence's tokens: their keys are in the cache."""
+        """`count` of a chunk's guesses are its sequence's tokens: their keys are in the cache."""
         chunk.sequence.computed += count
         if self.config.prefix_cache:
             self._make_known(chunk.sequence)
@@ -112,15 +112,15 @@ class Scheduler:
             self.waiting = deque(s for s in self.waiting if id(s) not in gone)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """The pages of these sequences are found by no other from here on."""
+        """From now on, no other sequence finds the pages of these."""
         for sequence in sequences:
             for page in sequence.pages:
                 self.allocator.forget(page)
 
     def restart(self, unfinished: Iterable[Sequence]) -> None:
-        """All of these wait again, and nobody holds a page: computed keys are worth nothing any more.
+        """Moves all of these back to the waiting queue and frees every page: the computed keys are no longer valid.
 
-        Whatever was there before is dropped, for an interrupt may have left it half done.
+        The previous state is dropped, since an interrupt may have left it inconsistent.
         """
         self.allocator.reset()
         self.running = []
@@ -131,12 +131,12 @@ class Scheduler:
         self._slots = list(range(self.config.max_sequences - 1, -1, -1))
 
     def _make_room(self, sequence: Sequence, count: int, scheduled: set[int]) -> bool:
-        """Allocates the pages of the next `count` tokens; False if the sequence itself had to go, or must wait."""
+        """Allocates the pages of the next `count` tokens; False if the sequence itself was preempted or must wait."""
         missing = self._pages_for(sequence.computed + count) - len(sequence.pages)
         while missing > self.allocator.num_free:
             victim = next((s for s in reversed(self.running) if id(s) not in scheduled), sequence)
             if victim is sequence and scheduled and len(sequence.tokens) - sequence.computed > 1:
-                return False  # its prompt is half computed: it keeps its pages until those of the step are done
+                return False  # its prompt is half computed: it keeps its pages until this step's sequences are done
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -159,7 +159,7 @@ class Scheduler:
             sequence.known_pages += 1
 
     def _share_prefix(self, sequence: Sequence) -> None:
-        """Takes known pages for as much of the tokens as they cover; the last token is always computed."""
+        """Shares known pages for as many of the tokens as they cover; the last token is always computed."""
         size = self.page_size
         while self.config.prefix_cache and (sequence.known_pages + 1) * size < len(sequence.tokens):
             start = sequence.known_pages * size
@@ -186,7 +186,7 @@ class Scheduler:
         sequence.slot = -1
 
     def _release_pages(self, sequence: Sequence) -> None:
-        # The last page first: of a chain, the end is forgotten before what it continues.
+        # The last page first, so that the end of a chain is evicted before what it continues.
         for page in reversed(sequence.pages):
             self.allocator.release(page)
         sequence.pages = []

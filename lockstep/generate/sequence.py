@@ -14,50 +14,50 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Sequence:
-    """Its tokens, what of them is in the cache, and where."""
+    """The tokens of a sample, and which of them are in the cache, and where."""
 
     request_id: int
     index: int
     params: SamplingParams
     seed: int
     tokens: list[int]
-    """Prompt and samples; the last one's successor is what is sampled next."""
+    """Prompt and sampled tokens; the token after the last one is sampled next."""
     prompt_length: int
     stop_ids: frozenset[int]
     decoder: StreamDecoder | None = None
-    """Only where stop strings have to be looked for."""
+    """Only if there are stop strings to look for."""
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     cut_logprobs: list[float] = field(default_factory=list)
-    """Under the cut distribution; empty where `params` cuts nothing."""
+    """Under the cut distribution; empty if `params` cuts nothing."""
     routes: list[str] = field(default_factory=list)
-    """Of each sampled token, where `params` asks for them and the model has experts; else empty."""
+    """The route of each sampled token, if `params` asks for them and the model has experts; else empty."""
     finish_reason: FinishReason | None = None
 
     computed: int = 0
     """Tokens whose keys are in the cache once the steps scheduled so far have run."""
     pages: list[int] = field(default_factory=list)
     chain: int = ROOT
-    """Of the full pages so far."""
+    """The chain of the full pages so far."""
     known_pages: int = 0
     slot: int = -1
     """Row of the engine's arrays while it runs."""
 
     asked_at: float = 0.0
-    """Of time.perf_counter, as what follows."""
+    """A time of time.perf_counter, as are the following."""
     begun_at: float = 0.0
-    """When the first step began that computed something of it; 0: none has."""
+    """When the first step began that computed a part of it; 0: none has."""
     first_at: float = 0.0
-    """When this engine sampled its first token of it; 0: it has not."""
+    """When this engine sampled its first token of the sequence; 0: it has not yet."""
     sampled_before: int = 0
-    """Tokens that were there then: another engine's."""
+    """Tokens that existed by then, sampled by another engine."""
 
     @property
     def sampled(self) -> int:
         return len(self.tokens) - self.prompt_length
 
     def resume(self, begun: Completion) -> None:
-        """Takes what another engine has sampled of it."""
+        """Takes over what another engine has sampled of it."""
         cut = begun.cut_logprobs or begun.logprobs
         routes = begun.routes or [""] * len(begun.token_ids)
         for token, logprob, cut_logprob, route in zip(begun.token_ids, begun.logprobs, cut, routes, strict=True):
@@ -66,7 +66,7 @@ class Sequence:
             self.finish_reason = begun.finish_reason
 
     def append(self, token: int, logprob: float, cut_logprob: float, route: str = "") -> None:
-        """Takes a sampled token and notices whether it is the last."""
+        """Appends a sampled token and checks whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.params.cuts:

@@ -12,38 +12,38 @@ from lockstep.generate.sequence import Sequence
 
 @dataclass
 class Statistics:
-    """Two are equal where the same was sampled, however long it took."""
+    """Two are equal if the same was sampled, however long it took."""
 
     steps: int = 0
     prompt_tokens_computed: int = 0
     prompt_tokens_reused: int = 0
     tokens_sampled: int = 0
     tokens_guessed: int = 0
-    """Those that a draft proposed."""
+    """Tokens that a draft proposed."""
     guesses_accepted: int = 0
-    """Those of them that were drawn."""
+    """Proposed tokens that were drawn."""
     runs_guessed: int = 0
     """Runs of guesses that were checked: at most one per sequence and step."""
     guessed_seconds: float = field(default=0.0, compare=False)
-    """Of decode steps with guesses, the guessing included, where steps of as few rows have run without."""
+    """Seconds in decode steps with guesses, including the guessing, if steps of as few rows have also run without."""
     unguessed_seconds: float = field(default=0.0, compare=False)
-    """What their tokens would have taken one by one, by what those steps have taken."""
+    """Seconds their tokens would have taken one by one, estimated from the steps without guesses."""
     preemptions: int = 0
     sampling_seconds: float = field(default=0.0, compare=False)
     """In steps."""
     samples_ended: int = 0
-    """Those that were sampled to their end; the seconds below are sums over them."""
+    """Samples that were finished; the seconds below are sums over them."""
     queue_seconds: float = field(default=0.0, compare=False)
-    """From when they were asked to their first step."""
+    """From the request to the first step."""
     prefill_seconds: float = field(default=0.0, compare=False)
-    """From there to their first token."""
+    """From the first step to the first token."""
     decode_seconds: float = field(default=0.0, compare=False)
-    """From there to their last."""
+    """From the first token to the last."""
     tokens_decoded: int = 0
-    """Those after the first ones."""
+    """Tokens after the first of each sample."""
 
     def count_step(self, chunks: Iterable[Chunk], began: float) -> None:
-        """Of a step that began then and has computed these, whose tokens are not appended yet."""
+        """Counts a step that began at `began` and computed these chunks, whose tokens are not appended yet."""
         now = time.perf_counter()
         self.steps += 1
         for chunk in chunks:
@@ -54,7 +54,7 @@ class Statistics:
             self.prompt_tokens_computed += max(0, min(chunk.start + chunk.count, sequence.prompt_length) - chunk.start)
 
     def count_guesses(self, guessed: int, accepted: int, spared: float) -> None:
-        """spared: seconds of a step without guesses, as far as they were this sequence's."""
+        """spared: this sequence's share of the seconds of a step without guesses."""
         self.tokens_guessed += guessed
         self.guesses_accepted += accepted
         self.runs_guessed += 1

@@ -1,4 +1,4 @@
-"""Which of several groups of samples are the last to be whole, as early as that can be known."""
+"""Which of several groups of samples will be the last to be complete, as early as that can be known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.generate.sampling_params import FinishReason
 
 
 class Growing(Protocol):
-    """A sample on its way."""
+    """A sample in progress."""
 
     @property
     def sampled(self) -> int:
@@ -17,15 +17,15 @@ class Growing(Protocol):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None: it goes on."""
+        """None: not finished."""
 
 
 def stragglers(groups: Mapping[int, Sequence[Growing]], first: int) -> list[int]:
-    """The numbers of the groups that are not among the `first` to be whole, as far as the samples tell by now.
+    """The numbers of the groups that are known, from the samples so far, not to be among the `first` to complete.
 
-    A group is whole when all of its samples have ended, and the sooner the fewer tokens its longest sample has; of
-    equal ones the lower number is first. Counted in tokens and not in seconds the order follows from the draws alone:
-    whoever samples, how fast, and how often this is asked meanwhile, the same groups are left.
+    A group is complete when all of its samples have ended; groups are ordered by the tokens of their longest sample,
+    ties by the lower number. Because the order counts tokens and not seconds, it depends only on the draws: the same
+    groups are left out whoever samples them, how fast, and however often this is called in the meantime.
     """
     reached = {number: (max(each.sampled for each in samples), number) for number, samples in groups.items()}
     whole = [number for number, samples in groups.items() if all(each.finish_reason for each in samples)]

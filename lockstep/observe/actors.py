@@ -1,4 +1,4 @@
-"""Who of a run's actors waits for whom, and in which words that is said: what `lockstep why` and the watchdog share."""
+"""Which of a run's actors waits for which, and how that is put into words, for `lockstep why` and the watchdog."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any, Literal
 from lockstep.observe.sign_of_life import BYTES, STACKS_SIGNAL, host, stat_fields
 
 Process = Literal["running", "stopped", "gone", "elsewhere", "ended"]
-"""Of an actor: running; stopped by a signal; gone without a word; on another host, or in another container; ended by
-an error that it has told of."""
+"""State of an actor's process: running; stopped by a signal; gone without an error; on another host or in another
+container; ended by an error that it reported."""
 NAME = re.compile(r"[a-z]{1,40}_[0-9]{1,9}")
 LOST = ("Connection closed by peer", "Connection reset by peer", "an exchange of ranks failed", "NCCL error")
-"""How gloo and NCCL say that a connection has ended: another rank has, before."""
+"""How gloo and NCCL report that a connection was lost, because another rank ended before."""
 
 GENERATORS = "the generators"
-"""All of them, as what somebody waits for."""
+"""All generators, as what an actor waits for."""
 BY_WATCHDOG = "ended by the watchdog: "
-"""The beginning of what actors say that it has ended."""
+"""How the message of actors that the watchdog ended begins."""
 
 
 @dataclass
 class Actor:
-    """An actor's last sign of life, and what became of its process since."""
+    """An actor's last heartbeat, and what has become of its process since."""
 
     name: str
     pid: int = 0
@@ -53,7 +53,7 @@ class Actor:
     still: float = 0.0
     """Seconds without progress."""
     silent: float = 0.0
-    """Seconds without a sign of life."""
+    """Seconds without a heartbeat."""
 
     @property
     def title(self) -> str:
@@ -70,12 +70,12 @@ class Actor:
 
     @property
     def lost(self) -> bool:
-        """Nothing comes from it any more."""
+        """Nothing more will come from it."""
         return self.process in ("stopped", "gone", "ended")
 
 
 def read_actors(run: Path) -> dict[str, Actor]:
-    """All that have a sign of life in the run's folder, by name; ages by this machine's clock."""
+    """All actors with a heartbeat in the run's folder, by name; ages are by this machine's clock."""
     now = time.time()
     actors = {}
     for path in run.glob("logs/heartbeat_*.json"):
@@ -87,7 +87,7 @@ def read_actors(run: Path) -> dict[str, Actor]:
 
 
 def damaged_signs(run: Path) -> list[Path]:
-    """Files that are there as signs of life, and are none."""
+    """Heartbeat files that are not valid."""
     return sorted(path for path in run.glob("logs/heartbeat_*.json") if read_actor(path) is None and path.exists())
 
 
@@ -96,7 +96,7 @@ def _number(name: str) -> int:
 
 
 def read_actor(path: Path) -> Actor | None:
-    """None for what cannot be read: not written yet, or caught halfway."""
+    """None for what cannot be read: not written yet, or half written."""
     for _ in range(3):
         try:
             content = json.loads(_content(path))
@@ -113,11 +113,11 @@ def read_actor(path: Path) -> Actor | None:
 
 
 def _content(path: Path) -> str:
-    """Raises ValueError for what is no file of a sign of life's size: a pipe has no end."""
+    """Raises ValueError for anything but a regular file of a heartbeat's size: a pipe has no end."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise ValueError(f"{path} is no file")
+            raise ValueError(f"{path} is not a regular file")
         if len(content := os.read(file, 16 * BYTES)) == 16 * BYTES:
             raise ValueError(f"{path} is too long")
         return content.decode()
@@ -148,7 +148,7 @@ def _text(value: Any) -> str:
 
 
 def _collectives(value: Any) -> dict[str, Any]:
-    """Of each group [how many were begun, the group's ranks]."""
+    """For each group, [number of collectives begun, the group's ranks]."""
     return {str(group): [_count(begun), [_count(rank) for rank in ranks]] for group, (begun, ranks) in value.items()}
 
 
@@ -157,11 +157,11 @@ KINDS: dict[str, Any] = {
     "step": _count, "phase": _text, "waits_for": _text, "patience": _finite, "progress": _count, "work": _count,
     "moved": _finite, "time": _finite, "message": _text, "ended": _text, "collectives": _collectives,
 }  # fmt: skip
-"""Of a sign of life, what is read."""
+"""The fields of a heartbeat that are read, with their types."""
 
 
 def process_of(actor: Actor) -> Process:
-    """What this machine can see of it."""
+    """The state of its process, as far as this machine can see."""
     if actor.ended:
         return "ended"
     if actor.host != host():
@@ -185,7 +185,7 @@ def _exists(pid: int) -> bool:
 
 
 def catches_stacks_signal(actor: Actor) -> bool:
-    """Whether the signal is expected there: it ends a process that has no handler for it."""
+    """Whether the process has a handler for the signal, which otherwise would end it."""
     if actor.process != "running" or not actor.started:
         return False
     try:
@@ -197,8 +197,8 @@ def catches_stacks_signal(actor: Actor) -> bool:
 
 
 def waits(actor: Actor, actors: Iterable[Actor]) -> list[Actor]:
-    """Those that it waits for itself: whom it names; else ranks that have begun fewer collectives in a group that both
-    are in; else ranks in an earlier phase."""
+    """The actors it waits for directly: those it names; else ranks that have begun fewer collectives in a group they
+    share; else ranks in an earlier phase."""
     if actor.lost:
         return []
     others = [other for other in actors if other.name != actor.name]
@@ -221,9 +221,9 @@ def _is_behind(other: Actor, actor: Actor) -> bool:
 
 
 def held_up_by(waiting: Sequence[Actor], actors: Sequence[Actor]) -> list[Actor]:
-    """Where the chains of who waits for whom end that begin at `waiting`.
+    """The ends of the chains of waiting actors that begin at `waiting`.
 
-    Those that are stopped or gone come alone where there are some, else those furthest behind.
+    If some are stopped or gone, only those; else those furthest behind.
     """
     if not waiting:
         return []
@@ -242,21 +242,21 @@ def held_up_by(waiting: Sequence[Actor], actors: Sequence[Actor]) -> list[Actor]
         return _ring(list(seen.values()))
     if lost := [actor for actor in ends if actor.lost]:
         return _first_lost(lost)
-    # Phases are counted alike on ranks only.
+    # Only ranks count phases alike.
     least = min((a.step, a.progress if a.is_rank else 0) for a in ends)
     return [a for a in ends if (a.step, a.progress if a.is_rank else 0) == least]
 
 
 def _ring(actors: list[Actor]) -> list[Actor]:
-    """Those that wait for each other, without those that only wait for them."""
+    """The actors that wait for each other, without those that only wait for them."""
     awaited = {other.name for actor in actors for other in waits(actor, actors)}
     left = [actor for actor in actors if actor.name in awaited]
     return left if len(left) in (0, len(actors)) else _ring(left)
 
 
 def _first_lost(lost: list[Actor]) -> list[Actor]:
-    """The cause: a process that is stopped, or that the watchdog has named; an error of its own; an end without a word;
-    an error about others."""
+    """The cause, in this order: a process that is stopped, or that the watchdog named; an error of its own; an end
+    without an error message; an error about others."""
     said = verdict(lost)
     for kind in (
         [a for a in lost if a.process == "stopped"],
@@ -274,7 +274,7 @@ def _is_about_others(actor: Actor) -> bool:
 
 
 def verdict(actors: Iterable[Actor]) -> str:
-    """Whom the watchdog has named, in its words; empty where it has not ended the run."""
+    """The watchdog's message, which names the actors that stopped; empty if it has not ended the run."""
     return next((a.ended for a in actors if a.ended.startswith(BY_WATCHDOG)), "")
 
 
@@ -284,7 +284,7 @@ def stopped_words(actor: Actor) -> str:
 
 
 def where_words(actor: Actor, does: str) -> str:
-    """`rank 1 stands in step 3, in forward: no progress for 12.0 s`, where that is what it `does`."""
+    """`rank 1 stands in step 3, in forward: no progress for 12.0 s`, if `does` is "stands"."""
     waits_for = f", waiting for {actor.waits_for}" if actor.waits_for else ""
     return (
         f"{actor.title} {does} in step {actor.step}, in {actor.phase}{waits_for}: no progress for {actor.still:.1f} s"
@@ -292,16 +292,16 @@ def where_words(actor: Actor, does: str) -> str:
 
 
 def process_words(actor: Actor) -> str:
-    """What became of the process, as the end of a sentence; empty where it answers."""
+    """What became of the process, as the end of a sentence; empty if it responds."""
     if actor.process == "stopped":
         return (
             f", and its process {actor.pid} does not answer: a signal has stopped it (kill -CONT {actor.pid} lets it "
             "continue)"
         )
     if actor.process == "gone":
-        return f", and its process {actor.pid} is gone without a word: it was killed (dmesg shows whether for memory)"
+        return f", and its process {actor.pid} is gone: it was killed (check dmesg for an out-of-memory kill)"
     if not actor.answers:
-        return f", and its process {actor.pid} does not answer for {actor.silent:.1f} s"
+        return f", and its process {actor.pid} has not answered for {actor.silent:.1f} s"
     return ""
 
 
@@ -309,7 +309,7 @@ COLUMNS = ("actor", "process", "step", "phase", "waits for", "no progress", "las
 
 
 def table(actors: Sequence[Actor]) -> str:
-    """A line for each actor."""
+    """A table with one line per actor."""
     rows = [COLUMNS, *(_row(actor, actors) for actor in actors)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
@@ -318,7 +318,7 @@ def table(actors: Sequence[Actor]) -> str:
 def _row(actor: Actor, actors: Sequence[Actor]) -> tuple[str, ...]:
     process = f"{actor.pid} {actor.process}"
     if actor.process == "elsewhere":
-        process = f"{actor.pid} on {actor.host.split(' ')[0]}, said something {actor.silent:.0f} s ago"
+        process = f"{actor.pid} on {actor.host.split(' ')[0]}, last heard {actor.silent:.0f} s ago"
     elif not actor.lost and not actor.answers:
         process += f", silent for {actor.silent:.0f} s"
     return (
@@ -328,7 +328,7 @@ def _row(actor: Actor, actors: Sequence[Actor]) -> tuple[str, ...]:
 
 
 def waits_words(actor: Actor, actors: Sequence[Actor]) -> str:
-    """What it says that it waits for, or else the actors that it is seen to wait for."""
+    """What it says it waits for, or else the actors that it is found to wait for."""
     return actor.waits_for or ", ".join(other.title for other in waits(actor, actors))
 
 

@@ -1,4 +1,4 @@
-"""What ranks send each other: every collective that PyTorch dispatches, by kind and mesh axis."""
+"""Communication between ranks: every collective that PyTorch dispatches, by kind and mesh axis."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NO_MESSAGE = ("wait_tensor", "wrap_tensor_autograd", "barrier")
 
 @dataclass
 class Traffic:
-    """Of one kind of collective along one axis."""
+    """The traffic of one kind of collective along one axis."""
 
     calls: int = 0
     bytes: int = 0
-    """Of the larger side of each: what was gathered, or what was there before it was summed and scattered."""
+    """Of the larger side of each: the gathered result, or the input before it is summed and scattered."""
 
 
 class CollectiveLog(TorchDispatchMode):
-    """While entered, counts collectives; `traffic` has them by (axis, kind). `axes`: each axis by its group's name."""
+    """Counts collectives within its context, in `traffic` by (axis, kind). `axes`: each axis by its group's name."""
 
     def __init__(self, axes: dict[str, str]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where two runs part: the first step at which a loss or a gradient norm differs, to the bit."""
+"""Where two runs diverge: the first step at which a loss or a gradient norm is not bitwise identical."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lockstep.observe.run_folder import METRICS
 
 NAMES = ("loss", "grad_norm", "validation/loss")
 ROWS = 8
-"""Of the table, from the step before the first difference on."""
+"""Rows of the table, starting at the step before the first difference."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric of two runs at one step; None stands for what was not finite, or not there."""
+    """A metric of two runs at one step; None if it was not finite or missing."""
 
     step: int
     first: float | None
@@ -25,7 +25,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Of the larger of both; infinite where only one is a number."""
+        """Relative to the larger of the two; infinite if only one is a number."""
         if self.first == self.second:
             return 0.0
         if self.first is None or self.second is None:
@@ -35,7 +35,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, metric by metric, over the steps that both have."""
+    """Two runs, metric by metric, over the steps they have in common."""
 
     steps: list[int]
     only_first: int
@@ -54,14 +54,14 @@ class Comparison:
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Comparison:
-    """Compares the metrics of two runs' folders. Raises UserError where one has none, or they share no step.
+    """Compares the metrics of two runs' folders. Raises UserError if one has none, or they share no step.
 
-    JSON keeps every bit of a number, so equal numbers were equal bits.
+    JSON keeps every bit of a number, so equal numbers had equal bits.
     """
     runs = [_by_step(Path(folder)) for folder in (first, second)]
     steps = sorted(runs[0].keys() & runs[1].keys())
     if not steps:
-        raise UserError(f"{first} and {second} have no step in common; nothing can be compared")
+        raise UserError(f"{first} and {second} have no step in common; there is nothing to compare")
     metrics = {
         name: [Difference(s, runs[0][s].get(name), runs[1][s].get(name)) for s in steps]
         for name in NAMES
@@ -96,7 +96,7 @@ def comparison_text(comparison: Comparison, tolerance: float = 0.0) -> str:
 
 
 def comparison_plot(comparison: Comparison, path: Path, labels: tuple[str, str]) -> None:
-    """Both runs' curves, and below each the relative difference."""
+    """Plots both runs' curves, and the relative difference below each."""
     from matplotlib.figure import Figure
 
     columns = len(comparison.metrics)
@@ -129,7 +129,7 @@ def comparison_plot(comparison: Comparison, path: Path, labels: tuple[str, str])
 def _by_step(folder: Path) -> dict[int, dict[str, float | None]]:
     metrics = read_metrics(folder / METRICS)
     if not metrics:
-        raise UserError(f"{folder}: has no {METRICS}; give the folder of a run that has made a step")
+        raise UserError(f"{folder}: has no {METRICS}; give the folder of a run that has finished a step")
     return {int(m["step"]): m for m in metrics}
 
 

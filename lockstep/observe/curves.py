@@ -1,4 +1,4 @@
-"""A run's curves as pictures, each with a sentence that says what it shows."""
+"""Plots of a run's curves, each with a sentence that explains it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.observe.run_folder import METRICS
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: the metrics drawn in it, and what a reader should make of them."""
+    """One plot: the metrics drawn in it, and how to read them."""
 
     title: str
     unit: str
@@ -24,7 +24,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curve:
-    """A panel drawn."""
+    """A rendered panel."""
 
     title: str
     svg: str
@@ -38,47 +38,47 @@ LOSS = Panel(
     "Mean cross-entropy of the next token: how surprised the model is by the text. It should fall, first fast, then "
     "slowly.",
 )
-# Panels without data, or with nothing but zeros, are left out.
+# Panels without data, or with only zeros, are left out.
 REINFORCEMENT = [
     Panel(
         "Reward",
         "mean per completion",
         ("reward/mean",),
-        "What the completions of each step earned. This is what GRPO pushes up; the pale line is every step, the dark "
+        "Mean reward of each step's completions. This is what GRPO pushes up; the pale line is every step, the dark "
         "one its moving average.",
     ),
     Panel(
         "Held-out accuracy",
         "share correct",
         ("validation/accuracy",),
-        "Right answers to the validation's prompts: where those are not trained on, a rise is learning and not memory.",
+        "Correct answers to the validation prompts: if they are not trained on, a rise is learning, not memorization.",
     ),
     Panel(
         "Held-out reward",
         "mean per completion",
         ("validation/reward",),
-        "The reward on the validation's prompts: where those are not trained on, a rise is learning and not memory.",
+        "Reward on the validation prompts: if they are not trained on, a rise is learning, not memorization.",
     ),
-    Panel("Rewards by name", "mean per completion", (), "The parts that the reward is made of."),
+    Panel("Rewards by name", "mean per completion", (), "The components of the reward."),
     Panel(
         "Completion length",
         "tokens",
         ("rollout/tokens_mean", "rollout/tokens_p10", "rollout/tokens_p90"),
-        "Tokens per completion: the mean, and what 10 and 90 % are not above. Growth without more reward can mean that "
+        "Tokens per completion: the mean, and the 10th and 90th percentiles. Growth without more reward can mean that "
         "the model rambles.",
     ),
     Panel(
         "Diversity",
         "share",
         ("diversity/distinct", "diversity/overlap"),
-        "Different completions among those of a prompt, and how many pairs of tokens two of them share. Where all say "
-        "the same there is nothing to compare.",
+        "Share of distinct completions per prompt, and of token pairs that two of them have in common. If all are the "
+        "same, there is nothing to compare.",
     ),
     Panel(
         "Policy entropy",
         "nats per token",
         ("policy/entropy",),
-        "How undecided the model is about the next token. It falls as answers settle; near 0 nothing new is tried.",
+        "How uncertain the model is about the next token. It falls as answers settle; near 0, nothing new is tried.",
     ),
 ]
 TRAINING = [
@@ -86,44 +86,44 @@ TRAINING = [
         "Gradient norm",
         "before clipping",
         ("grad_norm",),
-        "The size of each update's gradient. A spike marks a step that the model was not prepared for.",
+        "The size of each update's gradient. A spike marks a batch that was unusual for the model.",
     ),
     Panel(
         "Learning rate",
         "",
         ("learning_rate",),
-        "How far each update moves the weights: up in warm-up, then along the schedule.",
+        "How far each update moves the weights: it rises in warm-up, then follows the schedule.",
     ),
     Panel(
         "Throughput",
         "tokens per second",
         ("tokens_per_second", "rollout/tokens_per_second"),
-        "Tokens trained on, or sampled, per second. A dip means that something else had the machine.",
+        "Tokens trained on, or sampled, per second. A dip means that something else was using the machine.",
     ),
     Panel(
         "Share of the device's peak (MFU)",
         "",
         ("mfu",),
-        "Useful arithmetic against what this device reaches in one large matrix product.",
+        "Useful FLOPs relative to what this device reaches in one large matrix product.",
     ),
-    Panel("Memory", "GiB, the most so far", ("memory_gib",), "Flat after the first steps, unless something leaks."),
+    Panel("Memory", "GiB, peak so far", ("memory_gib",), "Flat after the first steps unless something leaks."),
     Panel(
         "Steps skipped",
         "not finite, so far",
         ("skipped_steps",),
-        "Steps whose loss or gradient was not finite; they changed nothing.",
+        "Steps whose loss or gradient was not finite; they did not update the weights.",
     ),
 ]
 SMOOTH = ("learning_rate", "memory_gib", "skipped_steps")
 COLORS = ("#2563eb", "#ea580c", "#16a34a", "#9333ea")
 FEW = 20
-"""Points up to which each is marked and none is smoothed."""
+"""Curves of fewer points have a marker at each and are not smoothed."""
 MOST_POINTS = 2_000
-"""Of a line: more than can be told apart, and it bounds the page."""
+"""The most points per line: more than can be told apart, and a limit to the page's size."""
 
 
 def curves_png(run: Path, path: Path, columns: int = 3) -> None:
-    """The run's curves as one picture."""
+    """Writes the run's curves as one image."""
     from matplotlib.figure import Figure
 
     metrics = read_metrics(run / METRICS, skip_bad=True)
@@ -136,7 +136,7 @@ def curves_png(run: Path, path: Path, columns: int = 3) -> None:
 
 
 def curves_svg(run: Path, only: Sequence[Panel] | None = None) -> list[Curve]:
-    """The run's curves, or `only` these, each as inline SVG with text as text; without those that have no data."""
+    """The run's curves, or `only` these panels, as inline SVG with text as text; those without data are left out."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -156,7 +156,7 @@ def curves_svg(run: Path, only: Sequence[Panel] | None = None) -> list[Curve]:
 
 
 def panels_of(metrics: Sequence[dict[str, Any]]) -> list[Panel]:
-    """What there is to draw of a run: of pretraining its loss, of reinforcement what its environment measures."""
+    """The panels of a run: for pretraining its loss, for reinforcement what its environment measures."""
     names = {name for m in metrics for name in m}
     if "reward/mean" not in names:
         return _with_data([LOSS, *TRAINING], metrics)
@@ -184,7 +184,7 @@ def _draw(axis: Any, panel: Panel, metrics: Sequence[dict[str, Any]], title: boo
     drawn = [(name, *_series(metrics, name)) for name in panel.names]
     for (name, steps, values), color in zip((d for d in drawn if d[1]), COLORS):
         few = len(values) < FEW
-        # What is smooth by nature is drawn as it is.
+        # Curves that are smooth by nature are drawn as they are.
         smooth = few or name in SMOOTH
         label = _label(name, panel) if smooth else None
         marker, alpha = "o" if few else "", 1.0 if smooth else 0.25
@@ -194,7 +194,7 @@ def _draw(axis: Any, panel: Panel, metrics: Sequence[dict[str, Any]], title: boo
             axis.plot(*_thinned(steps, _smoothed(values)), color=color, linewidth=1.8, label=_label(name, panel))
     if sum(bool(steps) for _, steps, _ in drawn) > 1:
         for text in axis.legend(fontsize=7).get_texts():
-            text.set_parse_math(False)  # a reward's name may hold a $
+            text.set_parse_math(False)  # a reward's name may contain a $
     if title:
         axis.set_title(panel.title, fontsize=10, loc="left", fontweight="bold")
     axis.set_ylabel(panel.unit, fontsize=8)
@@ -219,7 +219,7 @@ def _smoothed(values: Sequence[float], weight: float = 0.85) -> list[float]:
 
 
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most `MOST_POINTS`: of each stretch its lowest and its highest, so that no spike is lost."""
+    """At most `MOST_POINTS`: the lowest and the highest point of each stretch, so that no spike is lost."""
     stretch = -(-2 * len(values) // MOST_POINTS)
     if stretch <= 2:
         return list(steps), list(values)
@@ -233,7 +233,7 @@ def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[floa
 def _label(name: str, panel: Panel) -> str:
     """`reward/format/mean` -> format; `rollout/tokens_per_second` -> rollout; `tokens_per_second` -> training.
 
-    Names of one panel that all begin alike are told apart by their ends.
+    If all names of a panel begin alike, their ends are used.
     """
     parts = name.split("/")
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""The same bits from run to run, on CUDA too."""
+"""Bitwise identical results from run to run, on CUDA too."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @contextmanager
 def determinism(wanted: bool) -> Iterator[None]:
-    """While open and `wanted`, torch uses deterministic kernels, or raises RuntimeError where there is none.
+    """While open and `wanted`, torch uses deterministic kernels, or raises RuntimeError if there is none.
 
-    Must be opened before the process first uses CUDA: cuBLAS reads its workspace setting then.
+    Open it before the process first uses CUDA, which is when cuBLAS reads its workspace setting.
     """
     if not wanted:
         yield
@@ -24,7 +24,7 @@ def determinism(wanted: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    # It would write every new tensor once more, for code that reads what it never wrote.
+    # It would fill every new tensor, for code that reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what this machine offers, how fast it is, and what to do about each thing that is missing."""
+"""`lockstep doctor`: what this machine has, how fast it is, and what to do about anything that is missing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lockstep.ops.cache import UnsafeCache, cache_folder
 from lockstep.ops.native.compiling import find_compiler
 
 State = Literal["ok", "absent", "note", "bad"]
-"""Fine; not here and not needed; worth a look, though commands run; broken, so that some command does not run."""
+"""Fine; missing but not needed; worth a look, although commands run; broken, so that some command does not run."""
 REQUIRED = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "tokenizers": "tokenizers", "jinja2": "jinja2",
     "jaxtyping": "jaxtyping", "tyro": "tyro", "rich": "rich", "matplotlib": "matplotlib",
     "math-verify": "math_verify", "fastapi": "fastapi", "uvicorn": "uvicorn",
     "prometheus-client": "prometheus_client",
 }  # fmt: skip
-"""Packages and the modules they bring."""
+"""Packages and the modules they provide."""
 OPTIONAL = {
     "datasets": "hf:… data sets",
     "pyarrow": "Parquet data",
@@ -45,7 +45,7 @@ VARIABLES = (
     "LOCKSTEP_ISA", "LOCKSTEP_NATIVE", "LOCKSTEP_SHARED_MEMORY", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME",
 )  # fmt: skip
-"""Settings of the environment that change speed, bits or places."""
+"""Environment variables that affect speed, bits or paths."""
 PORT = 8000
 GIB = 2**30
 
@@ -62,11 +62,11 @@ class Finding:
     text: str
     """The value in words."""
     remedy: str = ""
-    """What to do, where it is not fine."""
+    """What to do if it is not fine."""
 
 
 def examine(checked: Callable[[str], None] = lambda area: None) -> list[Finding]:
-    """Everything there is to say about this machine; calls `checked` with each area that is done."""
+    """Examines this machine; calls `checked` with each area when it is done."""
     findings: list[Finding] = []
     for area in AREAS:
         findings += AREAS[area]()
@@ -80,13 +80,13 @@ def usable(findings: Iterable[Finding]) -> bool:
 
 
 def as_json(findings: list[Finding]) -> str:
-    """One object: whether all is usable, and each finding by its name."""
+    """One object: whether everything is usable, and each finding by its name."""
     entries = {f.name: {"state": f.state, "value": f.value, "text": f.text, "remedy": f.remedy} for f in findings}
     return json.dumps({"usable": usable(findings), "findings": entries}, indent=1)
 
 
 def as_text(findings: list[Finding], encoding: str = "utf-8") -> str:
-    """A table for a terminal, area by area; what to do stands below what it is about."""
+    """A table for a terminal, area by area; what to do is shown below each finding."""
     marks = {"ok": "✓", "absent": "·", "note": "!", "bad": "✗"}
     try:
         "".join(marks.values()).encode(encoding)
@@ -105,7 +105,7 @@ def as_text(findings: list[Finding], encoding: str = "utf-8") -> str:
         more = f"; {notes} more worth a look" if notes else ""
         lines.append(f"{broken} broken; what to do is shown next to each{more}")
     else:
-        lines.append("everything that commands need is here" + (f"; worth a look: {notes}" if notes else ""))
+        lines.append("everything that commands need is available" + (f"; worth a look: {notes}" if notes else ""))
     return "\n".join(lines)
 
 
@@ -117,7 +117,7 @@ def _processor() -> Iterator[Finding]:
     arithmetic = arithmetic_of(torch.device("cpu"))
     yield Finding("processor/arithmetic", "ok", arithmetic, arithmetic)
     cpus, threads = machine.usable_cpus(), torch.get_num_threads()
-    too_many = f"threads would wait for each other: set OMP_NUM_THREADS={cpus}" if threads > cpus else ""
+    too_many = f"more threads than CPUs: set OMP_NUM_THREADS={cpus}" if threads > cpus else ""
     text = f"{threads} on {cpus} CPU{'s' * (cpus > 1)}"
     yield Finding("processor/threads", "note" if too_many else "ok", threads, text, too_many)
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -127,7 +127,7 @@ def _processor() -> Iterator[Finding]:
     yield Finding("processor/load", "note" if remedy else "ok", round(busy, 2), f"{busy:.1f} processes", remedy)
     for name in VARIABLES:
         if (value := os.environ.get(name)) is not None:
-            slow = "this asks for the plain operators, which are slow: unset it"
+            slow = "selects the plain operators, which are slow: unset it"
             remedy = slow if (name, value) == ("LOCKSTEP_NATIVE", "0") else ""
             yield Finding(f"processor/{name}", "note" if remedy else "ok", value, value, remedy)
 
@@ -139,14 +139,14 @@ def _operators() -> Iterator[Finding]:
             warnings.simplefilter("ignore")
             built = native.library() is not None
     except UnsafeCache:
-        # The folders say what to do.
+        # The finding folders/cache says what to do.
         yield Finding("operators/native", "bad", False, "the cache folder is refused", "see folders/cache")
         return
     if built:
-        yield Finding("operators/native", "ok", True, "compiled operators are used")
-        yield Finding("operators/compiler", "ok", compiler, compiler or "none, and none is needed")
+        yield Finding("operators/native", "ok", True, "using compiled operators")
+        yield Finding("operators/compiler", "ok", compiler, compiler or "none, but none is needed")
     else:
-        text = "the plain PyTorch operators serve, which are many times slower"
+        text = "using plain PyTorch operators, which are many times slower"
         off = os.environ.get("LOCKSTEP_NATIVE", "1") == "0"
         yield Finding(
             "operators/native", "note", False, text, "" if off else "install g++ (apt install g++), or set CXX"
@@ -166,11 +166,11 @@ def _operators() -> Iterator[Finding]:
 def _memory() -> Iterator[Finding]:
     total, free = machine.memory_bytes()
     if total:
-        little = "close other programs, or take a smaller model" if free < 2 * GIB else ""
+        little = "close other programs, or use a smaller model" if free < 2 * GIB else ""
         text = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
         yield Finding("memory/free", "note" if little else "ok", {"free": free, "total": total}, text, little)
     speed = machine.copied_bytes()
-    yield Finding("memory/speed", "ok", speed, f"{speed / 1e9:.1f} GB/s read and written in a copy")
+    yield Finding("memory/speed", "ok", speed, f"{speed / 1e9:.1f} GB/s (read and write) in a copy")
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").free
         little = "ranks and loader workers share memory there: docker run --shm-size 1g" if shared < GIB // 4 else ""
@@ -189,21 +189,19 @@ def _gpu() -> Iterator[Finding]:
                 "capability": [properties.major, properties.minor],
             }
             text = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, capability {properties.major}."
-            old = "the kernels are made for capability 8.0 and later" if properties.major < 8 else ""
+            old = "the kernels are built for capability 8.0 and later" if properties.major < 8 else ""
             yield Finding(f"gpu/cuda:{index}", "note" if old else "ok", value, f"{text}{properties.minor}", old)
         yield Finding(
             "gpu/driver", "ok", driver, f"{driver or 'unknown'}; torch is built for CUDA {torch.version.cuda}"
         )
         triton = importlib.util.find_spec("triton") is not None
-        remedy = "" if triton else "without it GPUs compute with plain operators, slowly: pip install triton"
+        remedy = "" if triton else "without it, GPUs use plain operators, which are slow: pip install triton"
         yield Finding("gpu/triton", "ok" if triton else "note", triton, _version("triton") or "missing", remedy)
     elif driver:
         if torch.version.cuda is None:
             remedy = "this torch is built without CUDA: pip install torch from https://pytorch.org/get-started"
         else:
-            remedy = (
-                f"torch is built for CUDA {torch.version.cuda}: update the driver, and look at CUDA_VISIBLE_DEVICES"
-            )
+            remedy = f"torch is built for CUDA {torch.version.cuda}: update the driver, and check CUDA_VISIBLE_DEVICES"
         yield Finding("gpu/cuda", "note", driver, f"driver {driver}, but torch sees no GPU", remedy)
     else:
         yield Finding("gpu/cuda", "absent", None, "none; everything runs on the CPU")
@@ -234,7 +232,7 @@ def _version(package: str) -> str:
 
 
 def _wanted(package: str) -> str:
-    """The versions that this installation asks for, such as `>=2.11,<2.14`; empty where it does not say."""
+    """The versions that this installation requires, such as `>=2.11,<2.14`; empty if it does not say."""
     try:
         lines = importlib.metadata.requires("lockstep-lm") or []
     except importlib.metadata.PackageNotFoundError:
@@ -263,7 +261,7 @@ def _folders() -> Iterator[Finding]:
         place, _, remedy = str(error).partition(": ")
         yield Finding("folders/cache", "bad", place, place, remedy)
     else:
-        away = "it may not last: set XDG_CACHE_HOME to a folder that can be written"
+        away = "it may not last: set XDG_CACHE_HOME to a writable folder"
         lasting = not said and Path(tempfile.gettempdir()) not in cache.parents
         yield Finding("folders/cache", "ok" if lasting else "note", str(cache), str(cache), "" if lasting else away)
     here = Path.cwd()
@@ -280,8 +278,10 @@ def _network() -> Iterator[Finding]:
     try:
         socket.create_server(("127.0.0.1", PORT)).close()
     except OSError as error:
-        text = f"{PORT} cannot be listened on ({error.strerror or error})"
-        yield Finding("network/port", "note", False, text, "give lockstep serve --port 0 (any free one), or another")
+        text = f"cannot listen on {PORT} ({error.strerror or error})"
+        yield Finding(
+            "network/port", "note", False, text, "give lockstep serve another --port, or --port 0 (any free port)"
+        )
     else:
         yield Finding("network/port", "ok", True, f"{PORT} is free, for lockstep serve")
     try:
@@ -289,7 +289,7 @@ def _network() -> Iterator[Finding]:
     except ImportError:
         return
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    few = "" if files >= 1024 or files < 0 else "a server needs one for each client: ulimit -n 4096"
+    few = "" if files >= 1024 or files < 0 else "a server needs one per client: ulimit -n 4096"
     yield Finding("network/open files", "note" if few else "ok", files, f"{files} at a time", few)
 
 

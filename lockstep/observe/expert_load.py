@@ -1,4 +1,4 @@
-"""The load of a mixture's experts, layer by layer, as a picture."""
+"""A plot of the load of a mixture's experts, layer by layer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 MEANING = (
-    "Choices of each expert in the last step, against the mean of its layer: 1 is an even load. A dark "
-    "expert is rarely chosen and learns little; a layer with one bright expert leans on it."
+    "Tokens routed to each expert in the last step, relative to the mean of its layer: 1 is an even load. A dark "
+    "expert is rarely chosen and learns little; a layer with one bright expert relies on it."
 )
 HIGHEST = 3.0
-"""Times the mean, from which on a load has the brightest colour."""
+"""Multiple of the mean from which a load has the brightest color."""
 MOST_EXPERTS = 4096
 
 Load = list[list[int]]
-"""Choices of each expert, layer by layer."""
+"""How often each expert was chosen, layer by layer."""
 
 
 def expert_load_svg(run: Path) -> Curve | None:
-    """Of the run's last step, inline; None where there is none, or its model has no experts."""
+    """The load in the run's last step as inline SVG; None if there is none, or its model has no experts."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -43,16 +43,16 @@ def expert_load_svg(run: Path) -> Curve | None:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True)
     text = buffer.getvalue()
-    return Curve("Load of the experts", text[text.index("<svg") :], MEANING)
+    return Curve("Expert load", text[text.index("<svg") :], MEANING)
 
 
 def expert_load_png(run: str | Path, path: str | Path) -> None:
-    """Of the run's first, middle and last step, side by side. Raises UserError for a run without loads."""
+    """Plots the run's first, middle and last step side by side. Raises UserError for a run without loads."""
     from matplotlib.figure import Figure
 
     loads = _loads(Path(run))
     if not loads:
-        raise UserError(f"{run}: no {LOADS} with the load of a step; runs of mixtures of experts write it")
+        raise UserError(f"{run}: no {LOADS} with the load of a step; only runs of mixture-of-experts models write it")
     steps = sorted(loads)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     figure = Figure(figsize=(3.2 * len(chosen) + 0.8, 2.6), layout="constrained")
@@ -67,7 +67,7 @@ def expert_load_png(run: str | Path, path: str | Path) -> None:
 
 
 def _draw(axes: Axes, load: Load) -> AxesImage:
-    """Each expert's share, times the mean of its layer."""
+    """Draws each expert's share, as a multiple of its layer's mean."""
     layers, experts = len(load), len(load[0])
     shares = [[count * experts / sum(layer) for count in layer] for layer in load]
     axes.set_xlabel("expert", fontsize=8)
@@ -75,12 +75,12 @@ def _draw(axes: Axes, load: Load) -> AxesImage:
     axes.set_yticks(range(0, layers, max(1, layers // 6)))
     axes.set_xticks(range(0, experts, max(1, experts // 8)))
     axes.tick_params(labelsize=7)
-    # As a picture of its own: thousands of rectangles would not be small.
+    # As an embedded image: thousands of rectangles would not be small.
     return axes.imshow(shares, aspect="auto", vmin=0, vmax=HIGHEST, cmap="viridis", interpolation="nearest")
 
 
 def _loads(run: Path) -> dict[int, Load]:
-    """Of each step, the layers that are mixtures; lines that no run has written are left out."""
+    """The mixture layers of each step; lines that no run has written are left out."""
     file, found = RunFolder(run).expert_load, {}
     for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         try:

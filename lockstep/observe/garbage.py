@@ -6,9 +6,9 @@ import gc
 
 
 class GarbageCollection:
-    """Off while open, and run at every `every`-th step: ranks that collect at different times wait for each other.
+    """Collects garbage only at every `every`-th step: ranks that collect at different times wait for each other.
 
-    What is alive when it is opened is never looked at again, so that a collection is short. 0 changes nothing.
+    Objects alive when it is opened are never traversed again, so that a collection is short. 0 changes nothing.
     """
 
     def __init__(self, every: int):

@@ -1,4 +1,4 @@
-"""The log: rank 0's on the terminal, and where there are several ranks a file of each."""
+"""Logging: rank 0 to the terminal, and with several ranks each to a file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ log = logging.getLogger("lockstep")
 
 @contextmanager
 def open_logs(run: Path, rank: int = 0, ranks: int = 1) -> Iterator[None]:
-    """While open, what `lockstep`'s loggers say goes to stderr (rank 0) and to `logs/rank_N.log` (several ranks).
+    """While open, `lockstep`'s loggers write to stderr (rank 0) and to `logs/rank_N.log` (several ranks).
 
-    An exception that ends the run is in the log of its rank.
+    An exception that ends the run is logged to its rank's file.
     """
     handlers: list[logging.Handler] = []
-    # Whoever has set up logging sees everything through the root logger already.
+    # A caller that has set up logging already sees everything through the root logger.
     if rank == 0 and not logging.getLogger().handlers:
         handlers.append(_Terminal())
         handlers[-1].setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
@@ -46,7 +46,7 @@ def open_logs(run: Path, rank: int = 0, ranks: int = 1) -> Iterator[None]:
 
 
 class _Terminal(logging.StreamHandler[TextIO]):
-    """Writes to what is stderr at that moment: a progress bar puts itself in between."""
+    """Writes to the current sys.stderr: a progress bar replaces it."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

@@ -1,4 +1,4 @@
-"""What a machine has and how fast it is: read from the system, or measured in about a second each."""
+"""What a machine has, read from the system, and how fast it is, measured in about a second each."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lockstep import ops
 INSTRUCTIONS = (
     "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve", "sve2",
 )  # fmt: skip
-"""Those that change how fast a model runs, as the kernel names them."""
+"""Instruction sets that affect how fast a model runs, as the kernel names them."""
 SECONDS = 0.5
-"""Of one measurement, but for a single round that takes longer."""
+"""Seconds per measurement, unless a single round takes longer."""
 ROWS, FEATURES = 256, 1024
-"""Of the product that is timed."""
+"""The size of the product that is timed."""
 COPIED = 1 << 25
 """float32 elements that are copied: 128 MiB, beyond any processor's cache."""
 
 
 def busy_neighbours() -> int:
-    """Other processes that want a core just now, as Linux counts them; 0 where it is not Linux."""
+    """Other processes that want a core right now, as Linux counts them; 0 on other systems."""
     counts = []
     for _ in range(9):
         try:
@@ -58,7 +58,7 @@ def usable_cpus() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """All of this machine's (or container's) memory, and what is free of it; zeros where the system does not say."""
+    """This machine's (or container's) total memory, and how much is free; zeros if the system does not say."""
     fields = _fields("/proc/meminfo")
     total, free = (int(fields.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     try:
@@ -70,7 +70,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def driver_version() -> str:
-    """NVIDIA's driver; empty where there is none."""
+    """The version of NVIDIA's driver; empty if there is none."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split()
     except OSError:
@@ -88,7 +88,7 @@ def driver_version() -> str:
 
 
 def product_flops(dtype: torch.dtype) -> float:
-    """Multiplications and additions a second of the operators' own product on the CPU, the best of some."""
+    """FLOP/s of the operators' own matrix product on the CPU, the best of several."""
     draw = torch.Generator().manual_seed(0)
     features = FEATURES if ops.arithmetic() != "pytorch" else 64
     x, weight = (torch.randn(n, features, generator=draw).to(dtype) for n in (ROWS, features))
@@ -97,7 +97,7 @@ def product_flops(dtype: torch.dtype) -> float:
 
 
 def copied_bytes() -> float:
-    """Bytes a second that are read and written where memory is copied, the best of some."""
+    """Bytes per second read and written when copying memory, the best of several."""
     source, target = torch.zeros(COPIED), torch.zeros(COPIED)
     return 2 * source.nbytes / _best(lambda: target.copy_(source))
 

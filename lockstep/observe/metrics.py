@@ -1,4 +1,4 @@
-"""One JSON object a step."""
+"""Metrics: one JSON object per step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class MetricsWriter:
         self._file = self._open()
 
     def _open(self) -> FileIO:
-        # Without a buffer: whoever watches the run, or finds it killed, has all of it.
+        # Unbuffered: whoever watches the run, or finds it killed, has everything.
         return FileIO(self._run.metrics, "a")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds `step` and `time` (Unix seconds). What is not finite is written as null, for JSON has no NaN.
+        """Adds `step` and `time` (Unix seconds). Values that are not finite are written as null: JSON has no NaN.
 
-        Raises RunStopped where the disk does not take the line, of which nothing is left then.
+        Raises RunStopped if the line cannot be written to disk; then nothing of it is left.
         """
         values = {"step": step, "time": time.time(), **metrics}
         line = (json.dumps({k: v if math.isfinite(v) else None for k, v in values.items()}) + "\n").encode()
@@ -54,7 +54,7 @@ class MetricsWriter:
             sink.write(step, metrics)
 
     def rewind(self, step: int) -> None:
-        """Forgets the lines after `step`, which the run writes anew; other sinks keep both."""
+        """Drops the lines after `step`, which the run writes again; other sinks keep both."""
         self._file.close()
         self._run.truncate(step)
         self._file = self._open()
@@ -69,7 +69,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last line that was cut off is left out, a missing file is empty.
+    """The lines of a `metrics.jsonl`, without a last line that was cut off; a missing file counts as empty.
 
     Raises UserError, naming the line, for one that no run has written; with `skip_bad` it is left out.
     """
@@ -81,11 +81,11 @@ def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
         try:
             values = json.loads(line.decode())
             if not _is_a_step(values):
-                raise ValueError("it needs a `step`, and numbers by their names")
+                raise ValueError("a line needs a `step`, and numbers by name")
             metrics.append(values)
         except (ValueError, RecursionError) as error:
             if not skip_bad and index < len(lines) - 1:
-                raise UserError(f"{path}:{index + 1}: no metrics of a step ({error})") from error
+                raise UserError(f"{path}:{index + 1}: not the metrics of a step ({error})") from error
     return metrics
 
 

@@ -1,4 +1,4 @@
-"""All that watches a run's steps, opened and closed together."""
+"""Everything that observes a run's steps, opened and closed together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lockstep.observe.timeline import Timeline, timeline_path
 from lockstep.observe.watchdog import Watchdog, interval
 
 OnMetrics = Callable[[int, Mapping[str, float]], None]
-"""What a caller wants to know of each step: its number and its metrics."""
+"""A caller's function that gets each step's number and metrics."""
 
 
 def require_observers(config: ObserveConfig, device: torch.device) -> None:
-    """Raises UserError for what this machine cannot show, before the run has a folder."""
+    """Raises UserError for what this machine cannot record, before the run has a folder."""
     require_sinks(config)
     require_profiling(config, device)
 
@@ -82,19 +82,19 @@ class Observer:
                 self._garbage.collect()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Rank 0 writes a step's metrics; the others' are not asked for."""
+        """Writes a step's metrics on rank 0; on other ranks it does nothing."""
         if self._metrics is not None:
             self._metrics.write(step, metrics)
             if self._on_metrics is not None:
-                self._on_metrics(step, dict(metrics))  # its own, to do with as it likes
+                self._on_metrics(step, dict(metrics))  # a copy, which it may change
 
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Those of a step's that `observe.terminal` names, in its order."""
+        """The metrics of a step that `observe.terminal` names, in its order."""
         found = [name for chosen in self.config.terminal for name in metrics if fnmatchcase(name, chosen)]
         return {name: metrics[name] for name in found}
 
     def rewind(self, step: int) -> None:
-        """Forgets the metrics after `step`, which the run writes anew."""
+        """Drops the metrics after `step`, which the run writes again."""
         if self._metrics is not None:
             self._metrics.rewind(step)
 
@@ -103,6 +103,6 @@ class Observer:
             path = timeline_path(self.run, self._rank, self._ranks)
             try:
                 self.timeline.write(path)
-            except OSError as error:  # it must not stand in for what has ended the run, such as a full disk
+            except OSError as error:  # it must not hide what ended the run, such as a full disk
                 path.unlink(missing_ok=True)
-                log.warning("%s: the timeline could not be written (%s)", path, error.strerror)
+                log.warning("%s: cannot write the timeline (%s)", path, error.strerror)

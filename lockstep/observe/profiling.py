@@ -14,15 +14,15 @@ from lockstep.errors import UserError
 
 TABLE_ROWS = 30
 ALLOCATIONS = 100_000
-"""Allocations and frees that a memory snapshot tells of, the last ones."""
+"""The number of most recent allocations and frees in a memory snapshot."""
 
 
 def require_profiling(config: ObserveConfig, device: torch.device) -> None:
-    """Raises UserError where a memory snapshot is asked of a CPU."""
+    """Raises UserError if a memory snapshot is requested on a CPU."""
     if config.memory_snapshot_steps and device.type != "cuda":
         raise UserError(
-            f"observe.memory_snapshot_steps needs a CUDA device, for it shows CUDA's allocator; this run is on "
-            f"{device}. Leave it out; metrics have memory_gib"
+            f"observe.memory_snapshot_steps needs a CUDA device, because it records CUDA's allocator; this run is on "
+            f"{device}. Remove it; memory_gib is in the metrics"
         )
 
 
@@ -45,7 +45,7 @@ class Profiling:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Records what happens within, if `step` is among the chosen."""
+        """Records what happens within the context, if `step` is among the chosen steps."""
         if step not in {*self.config.profile_steps, *self.config.memory_snapshot_steps}:
             yield
             return

@@ -1,4 +1,4 @@
-"""A progress bar with the time left, or now and then a line where no one watches a terminal."""
+"""A progress bar with the remaining time, or a line every few seconds if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Counts up to `total`, in percent or in `unit`s, with a few figures beside the bar. A context manager."""
+    """Counts up to `total`, in percent or in `unit`s, with a few figures next to the bar. A context manager."""
 
     def __init__(self, title: str, total: float, unit: str = ""):
         self.title, self.unit = title, unit
@@ -41,7 +41,7 @@ class Progress:
             self._bar.stop()
 
     def advance(self, amount: float = 1.0, title: str = "", **figures: float) -> None:
-        """`amount` more is done."""
+        """Adds `amount` to what is done."""
         self.done += amount
         text = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
         if self._bar is not None:
@@ -56,15 +56,15 @@ class Progress:
             print(f"{title or self.title}: {self._place() or f'{share:4.0%}'}, {left:.0f} s left  {text}", flush=True)
 
     def _place(self) -> str:
-        """`step 12 of 200`, where it is steps that are counted."""
+        """`step 12 of 200`, if steps are counted."""
         return f"{self.unit} {self.done:.0f} of {self.total:.0f}" if self.unit else ""
 
     def reach(self, done: float, title: str = "", **figures: float) -> None:
-        """`done` is done in all, which may be less than before."""
+        """Sets the total of what is done, which may be less than before."""
         self.advance(done - self.done, title, **figures)
 
     def stage(self, title: str, steps: int, share: float) -> Stage:
-        """A part of this bar, as a bar of its own: its `steps` make up `share` of the total."""
+        """A part of this bar with its own progress: its `steps` make up `share` of the total."""
         return Stage(self, title, share / steps)
 
 

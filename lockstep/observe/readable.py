@@ -1,4 +1,4 @@
-"""What can be shown of a run's rollouts, whatever has become of their files."""
+"""What can be shown of a run's rollouts, even if their files are damaged."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 FIGURES = ("token_advantages", "trainer_log_probs", "entropies", "reference_log_probs", "teacher_log_probs")
-"""One of each sampled token, where a rollout has them."""
+"""Values per sampled token, if a rollout has them."""
 ABSENT: dict[str, Any] = {"answer": "", "rewards": {}, "reward": 0.0, "advantage": 0.0, "finish_reason": ""}
-"""What stands for what a line does not say: answers to held-out conversations in fine-tuning have no advantage."""
+"""Defaults for what a line does not have: answers to held-out conversations in fine-tuning have no advantage."""
 
 
 def readable_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rollouts of a file; lines, and figures of tokens, that cannot be read are left out."""
+    """The rollouts of a file; lines and per-token figures that cannot be read are left out."""
     found = []
     with suppress(OSError):
         for text in path.read_bytes().splitlines():
@@ -30,7 +30,7 @@ def is_number(value: Any) -> bool:
 
 
 def _can_be_shown(rollout: dict[str, Any]) -> bool:
-    """Whether it has what every table and every order of rollouts needs."""
+    """Whether it has what every table and every ordering of rollouts needs."""
     return (
         type(rollout.get("group")) is int
         and all(is_number(rollout.get(name)) for name in ("reward", "advantage"))

@@ -20,9 +20,9 @@ from lockstep.observe.token_view import channels, shown_steps, visible
 
 SAMPLES = 12
 MOST_BYTES = 5_000_000
-"""Of a report; of a run that would need more, fewer tokens are shown."""
+"""Size limit of a report; if a run would need more, fewer tokens are shown."""
 TOKENS = (12_000, 2_000, 0)
-"""Shown of rollouts one by one, as far as they fit."""
+"""Tokens shown one by one; the first of these numbers that fits."""
 LONGEST = 2_000
 """Characters of a prompt or completion in a table."""
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -32,18 +32,18 @@ STAGES = {"pretrain": "pretraining", "rl": "reinforcement", "sft": "fine-tuning"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, its name, and what it says to someone who sees it for the first time."""
+    """A number, its name, and an explanation for someone who sees it for the first time."""
 
     value: str
     name: str
     meaning: str = ""
     state: str = ""
-    """`good` or `bad`, where it is one or the other."""
+    """`good` or `bad`, if it is either."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out prompt with what the first and the last validation sampled for it."""
+    """A held-out prompt with its samples in the first and the last validation."""
 
     prompt: str
     answer: str
@@ -58,11 +58,11 @@ def write_report(
     pretraining: Path | None = None,
     steps: Sequence[int] = (),
 ) -> Path:
-    """Writes `report.html` into the run's folder from what is there, and returns its path.
+    """Writes `report.html` into the run's folder from what is there; returns its path.
 
-    `pretraining` is the run that this one started from, whose loss is then drawn too. steps: those of a reinforcement
-    run whose rollouts are shown; empty: the first, a middle and the last one. A run without rollouts, without a
-    summary, or one that was interrupted gets the parts that it has. Raises UserError for a step without rollouts.
+    `pretraining` is the run that this one started from, whose loss is then plotted too. steps: the steps of a
+    reinforcement run whose rollouts are shown; empty: the first, a middle and the last one. A run without rollouts or
+    without a summary, or an interrupted one, gets the parts that it has. Raises UserError for a step without rollouts.
     """
     from jinja2 import Environment
 
@@ -103,7 +103,7 @@ def _clipped(value: Any, longest: int = LONGEST) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Texts by models and data may hold what rewrites a page or a terminal; the HTML of the report itself stays."""
+    """Escapes texts of models and data, which may contain control characters; the report's own HTML stays as it is."""
     return visible(value) if type(value) is str else value
 
 
@@ -130,14 +130,14 @@ def _alarms(metrics: list[dict[str, Any]]) -> list[Alarm]:
 
 
 def _results(summary: dict[str, Any]) -> list[Figure]:
-    """What reinforcement improved, in the environment's own words."""
+    """What reinforcement improved, in the environment's own terms."""
     figures = []
     asked = "prompts that were never trained on"
     if also_trained := int(summary.get("validation_also_trained", 0)):
-        asked = f"prompts of which {also_trained} are trained on too"
+        asked = f"prompts, {also_trained} of which are also trained on"
     if {"accuracy_before", "accuracy_after"} <= summary.keys():
         change = f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}"
-        meaning = f"Share of right answers before and after, to {asked}."
+        meaning = f"Share of correct answers before and after, on {asked}."
         figures.append(Figure(change, "held-out accuracy", meaning))
     if {"reward_before", "reward_after"} <= summary.keys() and summary.get("accuracy_after") != summary["reward_after"]:
         change = f"{summary['reward_before']:.3f} → {summary['reward_after']:.3f}"
@@ -147,21 +147,21 @@ def _results(summary: dict[str, Any]) -> list[Figure]:
 
 
 def _speed(metrics: list[dict[str, Any]]) -> list[Figure]:
-    """A pretraining run in figures: where it ended, and how fast it went in the middle of its steps."""
+    """The figures of a pretraining run: its final values, and its median speed."""
     steps = [m for m in metrics if m.get("tokens_per_second") is not None]
     if not steps:
         return []
     validations = [m["validation/loss"] for m in steps if m.get("validation/loss") is not None]
     figures = [Figure(f"{steps[-1]['step']:,}", "steps", "Updates of the weights.")]
     if steps[-1].get("loss") is not None:
-        meaning = "Mean cross-entropy per token at the end, in nats; exp(loss) is the perplexity."
+        meaning = "Mean cross-entropy per token at the last step, in nats; exp(loss) is the perplexity."
         figures.append(Figure(f"{steps[-1]['loss']:.4f}", "loss", meaning))
     if validations:
         figures.append(Figure(f"{validations[-1]:.4f}", "validation loss", "Loss on held-out text."))
     speed = median(m["tokens_per_second"] for m in steps)
-    figures.append(Figure(f"{speed:,.0f}", "tokens per second", "The median step's."))
+    figures.append(Figure(f"{speed:,.0f}", "tokens per second", "Median over steps."))
     if shares := [m["mfu"] for m in steps if m.get("mfu") is not None]:
-        meaning = "Useful arithmetic against what the device reaches in one large matrix product."
+        meaning = "Useful FLOPs relative to what the device reaches in one large matrix product."
         figures.append(Figure(f"{100 * median(shares):.0f} %", "of the device's peak (MFU)", meaning))
     if (memory := steps[-1].get("memory_gib")) is not None:
         figures.append(Figure(f"{memory:.2f} GiB", "memory of rank 0", "Peak."))
@@ -180,23 +180,23 @@ def _parity_figure(parity: dict[str, Any] | None, stale: bool) -> list[Figure]:
 
 
 def parity_meaning(checked: int, different: int, stale: bool = False) -> str:
-    """What the comparison of trainer and generator says, in a sentence; stale: tokens of older weights were trained on,
-    which are not compared."""
+    """The result of comparing trainer and generator, in a sentence; stale: tokens of older weights, which are not
+    compared, were trained on."""
     if not checked:
         return (
-            "Nothing was compared: no token that was trained on had been sampled from the weights that it was trained "
-            "with, so whether the generator computes what the trainer does is not known."
+            "Nothing was compared: no token that was trained on had been sampled from the weights it was trained with, "
+            "so it is not known whether the generator computes what the trainer does."
         )
     if different:
         return (
-            f"The generator and the trainer computed another log-probability for {different:,} of the {checked:,} "
-            "sampled tokens, so the policy gradient was off by as much as the importance ratios are from 1."
+            f"The generator and the trainer computed different log-probabilities for {different:,} of the {checked:,} "
+            "sampled tokens, so the policy gradient was off by as much as the importance ratios differ from 1."
         )
     if stale:
         return (
             "The generator and the trainer computed the same log-probability, to the last bit, for every token that "
             "was sampled from the weights it was trained with. Tokens of older weights (actors.max_staleness) have no "
-            "counterpart to compare with: they are trained on with the log-probabilities that they were sampled with."
+            "counterpart to compare with: they are trained on with the log-probabilities they were sampled with."
         )
     return (
         "The generator and the trainer computed the same log-probability, to the last bit, for every token that was "
@@ -205,7 +205,7 @@ def parity_meaning(checked: int, different: int, stale: bool = False) -> str:
 
 
 def _totals(summary: dict[str, Any]) -> list[Figure]:
-    """Time and tokens of all stages."""
+    """Total time and tokens of all stages."""
     figures = []
     if seconds := summary.get("seconds"):
         parts = ", ".join(f"{STAGES.get(name, name)} {duration(value)}" for name, value in seconds.items())
@@ -220,7 +220,7 @@ def tokens_meaning(tokens: dict[str, int]) -> str:
     """`{"pretrained": 8e5, "generated": 9e4, "trained": 4e5}` in words."""
     words = {"pretrained": "in pretraining", "trained": "in reinforcement"}
     parts = " and ".join(f"{in_tokens(tokens[name])} {word}" for name, word in words.items() if name in tokens)
-    return f"{parts}, where the model generated {in_tokens(tokens.get('generated', 0))} of them itself."
+    return f"{parts}; the model generated {in_tokens(tokens.get('generated', 0))} of them itself."
 
 
 def duration(seconds: float) -> str:
@@ -237,7 +237,7 @@ def in_tokens(count: float) -> str:
 
 
 def _samples(run: Path) -> list[Sample]:
-    """The same held-out prompts, before and after; none where there was one validation only."""
+    """The same held-out prompts, before and after; none if there was only one validation."""
     validations = sorted(run.glob("rollouts/validation_*.jsonl"))
     if len(validations) < 2:
         return []
@@ -262,7 +262,7 @@ def _parity(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Numbers, texts, and tables of numbers of a file; what it cannot be read as is left out."""
+    """The numbers, strings and tables of numbers in a file; everything else is left out."""
     with suppress(OSError, ValueError, RecursionError):
         values = json.loads(path.read_text())
         if isinstance(values, dict):

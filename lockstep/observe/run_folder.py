@@ -1,4 +1,4 @@
-"""The folder a run writes, and who may write into it."""
+"""A run's folder, and who may write to it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lockstep.observe.sign_of_life import forget_signs
 from lockstep.observe.watchdog import VERDICT
 
 LAUNCH = "launch"
-"""In the run's `logs/`: which torchrun has started it."""
+"""In the run's `logs/`: which torchrun started it."""
 CONFIG, METRICS, PROMPTS, LOADS = "config.toml", "metrics.jsonl", "prompts.jsonl", "expert_load.jsonl"
 WRITTEN = {
     CONFIG, METRICS, PROMPTS, LOADS, LOCK, "bad_batches", "checkpoints", "logs", "profile", "reference.safetensors",
     "report.html", "rollouts", "summary.json", "tensorboard", "timeline", "timeline.json", "wandb", "wandb_id",
 }  # fmt: skip
-"""What runs write into their folders: no other file there is ever deleted."""
+"""What runs write into their folders: no other file is ever deleted."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class RunFolder:
 
     @property
     def prompts(self) -> Path:
-        """What became of each step's prompts, by their places in the order of the whole run."""
+        """What became of each step's prompts, by their position in the order of the whole run."""
         return self.path / PROMPTS
 
     @property
     def expert_load(self) -> Path:
-        """Of a mixture, what each layer's experts were chosen for in each step."""
+        """For a mixture of experts, how often each layer's experts were chosen in each step."""
         return self.path / LOADS
 
     @property
@@ -61,13 +61,13 @@ class RunFolder:
         return self.path / "rollouts" / f"validation_{step:08}.jsonl"
 
     def record(self, config_toml: str) -> None:
-        """Writes the settings that the run has from now on."""
+        """Writes the settings of the run from now on."""
         partial = self.path / (CONFIG + ".partial")
         partial.write_text(config_toml)
         partial.replace(self.path / CONFIG)
 
     def truncate(self, step: int) -> None:
-        """Forgets metrics, prompts, experts' loads and rollouts after `step`, which a resumed run writes anew."""
+        """Drops metrics, prompts, expert loads and rollouts after `step`, which a resumed run writes again."""
         for file in (self.metrics, self.prompts, self.expert_load):
             if not file.is_file():
                 continue
@@ -75,7 +75,7 @@ class RunFolder:
             steps = [_step_of(line) for line in lines]
             kept = [line for line, of_line in zip(lines, steps) if of_line <= step]
             if broken := steps[:-1].count(inf):
-                log.warning("%s: %d damaged lines are left out", file, broken)
+                log.warning("%s: dropped %d damaged lines", file, broken)
             partial = file.with_name(file.name + ".partial")
             partial.write_text("".join(line + "\n" for line in kept))
             partial.replace(file)
@@ -86,7 +86,7 @@ class RunFolder:
 
 
 def append_step(file: Path, step: int, values: Mapping[str, Any]) -> None:
-    """Adds a step's line to a file that `truncate` cuts. Raises RunStopped where the disk does not take it."""
+    """Adds a step's line to a file that `truncate` cuts. Raises RunStopped if it cannot be written."""
     try:
         with file.open("a") as opened:
             opened.write(json.dumps({"step": step, **values}) + "\n")
@@ -100,9 +100,9 @@ def append_step(file: Path, step: int, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def claim_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> Iterator[RunFolder]:
-    """`open_run`, with the folder locked until the context is left. Raises UserError where another run has locked it.
+    """`open_run`, with the folder locked until the context is left. Raises UserError if another run has locked it.
 
-    A run that an error ends before its first step is done leaves no folder behind.
+    A run that ends with an error before its first step is done leaves no folder behind.
     """
     path = Path(output)
     existed, continued = path.exists(), _holds_run(path, resume, overwrite) and not overwrite
@@ -127,11 +127,11 @@ def claim_run(output: str, config_toml: str, resume: bool = False, overwrite: bo
 
 
 def open_run(output: str, config_toml: str, resume: bool = False, overwrite: bool = False) -> RunFolder:
-    """Creates the run's folder, or opens it again.
+    """Creates the run's folder, or reopens it.
 
-    Raises UserError where `output` already holds a run (without `resume` or `overwrite`) or holds something else. A
-    folder without a run may be given to `resume`: whoever restarts a run need not know how far it came. What a resumed
-    run's settings are from now on, `record` writes.
+    Raises UserError if `output` already contains a run (without `resume` or `overwrite`) or something else. A folder
+    without a run is accepted with `resume`: whoever restarts a run need not know how far it got. The new settings of a
+    resumed run are written by `record`.
     """
     run = RunFolder(Path(output))
     holds_run = _holds_run(run.path, resume, overwrite)
@@ -142,9 +142,9 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
     forget_signs(run.path)
     if resume and holds_run and not overwrite:
         if changed := _changed_settings(run.path / CONFIG, config_toml):
-            log.warning("%s resumes with other settings than before: %s", output, "; ".join(changed))
+            log.warning("%s resumes with different settings: %s", output, "; ".join(changed))
     else:
-        # First and at once: a folder whose run was killed here is that run's, or still empty.
+        # First, and atomically: if the run is killed here, the folder is that run's or still empty.
         run.record(config_toml)
     (run.path / "checkpoints").mkdir(exist_ok=True)
     (run.path / "logs" / LAUNCH).unlink(missing_ok=True)
@@ -155,9 +155,9 @@ def open_run(output: str, config_toml: str, resume: bool = False, overwrite: boo
 
 
 def is_restarted(output: str) -> bool:
-    """Whether torchrun starts the run in `output` again that it has started before (`--max-restarts`).
+    """Whether torchrun is restarting the run in `output` that it started before (`--max-restarts`).
 
-    Of the environment alone one could not tell it from a run that was there before, and that the first start refused.
+    The environment alone would not distinguish it from an older run there that the first start had refused.
     """
     path = Path(output)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0 or not _is_run(path):
@@ -167,30 +167,30 @@ def is_restarted(output: str) -> bool:
 
 
 def _launch() -> str:
-    """The torchrun that has started this process; empty without one."""
+    """The torchrun that started this process; empty without one."""
     if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return ""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}: process {os.getppid()} on {socket.gethostname()}"
 
 
 def _holds_run(path: Path, resume: bool, overwrite: bool) -> bool:
-    """Whether there is a run to resume or overwrite. Raises UserError for what must stay as it is."""
+    """Whether there is a run to resume or overwrite. Raises UserError for a folder that must not be touched."""
     holds_run = _is_run(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path}: is a file; give another --output")
     if holds_run and not (resume or overwrite):
-        raise UserError(f"{path}: already holds a run; continue it with --resume, or replace it with --overwrite")
+        raise UserError(f"{path}: already contains a run; resume it with --resume, or replace it with --overwrite")
     held = [p for p in path.iterdir() if p.suffix != ".partial" and p.name != LOCK] if path.is_dir() else []
     if held and not holds_run:
         raise UserError(f"{path}: is not empty and is not a run's folder; give another --output")
     if overwrite and (others := sorted(p.name for p in held if p.name not in WRITTEN)):
         named = ", ".join(others[:3]) + (", …" if others[3:] else "")
-        raise UserError(f"{path}: holds what no run wrote ({named}); move it, or give another --output")
+        raise UserError(f"{path}: contains files that no run wrote ({named}); move them, or give another --output")
     return holds_run
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a run has begun there: many other programs have a file of the same name as its settings."""
+    """Whether a run has begun there: many other programs have a file with the name of its settings."""
     config = path / CONFIG
     if not config.is_file():
         return False
@@ -198,7 +198,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _has_results(path: Path) -> bool:
-    """Whether a step, or what explains why there is none, was written."""
+    """Whether a step was written, or something that explains why there is none."""
     own = (CONFIG, CONFIG + ".partial", LOCK, LAUNCH)
     passing = ("timeline", "heartbeat_")
     files = [p for p in path.rglob("*") if p.is_file() and p.name not in own and not p.name.startswith(passing)]
@@ -206,7 +206,7 @@ def _has_results(path: Path) -> bool:
 
 
 def _empty(path: Path) -> None:
-    """Deletes what is in a folder, but for the lock."""
+    """Deletes the contents of a folder, except for the lock."""
     for held in path.iterdir():
         if held.is_dir() and not held.is_symlink():
             shutil.rmtree(held)
@@ -218,13 +218,13 @@ def _changed_settings(config: Path, config_toml: str) -> list[str]:
     try:
         before, now = (_flat(tomllib.loads(text)) for text in (config.read_text(), config_toml))
     except (ValueError, RecursionError):
-        return [f"those in {config} cannot be read"]
+        return [f"the previous ones in {config} cannot be read"]
     names = [n for n in now if n not in ("output", "resume", "overwrite") and now[n] != before.get(n, now[n])]
     return [f"{name} {now[name]!r}, was {before[name]!r}" for name in names]
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings of a TOML file by their names on the command line."""
+    """The settings of a TOML file by their command-line names."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         values |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

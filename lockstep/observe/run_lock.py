@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the kernel releases when its holder ends, however it ends."""
+"""One run at a time per folder: a lock that the kernel releases when its holder ends, however it ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder`'s lock file, which is gone afterwards. Raises UserError, naming the holder, where another does.
+    """Holds `folder`'s lock file, which is removed afterwards. Raises UserError, naming the holder, if it is locked.
 
-    A file system that cannot lock gets a warning.
+    Logs a warning if the file system has no locks.
     """
     path = folder / LOCK
     descriptor = _lock(path)
@@ -27,7 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
         return
     try:
-        with suppress(OSError):  # a full disk: the lock holds without its holder's name
+        with suppress(OSError):  # a full disk: the lock works without its holder's name
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
@@ -37,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int | None:
-    """The descriptor that holds the lock; None where the file system has no locks."""
+    """The descriptor that holds the lock; None if the file system has no locks."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -55,11 +55,11 @@ def _lock(path: Path) -> int | None:
                 "stop it, or give another --output"
             ) from None
         except OSError as error:
-            # Network file systems may not know how.
+            # Network file systems may not support locks.
             log.warning("%s: cannot be locked (%s); make sure that no other run writes to it", path.parent, error)
             os.close(descriptor)
             return None
-        # Whoever held it may have removed the file between the two calls.
+        # The previous holder may have removed the file between the two calls.
         if path.is_file() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
         os.close(descriptor)

@@ -1,6 +1,6 @@
-"""What an actor of a run says of itself in the run's folder: what it does, whom it waits for, and that it moves.
+"""The heartbeat of a run's actor in the run's folder: what it is doing, what it waits for, and its progress.
 
-Actors are the ranks that train, `rank_0` …, and the processes beside them, such as `generator_0`.
+Actors are the ranks that train, `rank_0` …, and other processes such as `generator_0`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lockstep.observe.logs import log
 from lockstep.observe.timeline import Timeline
 
 BEAT = 5.0
-"""Seconds between two signs of life within a phase."""
+"""Seconds between two heartbeats within a phase."""
 BYTES = 4096
-"""Of a sign of life, with the blanks that fill it up: one page, one block."""
+"""Size of a heartbeat, padded with blanks: one page, one block."""
 MESSAGE = 200
 """Characters of a message that are kept."""
 STACKS_SIGNAL = signal.SIGUSR2
-"""Asks a process for its stacks."""
+"""Makes a process write its stacks."""
 
 
 class SignOfLife:
-    """`logs/heartbeat_….json` of one actor, written where a phase begins and every `seconds`. A context manager.
+    """`logs/heartbeat_….json` of one actor, written when a phase begins and every `seconds`. A context manager.
 
-    It is gone once the actor has ended; an error that ended it is kept in it. While it is open STACKS_SIGNAL has all
-    threads' stacks written to `logs/stacks_NAME.txt`, whatever the process is doing. An actor that is no rank opens it
-    after the run's folder was claimed, which removes those of processes that were killed:
+    The file is removed once the actor has ended; an error that ended the actor is kept in it. While it is open,
+    STACKS_SIGNAL makes the process write all threads' stacks to `logs/stacks_NAME.txt`, whatever it is doing. An actor
+    that is not a rank opens it after the run's folder was claimed, which removes the files of killed processes:
 
         timeline = Timeline()
         with SignOfLife(run, "generator_0", timeline):
@@ -65,7 +65,7 @@ class SignOfLife:
             "interval": self.seconds,
         }
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT)
-        # Appended to: what an earlier attempt has left there explains why it ended.
+        # Appended to: what an earlier attempt left there explains why it ended.
         self._stacks = self._stacks_path.open("a")
         self._stacks_size = self._stacks.tell()
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
@@ -85,18 +85,18 @@ class SignOfLife:
             self.end(f"{type(error).__name__}: {error}")
         os.close(self._file)
         if error is None:
-            # An actor that has ended has not stopped: what it would stand still at is gone.
+            # An actor that has ended is not stuck, so its heartbeat is removed.
             self.path.unlink(missing_ok=True)
-        # What was asked for was read then; what the watchdog of an earlier attempt wrote stays.
+        # Requested stacks have been read by now; those that the watchdog of an earlier attempt wrote stay.
         self._stacks.close()
         with suppress(OSError):
             os.truncate(self._stacks_path, self._stacks_size)
             if not self._stacks_size:
                 self._stacks_path.unlink()
-            self.path.parent.rmdir()  # where nothing else is in it
+            self.path.parent.rmdir()  # if it is empty
 
     def end(self, why: str) -> None:
-        """Says why the actor ends; what is read of it from now on."""
+        """Records why the actor ends; its heartbeat shows this from now on."""
         self._end = why.splitlines()[0]
         self._beat()
 
@@ -105,7 +105,7 @@ class SignOfLife:
             self._collectives = collectives()
             self._beat()
             with suppress(OSError):
-                # A file system of several machines shows them what one has written only then.
+                # A shared file system shows other machines what was written only after this.
                 os.fsync(self._file)
 
     def _beat(self) -> None:
@@ -130,13 +130,13 @@ class SignOfLife:
             written = json.dumps(content)
             if len(written) > BYTES:
                 written = json.dumps(content | {"collectives": {}, "message": ""})
-            # Over the old one, in place: it takes microseconds, and a full disk does not make an actor look dead.
+            # Overwritten in place: it takes microseconds, and a full disk does not make an actor look dead.
             with suppress(OSError):
                 os.pwrite(self._file, written.ljust(BYTES).encode(), 0)
 
 
 class _Listener(logging.Handler):
-    """Keeps what was logged last."""
+    """Keeps the last log message."""
 
     def __init__(self, timeline: Timeline):
         super().__init__()
@@ -147,35 +147,35 @@ class _Listener(logging.Handler):
 
 
 def heartbeat_path(run: Path, name: str) -> Path:
-    """A rank's goes by its number."""
+    """The path of an actor's heartbeat; a rank's is named by its number."""
     return run / "logs" / f"heartbeat_{name.removeprefix('rank_')}.json"
 
 
 def stacks_path(run: Path, name: str) -> Path:
-    """All threads' Python stacks of an actor, where somebody has asked for them."""
+    """The path of all threads' Python stacks of an actor, written on request."""
     return run / "logs" / f"stacks_{name}.txt"
 
 
 def forget_signs(run: Path) -> None:
-    """Removes those of processes that ended without being able to."""
+    """Removes the heartbeats of processes that could not remove their own."""
     for path in run.glob("logs/heartbeat_*.json"):
         path.unlink(missing_ok=True)
 
 
 def host() -> str:
-    """Where process numbers mean what they mean here: the host, and within it the container."""
+    """The scope of this process's PIDs: the host, and the container within it."""
     with suppress(OSError):
         return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
 
 
 def start_ticks(pid: int) -> int:
-    """When a process began, which tells it from a later one of the same number; 0 where the kernel does not tell."""
+    """When a process started, to tell it from a later one with the same PID; 0 if the kernel does not say."""
     return int(stat_fields(pid)[19]) if stat_fields(pid) else 0
 
 
 def stat_fields(pid: int) -> list[str]:
-    """Of /proc/PID/stat, from the state on; empty where there is no such process."""
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -183,13 +183,13 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def runs_here(pid: int, place: str) -> bool:
-    """Whether a process of `place`, as `host` says it there, is one of this host, neither stopped nor gone."""
+    """Whether a process of `place`, as `host` returns it there, is on this host and neither stopped nor gone."""
     fields = stat_fields(pid) if place == host() else []
     return bool(fields) and fields[0] not in "TtZX"
 
 
 def collectives() -> dict[str, Any]:
-    """Of each process group: how many collectives this rank has begun in it, and the group's ranks."""
+    """For each process group, how many collectives this rank has begun in it, and the group's ranks."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -197,7 +197,7 @@ def collectives() -> dict[str, Any]:
     known: Any = dist.distributed_c10d._world
     found: dict[str, Any] = {}
     for group in list(known.pg_map):
-        # One that is being made or ended just now, or whose backend does not count.
+        # A group that is being created or destroyed right now, or whose backend does not count.
         with suppress(RuntimeError, ValueError, KeyError):
             ranks = dist.get_process_group_ranks(group)
             if len(ranks) > 1:

@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio. Each imported where it is used."""
+"""Where metrics go in addition to `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, each imported on use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lockstep.errors import UserError
 from lockstep.observe.logs import log
 
 PATIENCE = 3
-"""Failures in a row, after which a sink is not written to any more."""
+"""Consecutive failures after which a sink is no longer written to."""
 MOST_WAITING = 1000
-"""Steps that are kept for a sink that is slower than the run."""
+"""Steps that are queued for a sink that is slower than the run."""
 CLOSE_SECONDS = 10.0
-"""Less than `faults.stop_seconds`, within which a run that gets a signal ends."""
+"""Less than `faults.stop_seconds`, within which a run ends after a signal."""
 LEFT_OUT = "observe.%s could not be %s (%s), and the run continues without it; metrics.jsonl in %s is complete"
 
 
@@ -34,17 +34,17 @@ class Sink(Protocol):
 
 
 def require_sinks(config: ObserveConfig) -> None:
-    """Raises UserError where a chosen sink's package is not installed."""
+    """Raises UserError if a chosen sink's package is not installed."""
     for name in _chosen(config):
         if find_spec(name) is None:
-            raise UserError(f"observe.{name} is set, but {name} is not installed; pip install {name}, or leave it out")
+            raise UserError(f"observe.{name} is set, but {name} is not installed; pip install {name}, or remove it")
 
 
 def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
-    """The chosen sinks, for the run in `folder`; a resumed run goes on in the same curves.
+    """The chosen sinks, for the run in `folder`; a resumed run continues the same curves.
 
-    One that cannot be reached is named in a warning and left out: `metrics.jsonl` has everything. Nobody waits for one
-    that takes minutes to find that out.
+    A sink that cannot be reached is named in a warning and left out: `metrics.jsonl` has everything. The run does not
+    wait if finding that out takes minutes.
     """
     require_sinks(config)
     kinds: dict[str, Callable[[ObserveConfig, Path], Sink]] = {
@@ -56,14 +56,14 @@ def open_sinks(config: ObserveConfig, folder: Path) -> list[Sink]:
 
 
 class Guarded:
-    """A sink on a thread of its own, so that one that blocks holds nobody up. Its failures are warnings.
+    """A sink on its own thread, so that it cannot block the run. Its failures are warnings.
 
-    After `PATIENCE` failures in a row it is left alone. Its steps keep their order; where `MOST_WAITING` of them wait
-    for it, those that follow are left out.
+    After `PATIENCE` consecutive failures it gets no more steps. Steps keep their order; while `MOST_WAITING` of them
+    are queued, further ones are dropped.
     """
 
     def __init__(self, name: str, open_sink: Callable[[], Sink], folder: Path):
-        """open_sink: called on the sink's thread, for a tracker knows its run by a variable of the thread's context."""
+        """open_sink: called on the sink's thread, since trackers keep their run in a context variable."""
         self._name, self._open, self._folder = name, open_sink, folder
         self._failures = self._left_out = 0
         self._waiting: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
@@ -80,22 +80,22 @@ class Guarded:
         self._left_out += 1
         if self._left_out == 1:
             log.warning(
-                "observe.%s is %d steps behind at step %d, and is given no more until it takes some; metrics.jsonl in "
-                "the run's folder is whole", self._name, MOST_WAITING, step,
+                "observe.%s is %d steps behind at step %d, and drops steps until it catches up; metrics.jsonl in the "
+                "run's folder is complete", self._name, MOST_WAITING, step,
             )  # fmt: skip
 
     def close(self) -> None:
-        """Waits for what has not been written yet, and for the sink's own end: for `CLOSE_SECONDS` at most."""
+        """Waits until everything is written and the sink is closed, for at most `CLOSE_SECONDS`."""
         self._waiting.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             log.warning(
-                "observe.%s has not ended within %g s, and is left behind; what it shows ends early, or is nothing",
+                "observe.%s did not finish within %g s and is abandoned; its last steps, or all of them, are missing",
                 self._name,
                 CLOSE_SECONDS,
             )
         if self._left_out:
-            log.warning("observe.%s was too slow for %d steps, which it does not show", self._name, self._left_out)
+            log.warning("observe.%s was too slow: %d steps are missing in it", self._name, self._left_out)
 
     def _work(self) -> None:
         try:
@@ -110,7 +110,7 @@ class Guarded:
         try:
             sink.close()
         except Exception as error:
-            log.warning("observe.%s could not be closed (%s); what it shows may end early", self._name, error)
+            log.warning("observe.%s could not be closed (%s); its last steps may be missing", self._name, error)
 
     def _write(self, sink: Sink, step: int, metrics: Mapping[str, float]) -> None:
         try:
@@ -162,7 +162,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run of trackio, in its own data base on this machine."""
+    """A run of trackio, in its own database on this machine."""
 
     def __init__(self, config: ObserveConfig, folder: Path):
         import trackio
@@ -182,7 +182,7 @@ def _chosen(config: ObserveConfig) -> list[str]:
 
 
 def _run_id(folder: Path) -> str:
-    """Drawn once and kept in the folder: what a resumed run is known by."""
+    """Drawn once and kept in the folder, so that a resumed run is recognized."""
     path = folder / "wandb_id"
     if not path.is_file():
         path.write_text(secrets.token_hex(4))

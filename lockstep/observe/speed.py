@@ -1,4 +1,4 @@
-"""How fast a run trains, against what its device could do, and what memory it takes."""
+"""How fast a run trains, relative to what its device can do, and how much memory it uses."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ NVIDIA_PEAKS = {
     "A10": 125e12,
     "RTX 4090": 165e12,
 }
-"""bfloat16 products a second with dense matrices, by a part of the device's name; the first that fits counts.
-From NVIDIA's data sheets, which print twice as much where they mean sparse matrices."""
+"""bfloat16 FLOP/s with dense matrices, by a part of the device's name; the first match counts.
+From NVIDIA's data sheets, which state twice as much for sparse matrices."""
 
 PRODUCTS = (256, 1024, 2048)
-"""Rows and columns of the products that a peak is measured with: each only if the one before took little time."""
+"""Sizes of the square products that a peak is measured with: each only if the previous one took little time."""
 MEASURED_SECONDS = 0.1
 
 
 def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
-    """Multiplications and additions to train on sequences of these lengths, recomputation left out.
+    """FLOPs to train on sequences of these lengths, without recomputation.
 
-    Each weight of a product costs a token 2 forward and 4 backward, or 2 where an adapter is trained in its place,
-    whose own are left out: a hundredth. Causal attention adds its two products over the pairs that are not masked
-    (arXiv 2204.02311, appendix B, which counts all pairs).
+    Each weight of a matrix product costs 2 FLOPs per token forward and 4 backward, or 2 backward if an adapter is
+    trained in its place; the adapter's own, about a hundredth, are left out. Causal attention adds its two products
+    over the pairs that are not masked (arXiv 2204.02311, appendix B, which counts all pairs).
     """
     lengths = list(lengths)
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.dim
@@ -52,16 +52,16 @@ def training_flops(config: ModelConfig, lengths: Iterable[int]) -> int:
 
 
 def _pairs(length: int, window: int) -> int:
-    """Of queries and keys that they see; a window of 0 is none."""
+    """Pairs of queries and the keys they see; a window of 0 is none."""
     seen = min(length, window or length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Of one rank: from the table for a known NVIDIA device and bfloat16, else as measured with a matrix product.
+    """Peak FLOP/s of one rank: from the table for a known NVIDIA device and bfloat16, else measured.
 
-    It is measured while no other process wants a core; the best measurement is kept in the cache folder, for this
-    machine and this number of threads. 0 where the machine has been busy each time.
+    It is measured with a matrix product, only while no other process wants a core; the best measurement is kept in the
+    cache folder, for this machine and this number of threads. 0 if the machine has been busy each time.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
@@ -83,7 +83,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _kept(path: Path) -> float:
-    """The best measurement so far; 0 where there is none, or a damaged file."""
+    """The best measurement so far; 0 if there is none, or the file is damaged."""
     try:
         flops = float(kept_measurement(path)["flops"])
     except (ValueError, KeyError, TypeError):
@@ -92,7 +92,7 @@ def _kept(path: Path) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most that this process has held so far: of the device's memory, or of the machine's on a CPU."""
+    """Peak memory of this process so far: the device's memory, or the machine's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

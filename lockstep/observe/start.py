@@ -1,4 +1,4 @@
-"""What a command says before it computes: which model, where, in which arithmetic, and how much there is to do."""
+"""What a command prints before it starts: which model, where, in which arithmetic, and how much there is to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.model import ModelConfig, arithmetic_of, instruction_set, name_of
 def start_line(
     model: str, shape: ModelConfig, device: torch.device, dtype: torch.dtype, work: str, ranks: int = 1
 ) -> str:
-    """One line for the terminal or a log; `work` says how many tokens there are to go."""
+    """One line for the terminal or a log; `work` says how much there is to do."""
     parameters = f"{in_short(shape.num_parameters)} parameters"
     if shape.mixtures:
         parameters += f" ({in_short(shape.num_active_parameters)} active)"
@@ -28,13 +28,13 @@ def start_line(
 
 
 def announce(text: str) -> None:
-    """Says it on stderr, since stdout is for results; on one rank only."""
+    """Prints to stderr, since stdout is for results; on one rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
 
 
 def in_short(count: int) -> str:
-    """A count in three digits: 1.05M, 8.03B."""
+    """A count with three digits: 1.05M, 8.03B."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{count / size:.3g}{letter}"

@@ -1,4 +1,4 @@
-"""What this rank is doing, and what it did in its last steps: seconds a phase, and a trace to look at."""
+"""What this rank is doing, and what it did in its last steps: seconds per phase, and a trace to view."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Span:
 
 
 class Timeline:
-    """Phases of the training loop by name, of the last `steps` steps; 0 keeps none and only tells the current one.
+    """Phases of the training loop by name, for the last `steps` steps; 0 keeps none and only tracks the current one.
 
-    Times are the host's. On CUDA a phase ends when its kernels are launched, but for those that wait for a result
-    (a loss read back, a gradient's norm): what kernels take, the torch profiler says, which shows these phases too.
+    Times are the host's. On CUDA, a phase ends when its kernels are launched, unless it waits for a result (a loss read
+    back, a gradient norm): for kernel times, use the torch profiler, which also shows these phases.
     """
 
     def __init__(self, rank: int = 0, steps: int = 0):
@@ -36,19 +36,19 @@ class Timeline:
         self.step = 0
         self.phase = "start"
         self.waits_for = ""
-        """Whom or what the phase waits for, such as `the other ranks` or `rollouts of generator_0`; empty: nobody."""
+        """What the phase waits for, such as `the other ranks` or `rollouts of generator_0`; empty: nothing."""
         self.patience = 0.0
-        """Seconds that the phase may stand still by limits of its own, such as a reward's."""
+        """Seconds that the phase may take without progress because of its own limits, such as a reward's."""
         self.message = ""
-        """What was last said, heard or logged."""
+        """The last message sent, received or logged."""
         self.progress = 0
-        """Grows with every phase begun or ended, on all ranks alike: the least tells who is furthest behind."""
+        """Grows with every phase begun or ended, in the same way on all ranks: the lowest is furthest behind."""
         self.counters: list[Callable[[], int]] = []
-        """Of work within phases, such as an engine's steps; read by another thread."""
+        """Counters of work within phases, such as an engine's steps; read by another thread."""
         self.awaited: Callable[[], str] = str
-        """Whom work within a phase waits for just now, such as `reward worker 0`; read by another thread."""
+        """What work within a phase currently waits for, such as `reward worker 0`; read by another thread."""
         self.changed: Callable[[], None] = _nothing
-        """Called where a step or a phase begins."""
+        """Called when a step or a phase begins."""
         self._moves = 0
         self._held: deque[list[Span]] = deque(maxlen=steps)
         self._current: list[Span] = []
@@ -66,7 +66,7 @@ class Timeline:
         self.changed()
 
     def enter(self, phase: str, waits_for: str = "", patience: float = 0.0) -> None:
-        """What follows is `phase`, until another begins. `add` keeps it once it lies behind."""
+        """What follows is `phase`, until another begins. `add` records it when it is over."""
         self.phase, self.waits_for, self.patience = phase, waits_for, patience
         self.progress += 1
         self.changed()
@@ -87,7 +87,7 @@ class Timeline:
             self.add(name, began, time.perf_counter())
 
     def moved(self) -> None:
-        """Some of the phase's work is done, so it has not stopped."""
+        """Call when some of the phase's work is done, so that it does not count as stopped."""
         self._moves += 1
 
     @property
@@ -96,7 +96,7 @@ class Timeline:
         return self._moves + sum(counter() for counter in self.counters)
 
     def add(self, name: str, began: float, ended: float) -> None:
-        """A phase of the current step that lies behind; times of time.perf_counter."""
+        """Records a finished phase of the current step; times of time.perf_counter."""
         self._current.append(Span(name, self.step, (self._offset + began) * 1e6, (ended - began) * 1e6))
 
     def elapsed(self) -> float:
@@ -104,7 +104,7 @@ class Timeline:
         return time.perf_counter() - self._began
 
     def seconds(self, name: str) -> float:
-        """Of the current step, in all its phases of this name."""
+        """Seconds of the current step in all its phases with this name."""
         return sum(s.microseconds for s in self._current if s.name == name) / 1e6
 
     def write(self, path: Path) -> None:
@@ -129,16 +129,16 @@ class Timeline:
 
 
 def _nothing() -> None:
-    """Nobody is to be told."""
+    """The default of `changed`."""
 
 
 def timeline_path(run: Path, rank: int = 0, ranks: int = 1) -> Path:
-    """Where a rank writes its trace: one file of all ranks is made by `merge_timelines`."""
+    """Where a rank writes its trace; `merge_timelines` makes one file of all ranks."""
     return run / "timeline.json" if ranks == 1 else run / "timeline" / f"rank_{rank}.json"
 
 
 def merge_timelines(run: Path, others: Sequence[dict[str, Any]] = ()) -> None:
-    """`timeline.json` with every rank's trace, once all have written theirs, and the events of `others`."""
+    """Writes `timeline.json` with every rank's trace, once all are written, and the events of `others`."""
     paths = sorted((run / "timeline").glob("rank_*.json"))
     alone = timeline_path(run)
     sources = paths or ([alone] if others and alone.is_file() else [])

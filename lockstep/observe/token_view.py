@@ -1,4 +1,4 @@
-"""Rollouts of chosen steps for the report, token by token, with what each token's colour is made of."""
+"""Rollouts of chosen steps for the report, token by token, with the values that each token's color is made of."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lockstep.observe.readable import readable_rollouts
 from lockstep.observe.run_folder import CONFIG
 
 GROUPS = 4
-"""Of a step, two completions of each: the best and the worst."""
+"""Groups shown per step, with two completions of each: the best and the worst."""
 LONGEST = 40
 """Characters of a token that are shown."""
 FULL = 4.0
-"""Nats at which a colour of log-probability, entropy or difference is at its full strength."""
+"""Nats at which the color of a log-probability, entropy or difference is at full strength."""
 LEFT_OUT = "left out"
-ENVIRONMENTS = "said by the environment"
+ENVIRONMENTS = "written by the environment"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A token: its text, the strengths of its colours as CSS variables, and its figures in words."""
+    """A token: its text, the strengths of its colors as CSS variables, and its figures as text."""
 
     text: str
     style: str
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """A rollout, with its tokens or, where they are not known, without."""
+    """A rollout, with its tokens if they are known."""
 
     rollout: dict[str, Any]
     pieces: list[Piece]
@@ -48,14 +48,14 @@ class ShownStep:
 
 
 def shown_steps(run: Path, steps: Sequence[int] = (), most_tokens: int = 12_000) -> list[ShownStep]:
-    """Of each of `steps`, or else of the first, a middle and the last one, some rollouts, `most_tokens` tokens in all.
+    """Some rollouts of each of `steps`, by default the first, a middle and the last one; `most_tokens` tokens in all.
 
     Raises UserError for a step without rollouts.
     """
     paths = [path for path in sorted(run.glob("rollouts/step_*.jsonl")) if path.stem[5:].isdecimal()]
     files = {int(path.stem[5:]): path for path in paths}
     if missing := [step for step in steps if step not in files]:
-        raise UserError(f"{run}: there are no rollouts of step {missing[0]}; there are some of {len(files)} steps")
+        raise UserError(f"{run}: has no rollouts of step {missing[0]}; it has rollouts of {len(files)} steps")
     chosen = {step: _chosen(files[step]) for step in steps or _some(list(files))}
     count = sum(map(len, chosen.values()))
     name_of = _names(run)
@@ -68,7 +68,7 @@ def shown_steps(run: Path, steps: Sequence[int] = (), most_tokens: int = 12_000)
 
 
 def channels(steps: Sequence[ShownStep]) -> dict[str, str]:
-    """What tokens can be coloured by, by the letter of their CSS variables: what is known of at least one rollout."""
+    """What tokens can be colored by, by the letter of their CSS variable: values that at least one rollout has."""
     known = {name for step in steps for shown in step.rollouts if shown.pieces for name in shown.rollout}
     return {letter: title for letter, (title, field) in CHANNELS.items() if field in known}
 
@@ -77,11 +77,11 @@ CHANNELS = {
     "l": ("log-probability", "log_probs"),
     "a": ("advantage", "advantage"),
     "e": ("entropy", "entropies"),
-    "d": ("difference of trainer and generator", "log_probs"),
-    "r": ("difference from the reference", "reference_log_probs"),
-    "t": ("difference from the teacher", "teacher_log_probs"),
+    "d": ("trainer minus generator", "log_probs"),
+    "r": ("reference minus policy", "reference_log_probs"),
+    "t": ("teacher minus policy", "teacher_log_probs"),
 }
-"""Title, and the name that a rollout has it by, of each way to colour."""
+"""For each way to color tokens, its title and the key in a rollout."""
 
 
 def _some(steps: list[int]) -> list[int]:
@@ -89,7 +89,7 @@ def _some(steps: list[int]) -> list[int]:
 
 
 def _chosen(path: Path) -> list[dict[str, Any]]:
-    """The best and the worst completion of some groups, first of those whose advantages differ."""
+    """The best and the worst completion of some groups, preferring groups whose advantages differ."""
     groups: dict[int, list[dict[str, Any]]] = {}
     for rollout in readable_rollouts(path):
         groups.setdefault(rollout["group"], []).append(rollout)
@@ -102,8 +102,8 @@ def _chosen(path: Path) -> list[dict[str, Any]]:
 
 
 def _names(run: Path) -> Any:
-    """A function from tokens to their texts; None where the run's tokenizer cannot be found."""
-    # Imported here: data is a neighbour, which a report of pretraining does without.
+    """A function from tokens to their texts; None if the run's tokenizer cannot be found."""
+    # Imported here: a report of pretraining does not need lockstep.data.
     from lockstep.data import load_tokenizer
     from lockstep.data.pieces import token_pieces
 
@@ -121,12 +121,12 @@ def _names(run: Path) -> Any:
 
 
 def _pieces(rollout: dict[str, Any], name_of: Any, longest: int, largest: float) -> list[Piece]:
-    """The first and the last of a rollout's tokens, `longest` in all."""
+    """The first and the last tokens of a rollout, `longest` in all."""
     tokens = rollout.get("token_ids") or []
     sampled = rollout.get("sampled") or [1] * len(tokens)
     if name_of is None or not tokens or longest < 2 or len(rollout.get("log_probs", ())) != sum(sampled):
         return []
-    numbers = list(accumulate(sampled, initial=0))  # of each token, how many before it are the model's
+    numbers = list(accumulate(sampled, initial=0))  # for each token, how many before it are the model's
     places: list[int | None] = list(range(len(tokens)))
     if len(places) > longest:
         places = [*places[: longest // 2], None, *places[len(places) - longest // 2 :]]
@@ -151,7 +151,7 @@ def _advantages(rollout: dict[str, Any]) -> list[float]:
 
 
 def _values(rollout: dict[str, Any], number: int, advantages: Sequence[float]) -> dict[str, float]:
-    """Of a sampled token, by the letters of `CHANNELS`; what the rollout does not have is left out."""
+    """The values of a sampled token, by the letters of `CHANNELS`, without those that the rollout does not have."""
     own = rollout["log_probs"][number]
     values = {
         "l": own,
@@ -165,10 +165,10 @@ def _values(rollout: dict[str, Any], number: int, advantages: Sequence[float]) -
 
 
 def _style(values: dict[str, float], largest: float) -> str:
-    """`--l` and `--e` from 0 to 1; the others as `--a` where they are above 0 and `--an` where below."""
+    """`--l` and `--e` from 0 to 1; the others like `--a` if positive and `--an` if negative."""
     parts = []
     for letter, value in values.items():
-        # A difference of trainer and generator is a fault whatever its size.
+        # Any difference between trainer and generator is a fault.
         scale = {"a": largest, "d": abs(value)}.get(letter, FULL)
         strength = min(1.0, abs(value) / scale) if scale else 0.0
         if strength >= 0.005:
@@ -177,11 +177,11 @@ def _style(values: dict[str, float], largest: float) -> str:
 
 
 def _visible(text: str) -> str:
-    """A token, with a sign for its line breaks."""
+    """A token's text, with its line breaks marked."""
     text = text if len(text) <= LONGEST else text[:LONGEST] + "…"
     return visible(text).replace("\n", "⏎\n")
 
 
 def visible(text: str) -> str:
-    """Characters that cannot be seen by their number, but for line breaks and tabs."""
+    """Replaces unprintable characters, except line breaks and tabs, by their codes."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -1,4 +1,4 @@
-"""Names the actor and step that stopped, keeps what there is to see of it, and ends the run."""
+"""Names the actor that stopped and its step, saves what there is to see, and ends the run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lockstep.observe.logs import log
 from lockstep.observe.sign_of_life import SignOfLife, heartbeat_path, stacks_path
 
 EXIT_CODE = 124
-"""Of a run that the watchdog ended, as of timeout(1)."""
+"""Exit code of a run that the watchdog ended, as with timeout(1)."""
 VERDICT = "stopped"
-"""In `logs/`, from rank 0 to the others; gone before a run begins again."""
+"""A file in `logs/` from rank 0 to the others; removed before a run starts again."""
 
 LEFT = "left by the watchdog of process"
-"""The first line of its stacks, with the process's number."""
+"""The first line of the watchdog's stacks, followed by the PID."""
 
 
 @dataclass
 class _Seen:
-    """An actor's last sign of life, and this process's clock when it last changed."""
+    """An actor's last heartbeat, and this process's clock when it last changed."""
 
     actor: Actor
     progressed: float
@@ -35,18 +35,18 @@ class _Seen:
 
 
 def interval(seconds: float) -> float:
-    """Seconds between two signs of life, and two looks at them, where `seconds` without progress are too long."""
+    """Seconds between two heartbeats, and between two checks of them, if `seconds` without progress are too long."""
     return min(5.0, max(0.05, seconds / 10)) if seconds else 5.0
 
 
 class Watchdog:
-    """A thread beside the training loop. A context manager.
+    """A thread next to the training loop. A context manager.
 
-    Rank 0 reads all actors' signs of life (`SignOfLife`). An actor has stopped whose progress has stood still for
-    `seconds`, and for as long as its phase's own limits allow, or that has not answered for `seconds`, unless whom it
-    waits for, in the end, moves: of those that have stopped, who holds up the others is named. The other ranks only
-    look whether rank 0's own process still answers. Every rank then writes its threads' stacks and its last collectives
-    into `logs/`, and ends with EXIT_CODE, whereupon torchrun starts them anew.
+    Rank 0 reads all actors' heartbeats (`SignOfLife`). An actor counts as stopped if it has made no progress for
+    `seconds` plus what its phase's own limits allow, or has not responded for `seconds`, unless the actor it ultimately
+    waits for makes progress. Of those that have stopped, the one that holds up the others is named. The other ranks
+    only check whether rank 0's own process still responds. Every rank then writes its threads' stacks and its last
+    collectives to `logs/`, and exits with EXIT_CODE, upon which torchrun restarts them.
     """
 
     def __init__(self, sign: SignOfLife, rank: int, ranks: int, seconds: float):
@@ -77,10 +77,10 @@ class Watchdog:
                 self._end_run(stopped)
 
     def _look(self) -> None:
-        """Ages are taken by this process's clock: those of several machines disagree."""
+        """Reads heartbeats. Ages are by this process's clock, since the clocks of several machines disagree."""
         now = time.monotonic()
         if (slept := now - self._looked) > 3 * self.interval:
-            # This process was stopped itself, or the machine slept: the others cannot be blamed for that time.
+            # This process itself was stopped, or the machine slept: that time does not count against the others.
             for seen in self._seen.values():
                 seen.progressed, seen.answered = seen.progressed + slept, seen.answered + slept
         self._looked = now
@@ -97,7 +97,7 @@ class Watchdog:
                 seen.answered = now
             seen.actor = actor
         for name in list(self._seen):
-            # What was caught halfway keeps its age.
+            # An actor whose heartbeat was half written keeps its age.
             if name not in found and not heartbeat_path(self.run, name).is_file():
                 del self._seen[name]
 
@@ -108,12 +108,12 @@ class Watchdog:
         return [seen.actor for seen in self._seen.values() if not seen.actor.ended]
 
     def _stopped(self) -> list[Actor]:
-        """Those that have stopped and hold up the others; empty while the run moves."""
+        """The actors that have stopped and hold up the others; empty while the run makes progress."""
         actors = self._actors()
         if self.rank != 0:
             return [actor for actor in actors if actor.silent > self.seconds]
         stuck = {actor.name: actor for actor in actors if self._stands_still(actor)}
-        # A generator that nobody waits for may stop: others do its work.
+        # A generator that nothing waits for may stop: others do its work.
         ranks = [actor for actor in stuck.values() if actor.is_rank]
         return [actor for actor in held_up_by(ranks, actors) if actor.name in stuck]
 
@@ -134,7 +134,7 @@ class Watchdog:
             )
         with suppress(OSError):  # a full disk must not keep the run from ending
             if self.ranks > 1 and self.rank == 0:
-                # Found by the others at their next look, so that they leave their stacks too before torchrun ends them.
+                # The others find it at their next check, and write their stacks too before torchrun ends them.
                 self._verdict.write_text(words)
             self.sign.end(BY_WATCHDOG + (words or self._verdict.read_text()))
             dump_stacks(self.run, self.rank)
@@ -147,7 +147,8 @@ class Watchdog:
 
 
 def dump_stacks(run: Path, rank: int) -> None:
-    """`stacks_rank_N.txt`: all threads' Python stacks; `collectives_rank_N.json`: the Flight Recorder's, if any."""
+    """Writes `stacks_rank_N.txt` (all threads' Python stacks) and, if there is a Flight Recorder, its
+    `collectives_rank_N.json`."""
     path = stacks_path(run, f"rank_{rank}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -160,7 +161,7 @@ def dump_stacks(run: Path, rank: int) -> None:
 
 
 def _collectives() -> bytes:
-    """The last collectives as JSON, NCCL's where there are any, else gloo's; empty without torch.distributed."""
+    """The last collectives as JSON, NCCL's if there are any, else gloo's; empty without torch.distributed."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -1,4 +1,4 @@
-"""How a model is run, from outside of it: its distribution over ranks, and compilation."""
+"""How a model is run, applied from outside the model: distribution over ranks, and compilation."""
 
 from lockstep.parallel.apply import chunks_for, generator_layout, generator_model, parallel_model
 from lockstep.parallel.compile import CompiledHalves, apply_compile

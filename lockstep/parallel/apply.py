@@ -1,6 +1,6 @@
-"""A model for this rank of a run: its layers, shards and compiled halves, in the order that they must be applied.
+"""A model for this rank of a run: its layers, shards and compiled halves, in the order they must be applied.
 
-What shards a model is imported where there are several ranks: DTensor and FSDP take most of a second of a start.
+Code for sharding is only imported if there are several ranks: DTensor and FSDP take most of a second to import.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def parallel_model(
     fill: Callable[[TrainableModel], None],
     recompute: RecomputeConfig | None = None,
 ) -> Decoder | Pipeline:
-    """This rank's part of the model, on the world's device; never more than that part is materialised.
+    """This rank's part of the model, on the world's device; no more than that part is ever materialized.
 
-    `fill` writes the weights, of a sharded parameter this rank's shard. In a world of one the weights have `dtype`;
-    over several ranks they are float32 shards, gathered in `dtype` where they are used. Raises UserError for a layout
-    that the model's shape does not allow.
+    `fill` writes the weights; for a sharded parameter, this rank's shard. In a world of one, the weights have `dtype`;
+    with several ranks, they are float32 shards that are gathered in `dtype` for use. Raises UserError for a layout that
+    the model's shape does not allow.
     """
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel)
@@ -81,7 +81,7 @@ def generator_model(
     parallel: ParallelConfig,
     fill: Callable[[TrainableModel], None],
 ) -> Decoder:
-    """This rank's part of a model that only generates: its weights have `dtype` and are cut over the tensor axis alone.
+    """This rank's part of a model that only generates: its weights have `dtype` and are sharded only over tensor ranks.
 
     Raises UserError for a degree that the model's shape does not allow.
     """
@@ -92,7 +92,7 @@ def generator_model(
 
 
 def generator_layout(config: ModelConfig, dtype: torch.dtype, world: World, parallel: ParallelConfig) -> Decoder:
-    """As `generator_model`, on the meta device: no weight has memory."""
+    """As `generator_model`, but on the meta device, without memory for weights."""
     config = replace(config, reduction_chunks=chunks_for(config.reduction_chunks, parallel))
     refuse_impossible(config, world.degrees, parallel)
     model = Decoder(config, dtype, "meta")
@@ -110,7 +110,7 @@ def chunks_for(trained_with: int, parallel: ParallelConfig) -> int:
 
 @torch.no_grad()
 def _round(model: Decoder | Pipeline, dtype: torch.dtype) -> None:
-    """Makes float32 shards begin as the weights of one process do, which have `dtype`: the same run in any layout."""
+    """Rounds float32 shards to `dtype`, which the weights of one process have: the same run in any layout."""
     for name, parameter in model.named_parameters():
         values = local_values(parameter)
         if values.dtype != dtype and not is_float32(name):
@@ -118,7 +118,7 @@ def _round(model: Decoder | Pipeline, dtype: torch.dtype) -> None:
 
 
 def _parts(model: Decoder | Pipeline) -> tuple[Decoder, ...]:
-    """What a forward runs through: the model, or this rank's stages of it."""
+    """The modules that a forward runs through: the model, or this rank's stages of it."""
     return model.stages if isinstance(model, Pipeline) else (model,)
 
 

@@ -1,11 +1,11 @@
 """One compilation for trainer and generator: each block's two halves, shared by all layers.
 
-The same compiled functions are called with and without gradients, for any number of tokens. What they compute is
-compared at start-up, so a compiler that lets a row's neighbours, or the gradient, change its bits is refused. Compiled
-bits differ from eager ones: a model is compiled for both sides or for neither, which is why the compiled functions
-belong to the model.
+The same compiled functions are called with and without gradients, for any number of tokens. Their results are compared
+at start-up, so that a compiler that lets a row's neighbors, or the gradient, change its bits is refused. Compiled bits
+differ from eager ones: a model is compiled for both sides or for neither, which is why the compiled functions belong to
+the model.
 
-torch._dynamo and torch._inductor are imported where something is compiled: they take most of a second.
+torch._dynamo and torch._inductor are only imported to compile: they take most of a second.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from lockstep.parallel.tensor_group import sharded_over_data, tensor_group_of
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 PROBE_ROWS = 96
 PROBE_COUNTS = (1, 2, 3, 7, 8, 16, 17, 33, 64)
-# Rounds where eager PyTorch rounds. Without it a fused kernel keeps float32 where another, cut elsewhere, has rounded
-# to bfloat16, and a forward pass for the gradient is cut elsewhere.
+# Rounds where eager PyTorch rounds. Without it, one fused kernel keeps float32 where another, split differently, rounds
+# to bfloat16, and the forward pass for the gradient is split differently.
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 
 
 def apply_compile(model: Decoder, config: CompileConfig) -> None:
-    """Compiles `model`'s blocks as `config` says; both `Engine` and `Trainer` then run what was compiled.
+    """Compiles `model`'s blocks as `config` says; both `Engine` and `Trainer` then run the compiled functions.
 
-    Compiles at once, with and without gradients, and compares the results' bits. Raises UserError where they depend
-    on the number of rows or on the gradient.
+    Compiles immediately, with and without gradients, and compares the results bit for bit. Raises UserError if they
+    depend on the number of rows or on the gradient.
     """
     if config.backend == "none":
         return
@@ -52,14 +52,14 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
     from torch import _dynamo
 
     keep_artifacts()
-    # Of one function for all models of a process: dtypes, devices, and each with and without gradients.
+    # One function serves all models of a process: dtypes and devices, each with and without gradients.
     _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, 64)
     halves = CompiledHalves(model.halves, config)
     for block in _one_of_each_kind(model):
-        # Of a sharded layer the forward sees whole weights in the compute dtype.
+        # The forward of a sharded layer sees unsharded weights in the compute dtype.
         if is_fsdp(block):
             block.unshard()
-        # PyTorch's cache of traced graphs does not tell process groups apart that DTensor names in them.
+        # PyTorch's cache of traced graphs does not distinguish the process groups that DTensor names in them.
         sharded = any(is_dtensor(parameter) for parameter in block.parameters())
         with functorch.patch(enable_autograd_cache=False) if sharded else nullcontext():
             _compare(model, block, halves)
@@ -70,7 +70,7 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
 
 
 def _one_of_each_kind(model: Decoder) -> list[Block]:
-    """The first layer of each shape: some have a dense feed-forward, others a mixture of experts."""
+    """The first layer of each kind: some have a dense feed-forward, others a mixture of experts."""
     kinds: dict[tuple[Any, ...], Block] = {}
     for block in model.layers:
         assert isinstance(block, Block)
@@ -79,7 +79,7 @@ def _one_of_each_kind(model: Decoder) -> list[Block]:
 
 
 class CompiledHalves:
-    """What a decoder calls instead of `Block.before_attention` and `Block.after_attention`.
+    """Compiled replacements of `Block.before_attention` and `Block.after_attention`.
 
     Once `frozen`, a call that would compile again raises torch._dynamo.exc.RecompileError, which names the guard.
     """
@@ -102,7 +102,7 @@ class CompiledHalves:
     def _call(self, function: Any, block: Block, *rows: Tensor) -> Any:
         from torch import _dynamo
 
-        # A single row would be compiled for itself, so each gets company; what it computes does not depend on that.
+        # A single row would be compiled separately, so it is doubled; its result does not depend on that.
         rows = rows if rows[0].shape[0] > 1 else tuple(x.repeat_interleave(2, 0) for x in rows)
         for x in rows:
             _dynamo.mark_dynamic(x, 0)
@@ -115,18 +115,18 @@ class CompiledHalves:
 
 
 def _every_other(x: Tensor) -> Tensor:
-    return x[::2].clone()  # no view, which FSDP would not let go of
+    return x[::2].clone()  # not a view, which FSDP would not free
 
 
 def keep_artifacts() -> Path:
-    """Keeps what is compiled in the user's cache folder, apart for every machine, torch and set of operators.
+    """Keeps compiled code in the user's cache folder, separately for each machine, torch version and set of operators.
 
-    Returns the folder; TORCHINDUCTOR_CACHE_DIR takes its place. Raises UnsafeCache where others may write to that.
+    Returns the folder; TORCHINDUCTOR_CACHE_DIR overrides it. Raises UnsafeCache if others can write to that.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     own = cache_folder() / f"compiled-{fingerprint(*library.schemas)}"
-    # Importing torch._dynamo sets the variable too, where the user has not.
+    # Importing torch._dynamo also sets the variable if the user has not.
     if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():
         os.environ[CACHE_VARIABLE] = str(own)
     folder = Path(os.environ[CACHE_VARIABLE])
@@ -136,7 +136,7 @@ def keep_artifacts() -> Path:
 
 
 def _refuse_unsafe(model: Decoder) -> None:
-    """On the CPU a compiled loop ends in single elements where its length is no multiple of the vector's."""
+    """On the CPU, a compiled loop ends in single elements if its length is not a multiple of the vector length."""
     lanes = 32
     shape, group = model.config, tensor_group_of(model)
     ranks = group.size() if group else 1
@@ -154,7 +154,7 @@ def _refuse_unsafe(model: Decoder) -> None:
 
 
 def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
-    """Compiles what trainer and generator will call, and compares the bits of rows with those of a forward of all."""
+    """Compiles what trainer and generator will call, and compares parts of the rows bitwise with a forward of all."""
     group = tensor_group_of(model)
     ranks = group.size() if group else 1
     probe = _Probe(model, block, halves, group)
@@ -162,12 +162,12 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
         probe.require_gradients(True)
         expected = [t.detach() for t in probe.outputs(slice(0, PROBE_ROWS))]
         total = torch.stack([t.float().sum() for t in probe.outputs(slice(0, 2 * ranks))]).sum()
-        # Compiles the gradient too. Sinks are attention's, which is called between the halves.
+        # Compiles the gradient too. Sinks belong to attention, which is called between the halves.
         weights = [weight for weight in block.parameters() if weight.requires_grad]
         torch.autograd.grad(total, [probe.hidden, probe.attended, *weights], allow_unused=True)
         problems: list[str] = []
         if model.config.lora is not None:
-            # Before the first adapted layer nothing has a gradient: compiled as that too.
+            # Before the first adapted layer, nothing has a gradient: compile that too.
             for attended in (True, False):
                 probe.require_gradients(False, attended)
                 problems += probe.differences(slice(0, PROBE_ROWS), expected)
@@ -180,7 +180,7 @@ def _compare(model: Decoder, block: Block, halves: CompiledHalves) -> None:
                 if group is not None and not sharded_over_data(model):  # such a model has no engine
                     with whole_rows():
                         problems += probe.differences(rows, expected)
-    # All ranks find the same, or some would wait for those that have stopped.
+    # All ranks must reach the same verdict, or some would wait for those that have stopped.
     if group is not None:
         problems = [problem for those in from_all(problems, group) for problem in those]
     if problems:

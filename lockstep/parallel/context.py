@@ -1,9 +1,9 @@
-"""Sequences shared by ranks: each computes some of their tokens, and attends to the keys and values of all.
+"""Context parallelism: each rank computes some tokens of every sequence, and attends to the keys and values of all.
 
 Every sequence is cut into twice as many chunks as there are ranks, and a rank takes one from its start and one from
-its end: equally many tokens, and equally many keys to attend to. In each layer keys and values are gathered, put
-back into the order of the sequences, and attended to in the fixed blocks, so a token's bits are those of one process.
-Between forward and backward a rank keeps its own keys and values alone.
+its end: equally many tokens, and equally many keys to attend to. In each layer, keys and values are gathered, put back
+into the order of the sequences, and attended to in the fixed blocks, so a token's bits are those of one process.
+Between forward and backward, a rank keeps only its own keys and values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lockstep.parallel.exchange import all_gather, gather_rows, reduce_scatter
 from lockstep.parallel.one_order import ContextRows
 
 Piece = tuple[int, int, int]
-"""Sequence, first token, and the token behind the last."""
+"""Sequence, first token, and the token after the last."""
 
 
 def cut_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
-    """Each rank's pieces of packed sequences, in their order: `ranks` shares of tokens that differ by one at most.
+    """Each rank's pieces of packed sequences, in order: `ranks` shares whose token counts differ by at most one.
 
-    Of a sequence in 2·ranks chunks, rank r has chunk r and chunk 2·ranks - 1 - r, so that causal attention is equal
-    work for all. Tokens left over by the division go to the ranks that have fewest.
+    Rank r has chunks r and 2·ranks - 1 - r of a sequence in 2·ranks chunks, so that causal attention is equal work for
+    all. Tokens left over by the division go to the ranks that have the fewest.
     """
     shares: list[list[Piece]] = [[] for _ in range(ranks)]
     extras = [0] * ranks
@@ -56,25 +56,25 @@ def cut_sequences(lengths: Sequence[int], ranks: int) -> list[list[Piece]]:
 class ContextAttention:
     """The attention of one rank's share of packed sequences. The ranks of `group` call it together, layer by layer.
 
-    Each rank brings its tokens in the order of `rows`, padded to `padded_rows`.
+    Each rank passes its tokens in the order of `rows`, padded to `padded_rows`.
     """
 
     row_counts: Int[Tensor, "own"] | None = None
-    """As in `ops.PackedAttention`, of this rank's rows."""
+    """As in `ops.PackedAttention`, for this rank's rows."""
 
     def __init__(
         self, lengths: Sequence[int], group: dist.ProcessGroup, device: str | torch.device = "cpu", multiple: int = 1
     ):
-        """multiple: of which `padded_rows` is one."""
+        """multiple: `padded_rows` is a multiple of this."""
         self.group = group
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         shares = cut_sequences(lengths, ranks)
         self.pieces = ops.PieceAttention(lengths, shares[rank], device)
         rows = [_rows(lengths, share) for share in shares]
         self.rows: Int[Tensor, "own"] = rows[rank].to(device)
-        """Of the packed row's tokens, this rank's."""
+        """This rank's tokens of the packed row."""
         self.padded_rows = -(-max(len(r) for r in rows) // multiple) * multiple
-        # Where the token of each place in the packed row is found among all ranks' padded rows.
+        # Where each token of the packed row is found among all ranks' padded rows.
         gathered = torch.cat([r * self.padded_rows + torch.arange(len(own)) for r, own in enumerate(rows)])
         self._places = gathered[torch.cat(rows).argsort()].to(device)
         self.shares = rows
@@ -84,7 +84,7 @@ class ContextAttention:
 
     @cached_property
     def shared_targets(self) -> ContextRows:
-        """The ranks' shares of the row's targets; made only where gradients are summed in one order."""
+        """The ranks' shares of the row's targets; only used if gradients are summed in one order."""
         predictors = self.predictors
         of_rank = [torch.isin(predictors.cpu(), share).nonzero()[:, 0] for share in self.shares]
         padded = max(map(len, of_rank))
@@ -121,7 +121,7 @@ class ContextAttention:
         grad_k: Float[Tensor, "tokens kv_heads head_dim"],
         grad_v: Float[Tensor, "tokens kv_heads head_dim"] | None,
     ) -> tuple[Float[Tensor, "own kv_heads head_dim"], Float[Tensor, "own kv_heads head_dim"] | None]:
-        """Back from `gather`, for gradients: those of this rank's tokens, summed over all ranks."""
+        """The backward of `gather`: the gradients of this rank's tokens, summed over all ranks."""
         parts = (grad_k,) if grad_v is None else (grad_k, grad_v)
         shape = len(parts), *grad_k.shape[1:]
         everyone = grad_k.new_zeros(dist.get_world_size(self.group) * self.padded_rows, *shape)
@@ -175,9 +175,9 @@ def _in_one_order(
     terms: ops.Terms,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of this rank's rows. Each rank makes those of some key-value heads, of all queries in one order.
+    """The gradients of this rank's rows. Each rank computes some key-value heads for all queries in one order.
 
-    That of `sinks` is whole for this rank's heads, and zero for the others'.
+    The gradient of `sinks` is complete for this rank's heads, and zero for the others.
     """
     tokens, ranks = attention.shared_tokens, dist.get_world_size(attention.group)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
@@ -190,14 +190,14 @@ def _in_one_order(
     their_grad, query = (of_heads(x, queries) for x in (grad_out, q))
     key, value = of_heads(k, own), None if v is None else of_heads(v, own)
     attended, sums = (of_heads(x, queries) for x in (out, log_sums))
-    made: Gradients = (query, key, value)  # where no head is left for this rank
+    made: Gradients = (query, key, value)  # if no head is left for this rank
     of_sinks = None if sinks is None else torch.zeros_like(sinks)
     if own.stop > own.start:
         starts = attention.pieces.whole.starts
         made = attend_backward(their_grad, query, key, value, attended, sums, starts, terms=terms)
         if sinks is not None and of_sinks is not None:
             of_sinks[queries] = sink_gradient(their_grad, attended, sums, sinks[queries], len(attended))
-    most = -(-kv_heads // ranks)  # key-value heads of a rank
+    most = -(-kv_heads // ranks)  # key-value heads per rank
     return (
         _own_rows(made[0], q, most * group, attention),
         _own_rows(made[1], k, most, attention),

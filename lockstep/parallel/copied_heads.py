@@ -1,8 +1,8 @@
-"""Fewer key-value heads than ranks of the tensor axis: every rank has all their weights, and attends with one head.
+"""Fewer key-value heads than tensor ranks: every rank has all their weights, and attends with one head.
 
-Several ranks then share a head, each with some of its queries, and a gradient of its keys is a sum over all queries.
-The ranks' parts of it are added as they come, but not with `train.deterministic_layout`, where each of them computes
-the head's attention with the queries of all, and so the whole sum.
+Several ranks then share a head, each with some of its queries, and the gradient of its keys is a sum over all queries.
+The ranks' parts of it are added in any order, except with `train.deterministic_layout`: then each of these ranks
+computes the head's attention with all queries, and thus the complete sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OneKeyValueHead:
     def __init__(self, group: dist.ProcessGroup, heads: int):
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.share = self.ranks // heads
-        """Ranks that attend with the same head."""
+        """The number of ranks that attend with the same head."""
         self.first = self.rank // self.share * self.share
         """The first of them."""
         self.own = slice(self.rank // self.share, self.rank // self.share + 1)
@@ -44,18 +44,18 @@ class OneKeyValueHead:
         return block.after_attention(hidden, attended)
 
     def own_outputs(self, weight: Tensor) -> Tensor:
-        """Of a weight or bias of all heads' keys or values the outputs of this rank's head."""
+        """The outputs of this rank's head, from a weight or bias of all heads' keys or values."""
         size = weight.shape[0] * self.share // self.ranks
         return weight[self.own.start * size :][:size]
 
     def part(self, outputs: int) -> slice:
-        """Of a head's outputs those whose gradients this rank makes, as if the weight were cut over the ranks."""
+        """The outputs of a head whose gradients this rank computes, as if the weight were sharded over the ranks."""
         size = outputs // self.share
         return slice((self.rank - self.first) * size, (self.rank - self.first + 1) * size)
 
     @contextmanager
     def _in_one_order(self, block: Block) -> Iterator[None]:
-        """Within it `sharing` finds these halves by the parameters of the block's keys and values."""
+        """Within this context, `sharing` finds these halves by the parameters of the block's keys and values."""
         global _sharing, _shared
         before = _sharing, _shared
         attention = block.self_attn
@@ -67,18 +67,18 @@ class OneKeyValueHead:
             _sharing, _shared = before
 
     def _gather_queries(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`[tokens, heads, head_dim]` of all ranks that share this one's key-value head."""
+        """The queries `[tokens, heads, head_dim]` of all ranks that share this rank's key-value head."""
         return torch.cat(gather_rows(own, group).chunk(self.ranks)[self.first : self.first + self.share], 1)
 
     def _own_queries(self, all_queries: Tensor, group: dist.ProcessGroup) -> Tensor:
         return all_queries.chunk(self.share, 1)[self.rank - self.first]
 
 
-# Plain globals, as those of `ops.one_order`: a block's two halves may be replayed in a backward pass's thread.
+# Plain globals, as in `ops.one_order`: a block's two halves may be replayed in the thread of a backward pass.
 _sharing: OneKeyValueHead | None = None
 _shared: list[torch.nn.Parameter] = []
 
 
 def sharing(parameter: Tensor) -> OneKeyValueHead | None:
-    """Who shares the outputs of `parameter` in one order; None of all other parameters, and without such an order."""
+    """The halves that share the outputs of `parameter` in one order; None for other parameters, or without an order."""
     return _sharing if any(parameter is each for each in _shared) else None

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state spread over the ranks that see different data (FSDP2; HSDP; DDP)."""
+"""Weights, gradients and optimizer state sharded over the ranks that see different data (FSDP2; HSDP; DDP)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.parallel.tensor import experts_of
 from lockstep.parallel.world import World
 
 WHOLE_GRADIENT_SHARE = 4
-"""A whole gradient of at most one part in so many of a rank's memory is kept until the end of a step."""
+"""An unsharded gradient of at most this fraction (1/N) of a rank's memory is kept until the end of a step."""
 
 
 def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, compute: torch.dtype) -> None:
     """Shards the float32 weights of `model`, block by block; forward and backward run in `compute`.
 
-    A step's loss is a sum whose weights add up to 1 over all ranks, so gradients are summed, in float32, not averaged.
-    With `data_shard` 1 each replica keeps whole weights: data parallelism as DDP has it.
+    A step's loss is a sum whose weights add up to 1 over all ranks, so gradients are summed in float32, not averaged.
+    With `data_shard` 1, each replica keeps unsharded weights: data parallelism as in DDP.
     """
     always = {"default": world.degrees["pipeline"] == 1, "always": True, "never": False}[config.reshard_after_forward]
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
@@ -34,11 +34,11 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    # Whole on every rank: they have no gradient to sum, and must not be rounded to `compute`.
+    # Unsharded on every rank: they have no gradient to sum, and must not be rounded to `compute`.
     whole = {parameter for name, parameter in model.named_parameters() if is_float32(name)}
     shared_experts = [] if world.expert_mesh is None else experts_of(model)
     for module in [*shared_experts, *model.layers, model]:
-        # The root holds embedding and head, which the loss needs after the forward: they stay until the backward.
+        # The root contains embedding and head, which the loss needs after the forward: they stay until the backward.
         fully_shard(
             module,
             mesh=world.expert_fsdp_mesh if module in shared_experts else world.fsdp_mesh,
@@ -50,24 +50,25 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        # gloo knows no pre-multiplied sum; the plain sum is what is wanted on every backend.
+        # gloo has no pre-multiplied sum; the plain sum is right on every backend.
         module.set_force_sum_reduction_for_comms(True)
         if world.device.type == "cpu":
             module.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
 
 
 def _cut_experts(world: World, parameter: nn.Parameter) -> Shard | None:
-    """Stacked experts are cut as all weights, along the first dimension, if that leaves every rank as many of them;
-    else, as where there are more ranks than experts, each expert along its outputs."""
+    """Stacked experts are sharded along the first dimension, like all weights, if every rank gets equally many;
+    otherwise, as with more ranks than experts, each expert is sharded along its outputs."""
     ranks = world.degrees["data_shard"] * world.degrees["context"] // world.expert
     experts, outputs, *others = (*local_values(parameter).shape, 0)
     return Shard(1) if len(others) == 2 and experts % ranks and outputs % ranks == 0 else None
 
 
 def sums_every_microbatch(parameters: int, world: World) -> bool:
-    """Whether ranks sum the gradients of so many parameters with every micro-batch, so that each keeps its shard only.
+    """Whether ranks sum the gradients of so many parameters after every micro-batch, so that each keeps only its shard.
 
-    Else once a step: fewer messages, but until then every rank holds the float32 gradient of its tensor part, whole.
+    Otherwise once per step: fewer messages, but until then every rank has the unsharded float32 gradient of its tensor
+    part.
     """
     if world.degrees["data_shard"] * world.degrees["context"] == 1 or world.degrees["pipeline"] > 1:
         return False  # Nothing is sharded, or the pipeline's schedule sums at its end.
@@ -77,9 +78,10 @@ def sums_every_microbatch(parameters: int, world: World) -> bool:
 
 
 def set_gradient_sums(model: FSDPModule, every: bool, last: bool) -> None:
-    """Before the forward of a micro-batch, the `last` of a step or not: whether its backward sums gradients over ranks.
+    """Call before a micro-batch's forward: sets whether its backward sums gradients over ranks.
 
-    Replicas of the shards exchange sums once a step in any case.
+    They are summed if `every` is set or it is the `last` of a step. Replicas of the shards exchange sums once per step
+    in any case.
     """
     model.set_requires_gradient_sync(every or last)
     model.set_requires_all_reduce(last)

@@ -1,16 +1,16 @@
-"""DeepEP as what carries rows between the ranks that share experts, in place of the all-to-all: an option on GPUs.
+"""DeepEP for sending rows between the ranks that share experts, instead of the all-to-all: an option on GPUs.
 
 https://github.com/deepseek-ai/DeepEP, 1.2 or later: `dispatch` of the normal mode, within one host, in both directions.
 
-The bits are those of the all-to-all. `dispatch` copies rows, and what arrives lies by the rank it comes from, of one
-rank in the order it was sent in: a receiver's offsets are sums of counts, and each channel takes consecutive rows
-(DeepEP's csrc/kernels/intranode.cu). Its `combine` is not used: it adds a token's rows in the ranks' order instead of
-the token's own, and adds even a row that comes home alone to 0.0, which makes 0.0 of -0.0. So rows go home by
-`dispatch` as well, and are weighed and added up there by `ops.experts.combine`.
+The bits are those of the all-to-all. `dispatch` copies rows; they arrive ordered by source rank, and within a rank in
+the order they were sent: a receiver's offsets are sums of counts, and each channel takes consecutive rows (DeepEP's
+csrc/kernels/intranode.cu). Its `combine` is not used: it adds a token's rows in the ranks' order instead of the token's
+own, and adds even a single row to 0.0, which turns -0.0 into 0.0. So rows return by `dispatch` as well, and are
+weighted and added up by `ops.experts.combine`.
 
-Where the package cannot be loaded, finds no GPU, or fails on any rank of a group, all its ranks use the all-to-all from
-there on, with one warning. They agree on every exchange, by a number that is summed over the ranks on the CPU. What
-cannot be caught is a kernel that ends its process, as one does that waits too long for another rank.
+If the package cannot be loaded, finds no GPU, or fails on any rank of a group, all its ranks use the all-to-all from
+then on, with one warning. They agree on this in every exchange, by a number that is summed over the ranks on the CPU.
+What cannot be caught is a kernel that ends its process, such as one that waits too long for another rank.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from lockstep.parallel.messages import from_all
 log = logging.getLogger("lockstep")
 
 PATIENCE = timedelta(seconds=60)
-"""For the others when a rank has failed to make its buffer: DeepEP exchanges addresses meanwhile."""
+"""Timeout of the other ranks if a rank fails to create its buffer, during which DeepEP exchanges addresses."""
 WIDEST = 16 * 1024 - 16
-"""Bytes of a row: its kernels pass one through 16 KiB of shared memory, and trap, which no one can catch, on more."""
+"""The most bytes per row: its kernels pass a row through 16 KiB of shared memory; more is an uncatchable trap."""
 
 Result = TypeVar("Result")
 
 _asked = False
 _told = False
 _buffers: dict[tuple[str, int], Any] = {}
-"""By a group's name and the bytes of a row; None where the group uses the all-to-all."""
+"""Buffers by a group's name and the bytes per row; None if the group uses the all-to-all."""
 
 
 def use_deep_ep(asked: bool) -> None:
-    """Whether rows of this process travel by DeepEP from now on; see `ParallelConfig.expert_dispatcher`."""
+    """Sets whether this process sends rows with DeepEP from now on; see `ParallelConfig.expert_dispatcher`."""
     global _asked
     _asked = asked
 
 
 def close_buffers() -> None:
-    """Before the groups end. What they occupy on the GPU is free when the process ends."""
+    """Call before the groups are destroyed. Their GPU memory is freed when the process ends."""
     _buffers.clear()
 
 
 def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
-    """As `begin_all_to_all`, by DeepEP where that is asked for and works on all ranks of `group`, which all call it."""
+    """As `begin_all_to_all`, but with DeepEP if requested and working on all ranks of `group`, which all call it."""
     if not _asked or native.is_pretending():
         return begin_all_to_all(rows, sent, received, group)
     key = group.group_name, rows.shape[1] * rows.element_size()
@@ -74,11 +74,11 @@ def begin_exchange(rows: Tensor, sent: list[int], received: list[int], group: di
 
 
 def _open(width: int, group: dist.ProcessGroup) -> Any:
-    """A buffer of DeepEP for rows of `width` bytes; None where one rank has none."""
+    """A DeepEP buffer for rows of `width` bytes; None if any rank has none."""
     module = _on_every_rank(lambda: _load(width), group)
     if module is None:
         return None
-    # Its messages about buffers have a group to themselves: a rank that fails amid them sends other ones next.
+    # Its messages about buffers have their own group: a rank that fails in between sends different messages next.
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
     return _on_every_rank(lambda: _buffer(module, width, own), group)
@@ -86,13 +86,13 @@ def _open(width: int, group: dist.ProcessGroup) -> Any:
 
 def _load(width: int) -> Any:
     if width > WIDEST:
-        raise ValueError(f"rows of {width} bytes are wider than the {WIDEST} that its kernels take")
+        raise ValueError(f"rows of {width} bytes are wider than the {WIDEST} that its kernels support")
     return importlib.import_module("deep_ep")
 
 
 def _buffer(module: Any, width: int, group: Any) -> Any:
     nbytes = module.Buffer.get_dispatch_config(group.size()).get_nvl_buffer_size_hint(width, group.size())
-    # Else its destructor waits for the other ranks, which may have none.
+    # Otherwise its destructor waits for the other ranks, which may have no buffer.
     return module.Buffer(group, nbytes, explicitly_destroy=True)
 
 
@@ -100,33 +100,33 @@ def _dispatch(buffer: Any, rows: Tensor, sent: list[int], received: list[int]) -
     counts = torch.tensor(sent, dtype=torch.int32, device=rows.device)
     goes_to = torch.eye(len(sent), dtype=torch.bool, device=rows.device)
     goes_to = goes_to.repeat_interleave(counts, 0, output_size=len(rows))
-    words = rows.contiguous().view(torch.bfloat16)  # the dtype that it is made for; it copies bytes
+    words = rows.contiguous().view(torch.bfloat16)  # the dtype it is written for; it copies bytes
     arrived, *_, event = buffer.dispatch(
         words,
         num_tokens_per_rank=counts,
         is_token_in_rank=goes_to,
-        num_tokens_per_expert=counts,  # to it every rank is one expert
+        num_tokens_per_expert=counts,  # for DeepEP, every rank is one expert
         async_finish=True,
     )
     if len(arrived) != sum(received):
-        raise RuntimeError(f"{len(arrived)} rows arrived of {sum(received)}")
+        raise RuntimeError(f"{len(arrived)} of {sum(received)} rows arrived")
     return UnderWay(arrived.view(rows.dtype), words, event.current_stream_wait)
 
 
 def _compare(arrived: Tensor, expected: Tensor) -> bool:
-    """Raises RuntimeError where the bits differ: as integers, of which equal ones are the same."""
+    """Raises RuntimeError if the bits differ, compared as integers."""
     if not torch.equal(arrived.view(torch.int16), expected.view(torch.int16)):
-        raise RuntimeError("rows that it brought differ from those of the all-to-all")
+        raise RuntimeError("its rows differ from those of the all-to-all")
     return True
 
 
 def _on_every_rank(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result | None:
-    """What `attempt` returns, where it fails on no rank of `group`; else None on all of them, and a warning."""
+    """The result of `attempt` if it fails on no rank of `group`; else None on all of them, and a warning."""
     global _told
     result, problem = None, ""
     try:
         result = attempt()
-    except Exception as error:  # whatever it is: there is another way
+    except Exception as error:  # whatever it is, there is a fallback
         problem = f"{type(error).__name__}: {error}"
     failed = torch.tensor([int(bool(problem))])
     dist.all_reduce(failed, group=group)
@@ -137,6 +137,6 @@ def _on_every_rank(attempt: Callable[[], Result], group: dist.ProcessGroup) -> R
         ranks_of.setdefault(each, []).append(rank)
     if not _told:
         said = "; ".join(f"on ranks {ranks}: {each}" for each, ranks in ranks_of.items() if each)
-        log.warning('parallel.expert_dispatcher "deep_ep" failed, so tokens travel by all-to-all: %s', said)
+        log.warning('parallel.expert_dispatcher "deep_ep" failed, using all-to-all instead: %s', said)
     _told = True
     return None

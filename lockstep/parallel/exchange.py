@@ -1,4 +1,4 @@
-"""Collectives by the names that this torch has for them, sums whose order is known, and both with gradients."""
+"""Collectives under the names of this torch version, sums in a fixed order, and both with gradients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lockstep.ops.linear import tree_sum
 from lockstep.ops.opaque import library
 from lockstep.parallel.shared_memory import memory_of
 
-# What torch 2.13 calls them; before, they had the names that it warns of.
+# The names of torch 2.13, which warns about the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Of the process, not of a context: a compiled half is guarded on it, and the ranks' exchanges are in one thread anyway.
+# Per process, not a context variable: compiled halves are guarded on it, and exchanges are in one thread anyway.
 _whole = False
 
 
 @contextmanager
 def whole_rows() -> Iterator[None]:
-    """Within it the ranks of a tensor axis all hold every token's row, instead of a share: for any number of tokens.
+    """Within this context, all ranks of a tensor axis have every token's row instead of a share: any number of tokens.
 
-    The bits are the same. Without gradients only.
+    The bits are the same. Only without gradients.
     """
     global _whole
     before, _whole = _whole, True
@@ -44,7 +44,7 @@ def rows_are_whole() -> bool:
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, one rank's after the other; each has as many."""
+    """The rows of all ranks, rank after rank; each has the same number."""
     out = own.new_empty(dist.get_world_size(group) * own.shape[0], *own.shape[1:])
     if (memory := memory_of(group, own)) is not None:
         memory.gather(own.contiguous(), out)
@@ -54,7 +54,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def swap_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Equally many rows of `x` to each rank, in the ranks' order; returns what comes, in that order too."""
+    """Sends equally many rows of `x` to each rank, in rank order; returns what is received, also in rank order."""
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     if (memory := memory_of(group, x)) is not None:
         memory.swap(x.contiguous(), received)
@@ -65,12 +65,12 @@ def swap_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass
 class UnderWay:
-    """Rows that are being sent."""
+    """Rows in flight."""
 
     received: Tensor
     """Filled when `wait` returns."""
     sent: Tensor
-    """Lives until it has arrived."""
+    """Kept alive until it has arrived."""
     finish: Callable[[], object]
 
     def wait(self) -> Tensor:
@@ -79,14 +79,14 @@ class UnderWay:
 
 
 def begin_all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> UnderWay:
-    """Begins to send the first `sent[0]` rows to rank 0, and so on; `received[r]` come from rank r, in that order."""
+    """Starts sending the first `sent[0]` rows to rank 0, and so on; `received[r]` rows come from rank r, in order."""
     out, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
     work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
     return UnderWay(out, rows, work.wait)
 
 
 def sum_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's share of the rows of the sum over ranks: added in float32 in a tree and rounded once."""
+    """This rank's share of the rows of the sum over ranks, added in a float32 tree and rounded once."""
     parts = swap_rows(x, group).unflatten(0, (dist.get_world_size(group), -1)).float()
     return tree_sum(parts.unbind(), overwrite=True).to(x.dtype)
 
@@ -97,12 +97,12 @@ def own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_gathered(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The gradient of gathered rows: the sum over ranks, which in one order the products have made already."""
+    """The gradient of gathered rows: the sum over ranks, which with one order the products have already computed."""
     return own_rows(grad, group) if one_order.is_asked() else sum_rows(grad, group)
 
 
 def without_gradient(x: Tensor) -> Tensor:
-    """The same, whose gradient is zero; not cut off, for a backward that other ranks take part in runs through it."""
+    """The same with a zero gradient; not detached, since a backward that involves other ranks runs through it."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(torch.zeros_like)
@@ -123,7 +123,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) -> Tensor:
-    """`forward(x, group)`, whose gradient is `backward` of the result's."""
+    """`forward(x, group)`; its gradient is `backward` of the result's gradient."""
     if torch.compiler.is_compiling():
         return (_opaque_gather if forward is gather_rows else _opaque_sum)(x, group.group_name)
     out: Tensor = _Exchange.apply(x, group, forward, backward)
@@ -131,7 +131,7 @@ def exchanged(x: Tensor, group: dist.ProcessGroup, forward: Any, backward: Any) 
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The group that an operator of a compiled graph, which takes no objects, was given by its name."""
+    """The group with a name: operators in a compiled graph take no objects."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]  # its NewType of str
 
 
@@ -169,10 +169,10 @@ library.differentiable("sum_rows", _save_group, lambda ctx, grad: (_opaque_gathe
 
 
 class ExchangedSum:
-    """Every rank sends each other its part, and adds what it receives in a binary tree, neighbouring ranks first.
+    """Every rank sends each other rank its part, and adds what it receives in a binary tree, neighboring ranks first.
 
-    gloo's own reduce-scatter is an all-reduce of which all but one part is thrown away: 44 ms against 17 ms for the
-    float32 gradients of a 7M-parameter layer on two ranks. FSDP takes it by `set_custom_reduce_scatter`.
+    gloo's own reduce-scatter is an all-reduce that discards all but one part: 44 ms versus 17 ms for the float32
+    gradients of a 7M-parameter layer on two ranks. FSDP uses it through `set_custom_reduce_scatter`.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -187,11 +187,11 @@ class ExchangedSum:
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM or async_op:
-            raise ValueError(f"gradients can only be summed here, and waited for; asked for {op}, async {async_op}")
+            raise ValueError(f"only synchronous sums of gradients are supported here; asked for {op}, async {async_op}")
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = list(received.view(group.size(), -1).unbind())
         while len(parts) > 2:
-            # Not `torch.sum`, which reads two long rows at a third of the memory's speed.
+            # Not `torch.sum`, which reads two long rows at a third of the memory bandwidth.
             parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2])] + parts[len(parts) & ~1 :]
         torch.add(*parts, out=output_tensor)

@@ -1,4 +1,4 @@
-"""How many bytes this rank sends to other ranks' experts, and how many rows come to its own."""
+"""How many bytes this rank sends to other ranks' experts, and how many rows its own experts get."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch.distributed as dist
 
 
 class ExpertTraffic:
-    """Counts from `clear` to `take`. Of this process: it trains one model at a time."""
+    """Counts from `clear` to `take`. One per process, which trains one model at a time."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        """Of rows that left this rank, and came back from it, forward and backward."""
+        """Bytes of rows sent by this rank, to experts and back, forward and backward."""
         self.rows: list[int] = []
-        """That arrived, of each forward through a layer."""
+        """Rows that arrived in each forward through a layer."""
         self.first_rank = 0
-        """Of the ranks that share the experts: what tells those ranks from others."""
+        """The first of the ranks that share the experts, which identifies the group."""
 
     def clear(self) -> None:
-        """At the beginning of a step, for validation travels too."""
+        """Call at the beginning of a step, since validation also sends rows."""
         self.bytes, self.rows = 0, []
 
     def note_call(self, rows: int, group: dist.ProcessGroup) -> None:
@@ -28,11 +28,11 @@ class ExpertTraffic:
         self.first_rank = dist.get_process_group_ranks(group)[0]
 
     def take(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
-        """As metrics, the same on every rank. All ranks call it: `gather` is `World.gather`.
+        """The metrics, the same on every rank. All ranks call it; `gather` is `World.gather`.
 
-        `experts/sent_mib`, of the rank that sends most, and `experts/imbalance`: the rows of the rank with most over
-        the mean, layer by layer, each layer with the weight of its rows: how much longer the ranks take than if all had
-        as many. Nothing where no experts are shared.
+        `experts/sent_mib`, of the rank that sends the most, and `experts/imbalance`: the most rows of a rank relative
+        to the mean, per layer, weighted by the layer's rows: how much longer the ranks take than with an even load.
+        Empty if no experts are shared.
         """
         everyone = gather([self.bytes, self.first_rank, self.rows])
         by_group: dict[int, list[list[int]]] = {}

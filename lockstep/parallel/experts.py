@@ -1,17 +1,16 @@
-"""Experts on several ranks: each rank has some of them, whole, and all ranks' rows travel to their experts and back.
+"""Expert parallelism: each rank has some of the experts, unsharded; rows are sent to their experts and back.
 
     tokens ─ dispatch ─> rows by expert ─ travel ─> rows of this rank's experts ─ feed-forward ─ come home ─ combine
 
-What all tokens go through, the shared expert, is computed while rows travel: in the forward pass while they go to the
-experts, in the backward pass while their gradients come back from there.
+The shared expert, which all tokens go through, is computed while rows are in flight: in the forward pass on their way
+to the experts, in the backward pass while their gradients come back.
 
-No sum is cut: a row's products are made where its expert is, and a token's rows are added up at home, in the token's
-own order, so its bits are those of one process. Where rows arrive they lie by expert, of one expert by the rank that
-they came from, and of one rank by token; where the ranks' tokens follow each other, as those of a tensor axis do, that
-is the order of one process, and so are the sums over rows in the weights' gradients.
+No sum is split: a row's products are computed where its expert is, and a token's rows are added up on the token's rank,
+in the token's own order, so its bits are those of one process. Arriving rows are ordered by expert, then by source
+rank, then by token; if the ranks' tokens follow each other, as on a tensor axis, that is the order of one process, and
+so are the sums over rows in the weights' gradients.
 
-How many rows travel is known on the way only, so what a compiler sees are operators whose results have a size that it
-does not know.
+The number of rows sent is only known at run time, so a compiler sees operators whose results have an unknown size.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lockstep.parallel.exchange import UnderWay, gather_rows, group_named, rows_
 from lockstep.parallel.expert_traffic import TRAFFIC
 
 FeedForward = Callable[[Tensor, Tensor], Tensor]
-"""Of this rank's experts: rows, and where each expert's start, to as many rows."""
+"""The feed-forward of this rank's experts: rows, and where each expert's rows start, to as many rows."""
 
 
 def experts_over_ranks(
@@ -44,10 +43,10 @@ def experts_over_ranks(
     feed_forward: FeedForward,
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`ops.experts` of this rank's tokens, whose weights and choices these are; its share of the `count` experts is
-    in `feed_forward`.
+    """`ops.experts` of this rank's tokens, with their weights and choices; `feed_forward` has this rank's share of the
+    `count` experts.
 
-    `x`: the same tokens, or those of all ranks of the tensor axis, which are neighbours in `group`. Within `whole_rows`
+    `x`: these tokens, or those of all ranks of the tensor axis, which are neighbors in `group`. Within `whole_rows`,
     all ranks have the same tokens, and all get the result.
     """
     starts, places, sources = order_by_expert(chosen, count)
@@ -72,9 +71,9 @@ def _own_tokens(x: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _travel(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """Begins to send the rows. What it returns waits for the rows of this rank's experts, where each expert's start,
-    and how many of each expert come from each rank."""
-    if torch.compiler.is_compiling():  # one operator: what a graph calls meanwhile would be the compiler's to choose
+    """Starts sending the rows. The returned function waits, and returns the rows of this rank's experts, where each
+    expert's rows start, and how many rows of each expert come from each rank."""
+    if torch.compiler.is_compiling():  # one operator: the compiler would decide what runs in between
         arrived = _opaque_travel(rows, starts, group.group_name)
         return lambda: arrived
     journey = _begin_journey(rows, starts, group)
@@ -93,7 +92,7 @@ def _come_home(rows: Tensor, starts: Tensor, counts: Tensor, sources: Tensor, gr
 
 @dataclass
 class _Journey:
-    """Of `length` rows to their experts, and of their gradients back."""
+    """The journey of `length` rows to their experts, and of their gradients back."""
 
     starts: Tensor
     counts: Tensor
@@ -101,7 +100,7 @@ class _Journey:
     length: int
     group: dist.ProcessGroup
     under_way: UnderWay | None = None
-    """What has been sent and not yet waited for: rows in the forward pass, gradients in the backward pass."""
+    """What was sent but not yet waited for: rows in the forward pass, gradients in the backward pass."""
 
     @property
     def own_starts(self) -> Tensor:
@@ -109,16 +108,16 @@ class _Journey:
         return torch.cat([self.counts.new_zeros(1), self.counts.sum(0).cumsum(0)])
 
     def take(self) -> UnderWay:
-        """What is under way; nothing is then. A journey lives as long as the graph, what was sent need not."""
+        """Takes what is in flight, since a journey lives as long as the graph, but what was sent need not."""
         assert self.under_way is not None
         under_way, self.under_way = self.under_way, None
         return under_way
 
 
 class _Leave(torch.autograd.Function):
-    """Rows that are under way. Its backward waits for their gradients, which that of `_Arrive` has begun to send.
+    """Rows in flight. Its backward waits for their gradients, which the backward of `_Arrive` has begun to send.
 
-    Autograd runs last what was called first, so what is called between the two is so in the backward pass as well.
+    Autograd runs in reverse order, so what is called between the two runs between them in the backward pass as well.
     """
 
     @staticmethod
@@ -128,7 +127,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.journey.take().wait(), None  # what `grads` has all along, filled now
+        return ctx.journey.take().wait(), None  # the same memory as `grads`, filled now
 
 
 class _Arrive(torch.autograd.Function):
@@ -162,7 +161,7 @@ class _ComeHome(torch.autograd.Function):
 
 def _begin_journey(rows: Tensor, starts: Tensor, group: dist.ProcessGroup) -> _Journey:
     own = starts.diff().view(dist.get_world_size(group), -1)
-    counts = swap_rows(own, group)  # numbers are exchanged on the CPU, which waits for them in any case
+    counts = swap_rows(own, group)  # counts are exchanged on the CPU, which waits for them in any case
     under_way = _begin_out(rows, starts, counts, group)
     TRAFFIC.note_call(len(under_way.received), group)
     return _Journey(starts, counts, len(rows), group, under_way)
@@ -195,14 +194,14 @@ def _begin_back(rows: Tensor, starts: Tensor, counts: Tensor, length: int, group
 def _lengths(length: int, starts: Tensor, counts: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """How many of this rank's `length` rows go to each rank, and how many come from each."""
     ranks = dist.get_world_size(group)
-    if native.is_pretending():  # as many to each, for the choices have no values
+    if native.is_pretending():  # equally many to each, since the choices have no values
         even = [length * (rank + 1) // ranks - length * rank // ranks for rank in range(ranks)]
         return even, even
     return starts[:: (len(starts) - 1) // ranks].diff().tolist(), counts.sum(1).tolist()
 
 
 def _by_expert(counts: Tensor) -> Tensor:
-    """Of rows that lie by rank, and of one rank by expert: which of them comes where they lie by expert, then rank."""
+    """The permutation from rows ordered by rank, then expert, to rows ordered by expert, then rank."""
     lengths = counts.T.flatten()
     before = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).T.flatten()
     shifts = before - (lengths.cumsum(0) - lengths)
@@ -216,12 +215,12 @@ def _begin(rows: Tensor, sent: list[int], received: list[int], group: dist.Proce
 
 
 def _take(x: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Of rows that all ranks have those of this rank's experts, and where each expert's start."""
+    """The rows of this rank's experts, from rows that all ranks have, and where each expert's rows start."""
     return (_opaque_take if torch.compiler.is_compiling() else _taken)(x, starts, sources, group.group_name)
 
 
 def _everyones(rows: Tensor, starts: Tensor, sources: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all experts, as many as `sources`, from each rank's experts'."""
+    """The rows of all experts, as many as `sources`, gathered from each rank's experts."""
     return (_opaque_gather if torch.compiler.is_compiling() else _gathered)(rows, starts, sources, group.group_name)
 
 

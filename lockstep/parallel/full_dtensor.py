@@ -1,7 +1,7 @@
-"""Every parameter a DTensor on one mesh: data, context and tensor parallelism by placements alone.
+"""Every parameter as a DTensor on one mesh: data, context and tensor parallelism by placements alone.
 
-Weights are cut over all axes. Operators read them whole on the axes where ranks see different tokens, so the
-redistribution gathers them, and its backward sums the gradients and cuts them again: what FSDP does with hooks.
+Weights are sharded over all axes. Operators read them unsharded on the axes whose ranks see different tokens, so the
+redistribution gathers them, and its backward reduce-scatters the gradients: what FSDP does with hooks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values between ranks, as JSON or as the bytes of arrays: reading one runs no code, as reading a pickle may."""
+"""Messages between ranks, as JSON or as the bytes of arrays: unlike a pickle, reading them cannot run code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK = 2**26
-"""Bytes of an array that are sent at once."""
+"""Bytes of an array sent at a time."""
 SIGN_OF_LIFE = 60.0
-"""Seconds between two, while the other ranks wait for rank 0."""
+"""Seconds between two signs of life while the other ranks wait for rank 0."""
 
 
 def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The `value` (JSON-able) of the first rank of `group`, or of all, on every rank of it. They all call it."""
+    """The `value` (JSON-serializable) of the first rank of `group` (default: all), on every rank. All call it."""
     message = _bytes_of(value)
     length = torch.tensor([message.numel()])
     dist.broadcast(length, group=group, group_src=0)
@@ -35,7 +35,7 @@ def arrays_from_rank_0(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     if dist.get_rank() != 0:
         arrays = [np.empty(length, dtype) for dtype, length in described]
     for array in arrays:
-        # Bytes, because gloo does not know unsigned integers of two and four.
+        # As bytes, since gloo does not support unsigned integers of two and four bytes.
         content = torch.from_numpy(array.view(np.uint8))
         for start in range(0, len(content), CHUNK):
             dist.broadcast(content[start : start + CHUNK], src=0)
@@ -43,7 +43,7 @@ def arrays_from_rank_0(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def wait_for_rank_0() -> Any:
-    """What rank 0 sends by `from_rank_0` after all that it does in `others_wait`: not None."""
+    """What rank 0 sends by `from_rank_0` after `others_wait`: anything but None."""
     while (value := from_rank_0(None)) is None:
         pass
     return value
@@ -51,7 +51,7 @@ def wait_for_rank_0() -> Any:
 
 @contextmanager
 def others_wait() -> Iterator[None]:
-    """Lets rank 0 work for longer than a message may take: a thread tells the others to wait on."""
+    """Lets rank 0 work for longer than the message timeout: a thread tells the others to keep waiting."""
     done = threading.Event()
 
     def tell() -> None:
@@ -68,7 +68,7 @@ def others_wait() -> Iterator[None]:
 
 
 def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value` (JSON-able), in the ranks' order, on every rank of `group`, or of all. They all call it."""
+    """Every rank's `value` (JSON-serializable), in rank order, on every rank of `group` (default: all). All call it."""
     message, lengths = _padded(value, group)
     received = [torch.empty_like(message) for _ in lengths]
     dist.all_gather(received, message, group=group)
@@ -76,7 +76,7 @@ def from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def to_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """As `from_all`, on the first rank of `group` alone; on the others nothing. They all call it."""
+    """As `from_all`, but only on the first rank of `group`; empty on the others. All call it."""
     message, lengths = _padded(value, group)
     received = [torch.empty_like(message) for _ in lengths] if dist.get_rank(group) == 0 else None
     dist.gather(message, received, group=group, group_dst=0)
@@ -84,7 +84,7 @@ def to_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """`value` as bytes, as many as the longest of all ranks' has, and how many are its own on each rank."""
+    """`value` as bytes, padded to the longest of all ranks, and the unpadded length on each rank."""
     message = _bytes_of(value)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([message.numel()]), group=group)

@@ -1,6 +1,6 @@
-"""Gradients summed as one process sums them, over the ranks that share a micro-batch's tokens or outputs.
+"""Gradients summed in the order of one process, over the ranks that share a micro-batch's tokens or outputs.
 
-What `train.deterministic_layout` needs of the axes `tensor` and `context`; `ops.one_order` says what the order is.
+`train.deterministic_layout` needs this on the axes `tensor` and `context`; `ops.one_order` defines the order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lockstep.parallel.exchange import gather_rows, group_named, swap_rows
 
 
 class ContextRows:
-    """`ops.one_order.SharedRows` over `group`: each rank has as many rows, of which some are padding.
+    """`ops.one_order.SharedRows` over `group`: each rank has equally many rows, some of which are padding.
 
-    places: where each row in one process's order is found among all ranks' rows, one rank's after the other.
+    places: where each row in the order of one process is found among all ranks' rows, rank after rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, padded: int, places: Tensor, own: Tensor):
-        """own: of the rows in one process's order those of this rank, in its order, without padding."""
+        """own: this rank's rows, in its order and without padding, as indices in the order of one process."""
         self.group, self.padded, self.places, self.own = group, padded, places, own
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.is_first = self.rank == 0
@@ -63,10 +63,10 @@ class _Whole(torch.autograd.Function):
 def column_product(x: Tensor, weight: Tensor, group: dist.ProcessGroup, part: slice | None = None) -> Tensor:
     """`x` `[tokens, in]` times this rank's outputs `weight` `[out / ranks, in]`.
 
-    part: of these outputs those that no other rank has, where some have the same ones.
+    part: the outputs whose gradients this rank computes, if other ranks have some of the same outputs.
 
-    The gradient of `x` is a part of the sum over all ranks' outputs. In one order it is the sum, rounded once, in the
-    rows that are this rank's share, and zero in the others: `exchange.sum_gathered` takes the share.
+    The gradient of `x` is a part of the sum over all ranks' outputs. With one order, it is the complete sum, rounded
+    once, in this rank's share of the rows, and zero in the others: `exchange.sum_gathered` takes the share.
     """
     if cuda.usable(x):
         return ops.linear(x, weight)
@@ -122,8 +122,8 @@ def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup,
 
     share: consecutive ranks that have the same heads.
 
-    The gradient of `weight` is that of these. In one order it is the sum over all rows and heads on one rank, and zero
-    on the others.
+    The gradient of `weight` is that of these. With one order, it is the sum over all rows and heads on one rank, and
+    zero on the others.
     """
     if torch.compiler.is_compiling() and not cuda.usable(x):
         return _opaque_norm(x, weight, eps, group.group_name)[0]
@@ -133,14 +133,14 @@ def shared_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup,
 
 
 def shared_bias(x: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`ops.add_bias` to this rank's rows, with a gradient as that of `shared_norm`'s weight."""
+    """`ops.add_bias` to this rank's rows, with a gradient like that of `shared_norm`'s weight."""
     if torch.compiler.is_compiling():
         return _opaque_bias(x, bias, group.group_name)
     return biased(x, bias, _TensorRows(group, x.ndim))
 
 
 def shared_logits(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`ops.router_logits` of this rank's rows, with a gradient as that of `shared_norm`'s weight."""
+    """`ops.router_logits` of this rank's rows, with a gradient like that of `shared_norm`'s weight."""
     if torch.compiler.is_compiling():
         return _opaque_logits(x, weight, group.group_name)
     if not torch.is_grad_enabled():
@@ -152,7 +152,7 @@ class _TensorRows:
     """`ops.one_order.GatheredRows` over the tensor axis, and then over the ranks that have other tokens."""
 
     def __init__(self, group: dist.ProcessGroup, ndim: int, share: int = 1):
-        """ndim: of what is normed; 3 where each rank has some heads, of all rows, and `share` of them have the same."""
+        """ndim: of the normed tensor; 3 if each rank has some heads of all rows, and `share` ranks have the same."""
         self.group, self.cut, self.share = group, 1 if ndim > 2 else 0, share
         tokens = one_order.shared_tokens()
         self.is_first = dist.get_rank(group) == 0 and (tokens is None or tokens.is_first)

@@ -1,7 +1,7 @@
-"""The operators on weights that are cut over ranks: each reads this rank's part and exchanges what has to be summed.
+"""The operators on sharded weights: each reads this rank's part and exchanges what has to be summed.
 
-Activations are plain tensors of what this rank holds. Where they lie on the `tensor` axis follows from where in a block
-they are (`placements`), so nothing need say it. The operators of `ops` run unchanged on a rank's part; DTensor's own
+Activations are plain tensors of this rank's part. Their placement on the `tensor` axis follows from where in a block
+they are (`placements`), so it is not recorded. The operators of `ops` run unchanged on a rank's part; DTensor's own
 would replace the row-invariant ones.
 """
 
@@ -39,30 +39,30 @@ from lockstep.parallel.vocabulary import sharded_token_log_probs
 
 
 def own_part(weight: DTensor) -> Tensor:
-    """What this rank computes with: on the tensor axis, or that of experts, its part, on the others the whole.
+    """The tensor this rank computes with: its part on the tensor or expert axis, unsharded on the other axes.
 
-    Where the weight is whole its ranks see different tokens or heads, so their gradients are summed.
+    Where the weight is replicated, its ranks see different tokens or heads, so their gradients are summed.
     """
     axes = axes_of(weight.device_mesh)
     places = [place if axis in ("tensor", "experts") else COPY for axis, place in zip(axes, weight.placements)]
     if not torch.is_grad_enabled() and list(weight.placements) == places:
         return weight.to_local()
     gradients = [SUM if place == COPY else place for place in places]
-    # Of a parameter that lies as it is read this moves nothing, but its backward sums the copies' gradients.
+    # If a parameter is placed as it is read, this moves nothing, but its backward sums the copies' gradients.
     if list(weight.placements) != places or (weight.is_leaf and SUM in gradients):
         weight = weight.redistribute(placements=places)
     return weight.to_local(grad_placements=gradients)
 
 
 def place_on(tensor: DTensor, axis: str) -> Placement | None:
-    """Where `tensor` lies on an axis; None where its mesh has no such axis."""
+    """The placement of `tensor` on an axis; None if its mesh has no such axis."""
     return dict(zip(axes_of(tensor.device_mesh), tensor.placements)).get(axis)
 
 
 def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
-    """This rank's share of the tokens' rows. Each is looked up where it is, elsewhere it is zero: the sum is exact.
+    """This rank's share of the tokens' rows. Each is looked up on its rank and zero elsewhere, so the sum is exact.
 
-    Raises UserError where the tensor axis does not divide the tokens.
+    Raises UserError if the tensor degree does not divide the number of tokens.
     """
     own, group = own_part(weight), tensor_group(weight)
     if group is None:
@@ -85,7 +85,7 @@ def embedding(tokens: Tensor, weight: DTensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
-    """Of this rank's rows `[tokens, dim]`, gathered then for all products that read them; or of its heads."""
+    """RMSNorm of this rank's rows `[tokens, dim]`, then gathered for all products that read them; or of its heads."""
     group = tensor_group(weight)
     if group is None:
         return ops.rms_norm(x, own_part(weight), eps)
@@ -97,7 +97,7 @@ def rms_norm(x: Tensor, weight: DTensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
-    """A row product where the weight's inputs are cut over the tensor axis, else a column product."""
+    """A row product if the weight's inputs are sharded over the tensor axis, else a column product."""
     own, group = own_part(weight), tensor_group(weight)
     if group is None:
         return ops.linear(x, own, chunks)
@@ -110,22 +110,22 @@ def linear(x: Tensor, weight: DTensor, chunks: int) -> Tensor:
 
 
 def text_scores(hidden: Tensor, head: DTensor) -> Tensor:
-    """Each rank of the tensor axis has all rows, the whole head and so the whole gradient, which is to count once."""
+    """Each tensor rank has all rows and the whole head, and so the whole gradient, which must count once."""
     own, group = own_part(head), tensor_group(head)
     if group is not None and dist.get_rank(group) > 0:
         own = without_gradient(own)
-        # In one order each rank takes its rows of a gradient that is the sum already (`exchange.sum_gathered`).
+        # With one order, each rank takes its rows of a gradient that is already the sum (`exchange.sum_gathered`).
         hidden = hidden if one_order.is_asked() else without_gradient(hidden)
     return ops.text_scores(hidden, own)
 
 
 def _with_gradient_of(x: Tensor, part: slice) -> Tensor:
-    """The same, whose gradient is zero outside of `part`."""
+    """The same tensor, with a gradient that is zero outside of `part`."""
     return torch.cat([x[: part.start].detach(), x[part], x[part.stop :].detach()])
 
 
 def add_bias(x: Tensor, bias: DTensor) -> Tensor:
-    """To this rank's outputs where the bias is cut over the tensor axis, else to this rank's share of the rows."""
+    """Adds to this rank's outputs if the bias is sharded over the tensor axis, else to its share of the rows."""
     own, group = own_part(bias), tensor_group(bias)
     if (copied := sharing(bias)) is not None:
         own = copied.own_outputs(own)
@@ -136,12 +136,12 @@ def add_bias(x: Tensor, bias: DTensor) -> Tensor:
 
 
 def head_linear(x: Tensor, weight: DTensor, first: int, stop: int, across: bool) -> Tensor:
-    """Of this rank's heads."""
+    """`ops.head_linear` of this rank's heads."""
     return ops.head_linear(x, own_part(weight), first, stop, across)
 
 
 def router_logits(x: Tensor, weight: DTensor) -> Tensor:
-    """Of this rank's share of the rows, which all ranks of the tensor axis have."""
+    """The logits of this rank's share of the rows, all of which every tensor rank has."""
     own, group = own_part(weight), tensor_group(weight)
     if group is None or rows_are_whole():
         return ops.router_logits(x, own)
@@ -150,7 +150,7 @@ def router_logits(x: Tensor, weight: DTensor) -> Tensor:
 
 
 def route(logits: Tensor, routing: ops.Routing, bias: DTensor, load: ops.ExpertLoad | None) -> tuple[Tensor, Tensor]:
-    """The bias is whole on every rank."""
+    """`ops.route`; the bias is replicated on every rank."""
     return ops.route(logits, routing, own_part(bias), load)
 
 
@@ -161,7 +161,7 @@ def experts(
     *parameters: DTensor,
     shared: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Of this rank's share of the tokens, through the experts on all ranks; see `experts_over_ranks`."""
+    """This rank's share of the tokens through the experts on all ranks; see `experts_over_ranks`."""
     own, group = [own_part(parameter) for parameter in parameters], expert_group(parameters[0])
     if group is None:
         gate, up, down = own
@@ -184,7 +184,7 @@ def clamped_experts(x: Tensor, weights: Tensor, chosen: Tensor, *parameters: DTe
 
 
 def expert_group(weight: DTensor) -> dist.ProcessGroup | None:
-    """The ranks that share the experts: those of the tensor axis, or more; None where each has all."""
+    """The ranks that share the experts: those of the tensor axis, or more; None if each has all."""
     mesh, axes = weight.device_mesh, axes_of(weight.device_mesh)
     return next((mesh.get_group(axis) for axis in axes if axis in ("tensor", "experts")), None)
 

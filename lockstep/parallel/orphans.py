@@ -1,4 +1,4 @@
-"""Ranks whose torchrun is gone end themselves: nothing else would, and they hold the run's folder and the memory."""
+"""Ranks whose torchrun has died end themselves: nothing else would, and they hold the run's folder and memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lockstep.observe.logs import log
 
 NAME = "torchrun watch"
 SECONDS = 2.0
-"""Between two looks."""
+"""Between two checks."""
 
 
 def end_with_torchrun() -> None:
-    """Starts a thread that ends this process once its parent, torchrun, has died; without torchrun it does nothing."""
-    # Of ranks that a script has put into the background, the parent ends rightly.
+    """Starts a thread that ends this process once its parent, torchrun, has died; does nothing without torchrun."""
+    # If a script started ranks in the background, their parent may end.
     if "TORCHELASTIC_RUN_ID" in os.environ and not any(t.name == NAME for t in threading.enumerate()):
         threading.Thread(target=_watch, args=(os.getppid(),), name=NAME, daemon=True).start()
 
@@ -24,6 +24,6 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(SECONDS)
     try:
-        log.critical("torchrun (process %d) has died, so this rank ends too; --resume continues the run", parent)
+        log.critical("torchrun (process %d) has died, so this rank ends as well; --resume continues the run", parent)
     finally:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a rank has some of the layers, and micro-batches pass through all ranks."""
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass through all ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lockstep.parallel.world import World
 
 
 class Pipeline(nn.Module):
-    """A `TrainableModel` of which this rank has some stages; they begin on the meta device.
+    """A `TrainableModel` of which this rank has some stages; they are created on the meta device.
 
     It runs whole steps, on all ranks of the pipeline together, so it has no forward of its own.
 
-    dtype: of the hidden states that pass from rank to rank. Raises UserError for settings that cannot run.
+    dtype: of the hidden states sent from rank to rank. Raises UserError for settings that cannot run.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Pipeline(nn.Module):
         self.world = world
         self.rank = world.coordinate("pipeline")
         own = [index for index in range(self.plan.stages) if self.plan.rank_of(index) == self.rank]
-        # In a tuple, so that they are no submodules: their parts are, by the whole model's names.
+        # In a tuple, so that they are not submodules: their parts are, under the whole model's names.
         self.stages = tuple(Stage(config, torch.float32, index, layers) for index in own)
         self.layers = nn.ModuleList()
         for stage in self.stages:
@@ -61,9 +61,9 @@ class Pipeline(nn.Module):
                 self.layers.add_module(name, block)
         self.tied = TiedEmbedding(self.stages, self.plan.rank_of(self.plan.stages - 1), self.group, dtype)
         self.bubble = float("nan")
-        """The part of all ranks' time that they wait in the last step's schedule, as computed from its table."""
+        """The share of time that ranks wait in the last step's schedule, as computed from its table."""
         self.passes_held = 1
-        """Forwards of this rank's stages whose activations it keeps at once, in the last step's schedule."""
+        """The most forwards of this rank's stages whose activations it holds at once in the last step's schedule."""
         self._schedules: dict[tuple[int, int], tuple[Any, list[Any], float, list[Action]]] = {}
         self._loss_of: Callable[..., Tensor] = _no_loss
 
@@ -81,12 +81,12 @@ class Pipeline(nn.Module):
         loss_of: Callable[[ScoringModel, Any], Tensor],
         each: Callable[[Iterable[str]], None] | None = None,
     ) -> list[float]:
-        """Adds the gradients of all micro-batches; returns their losses on the last stage's rank, elsewhere none.
+        """Accumulates the gradients of all micro-batches; returns their losses on the last stage's rank, elsewhere [].
 
-        microbatches: a PackedRow each, or what has one as its `row`; the same ones on all ranks of the pipeline.
-        `loss_of` runs on the last stage; it may call the model once.
-        `each` is called after every micro-batch's backward through one of this rank's stages, in the micro-batches'
-        order, with the names of the stage's parameters: their gradients are that micro-batch's if it takes them away.
+        microbatches: PackedRows, or objects that have one as `row`; the same on all ranks of the pipeline. `loss_of`
+        runs on the last stage; it may call the model once. `each` is called after every micro-batch's backward through
+        one of this rank's stages, in the order of the micro-batches, with the names of the stage's parameters; if it
+        takes their gradients away, they are those of that micro-batch.
         """
         self.tied.lend_weight()
         rows = _equally_long([_row(microbatch) for microbatch in microbatches])
@@ -98,7 +98,7 @@ class Pipeline(nn.Module):
             stage.has_backward = True
             stage.clear_runtime_states()
             stage.each = each
-        # Not `step`, which cuts one batch evenly: the micro-batches are there, each with its own documents.
+        # Not `step`, which splits one batch evenly: the micro-batches already exist, each with its own documents.
         schedule._step_microbatches(
             [(row.tokens,) for row in rows],
             [{"positions": row.positions, "attention": _attention(row)} for row in rows],
@@ -133,12 +133,12 @@ class Pipeline(nn.Module):
         for stage in self.stages:
             for module in stage.modules():
                 if is_fsdp(module):
-                    # No backward follows, which would let gathered weights go.
+                    # No backward follows that would free gathered weights.
                     module.reshard()
         return losses
 
     def order(self, microbatches: int, tokens: int) -> list[Action]:
-        """This rank's work in a step of so many micro-batches of `tokens` tokens."""
+        """This rank's work in a step of `microbatches` micro-batches of `tokens` tokens."""
         return self._schedule(microbatches, tokens)[3]
 
     def _schedule(self, count: int, tokens: int) -> tuple[Any, list[Any], float, list[Action]]:
@@ -167,7 +167,7 @@ class Pipeline(nn.Module):
         )
 
     def _hidden(self, tokens: int, device: str | torch.device) -> Tensor:
-        """Where hidden states arrive."""
+        """A buffer for hidden states."""
         return torch.empty(tokens, self.config.dim, dtype=self.compute_dtype, device=device)
 
     def _loss(self, hidden: Tensor, microbatch: Any) -> Tensor:
@@ -179,7 +179,7 @@ def _row(microbatch: Any) -> Any:
 
 
 def _equally_long(rows: Sequence[Any]) -> list[Any]:
-    """Hidden states travel in buffers of one size; further rows are padding."""
+    """Pads all rows to the same size, since hidden states are sent in buffers of one size."""
     total = max(row.tokens.shape[0] for row in rows)
     padded = []
     for row in rows:
@@ -194,4 +194,4 @@ def _attention(row: Any) -> ops.Attention:
 
 
 def _no_loss(*inputs: Any) -> Tensor:
-    raise RuntimeError("a pipeline's loss is given with each step")
+    raise RuntimeError("the loss of a pipeline must be passed with each step")

@@ -1,6 +1,6 @@
-"""Which rank of a pipeline does what, in which order: torch's schedules by name, or one read from a CSV file.
+"""Pipeline schedules: torch's schedules by name, or one read from a CSV file.
 
-torch's schedules are imported where a pipeline is made: they bring its compiler along, which takes most of a second.
+torch's schedules are only imported to create a pipeline: they import its compiler, which takes most of a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.errors import UserError, closest
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work: `kind` F is a forward, B a backward, I and W its halves for inputs and weights."""
+    """A unit of a rank's work; `kind`: F is a forward, B a backward, I and W its halves for inputs and weights."""
 
     stage: int
     kind: str
@@ -26,19 +26,19 @@ class Action(NamedTuple):
 
 
 Table = list[list[Action]]
-"""The work of every rank, in its order."""
+"""The work of every rank, in order."""
 
 
 @dataclass(frozen=True)
 class _Schedule:
     kind: str
-    """torch's class."""
+    """The name of torch's class."""
     stages_per_rank: int
     """0: as configured."""
     v_shaped: bool = False
-    """Rank 0 has the first stage and the last; else stages go round the ranks."""
+    """Rank 0 has the first and the last stage; otherwise stages are assigned round-robin."""
     splits_backward: bool = False
-    """Backward for inputs and for weights are separate pieces of work."""
+    """The backwards for inputs and for weights are separate units of work."""
 
 
 SCHEDULES = {
@@ -53,7 +53,7 @@ SCHEDULES = {
 class PipelinePlan:
     """The schedule that a config names: which stages each rank has, and the order of its work.
 
-    Raises UserError for an unknown name, for settings that do not work with the schedule, and for a CSV file that
+    Raises UserError for an unknown name, for settings that the schedule does not support, and for a CSV file that
     cannot be run.
     """
 
@@ -63,40 +63,40 @@ class PipelinePlan:
         self.table = read_table(Path(self.name), config.pipeline) if self.name.endswith(".csv") else None
         if self.table is None and self.name not in SCHEDULES:
             raise UserError(
-                f'parallel.pipeline_schedule "{self.name}" is unknown.{closest(self.name, SCHEDULES)} There are '
-                f"{', '.join(SCHEDULES)}, and FILE.csv"
+                f'parallel.pipeline_schedule "{self.name}" is unknown.{closest(self.name, SCHEDULES)} Give one of '
+                f"{', '.join(SCHEDULES)}, or FILE.csv"
             )
         if self.name == "interleaved" and config.pipeline_stages_per_rank < 2:
             raise UserError(
                 f"parallel.pipeline_stages_per_rank is {config.pipeline_stages_per_rank}; an interleaved schedule "
-                'needs 2 or more, and with 1 it is pipeline_schedule "1f1b"'
+                'needs 2 or more; for 1, use pipeline_schedule "1f1b"'
             )
         if self.splits_backward and config.reshard_after_forward == "always":
             raise UserError(
                 f'parallel.reshard_after_forward "always" does not work with pipeline_schedule "{self.name}", whose '
-                'two halves of backward need the same gathered weights; leave it at "default"'
+                'two halves of the backward need the same gathered weights; leave it at "default"'
             )
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients for inputs and for weights are computed apart."""
+        """Whether gradients for inputs and for weights are computed separately."""
         if self.table is not None:
             return any(action.kind == "I" for work in self.table for action in work)
         return SCHEDULES[self.name].splits_backward
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all of a step's micro-batches may be under way at a time."""
+        """Whether all of a step's micro-batches may be in flight at once."""
         return self.table is not None or self.name == "gpipe"
 
     @property
     def keeps_sent(self) -> bool:
-        """Whether torch keeps what a rank sends until the step ends, as where it has several stages."""
+        """Whether torch keeps what a rank sends until the step ends, as it does with several stages."""
         return self.table is not None or SCHEDULES[self.name].stages_per_rank != 1
 
     @property
     def stages(self) -> int:
-        """Over all ranks."""
+        """The number of stages over all ranks."""
         if self.table is not None:
             return 1 + max(action.stage for work in self.table for action in work)
         return self.config.pipeline * (SCHEDULES[self.name].stages_per_rank or self.config.pipeline_stages_per_rank)
@@ -110,16 +110,16 @@ class PipelinePlan:
         return ranks - 1 - place if SCHEDULES[self.name].v_shaped and turn % 2 else place
 
     def check_compile(self, compiled: CompileConfig) -> None:
-        """Raises UserError where compiled blocks do not work with the schedule."""
+        """Raises UserError if the schedule does not support compiled blocks."""
         if self.splits_backward and compiled.backend != "none":
             raise UserError(
                 f'compile.backend "{compiled.backend}" does not work with pipeline_schedule "{self.name}": a compiled '
-                'block has one backward, not one for inputs and one for weights; set compile.backend = "none", or take '
+                'block has one backward, not one for inputs and one for weights; set compile.backend = "none", or use '
                 'the schedule "interleaved"'
             )
 
     def check_microbatches(self, count: int) -> None:
-        """Raises UserError where the schedule cannot run with `count` micro-batches a step."""
+        """Raises UserError if the schedule cannot run with `count` micro-batches per step."""
         ranks, remedy = self.config.pipeline, ""
         if self.table is not None:
             own = 1 + max(action.microbatch for work in self.table for action in work)
@@ -132,12 +132,12 @@ class PipelinePlan:
             remedy = f"a multiple of {ranks}"
         if remedy:
             raise UserError(
-                f'a step has {count} micro-batches a rank, but pipeline_schedule "{self.name}" on {ranks} ranks needs '
-                f"{remedy}; change train.tokens_per_microbatch or tokens_per_step"
+                f'a step has {count} micro-batches per rank, but pipeline_schedule "{self.name}" on {ranks} ranks '
+                f"needs {remedy}; change train.tokens_per_microbatch or tokens_per_step"
             )
 
     def make(self, stages: list[Any], microbatches: int, loss_of: Callable[..., Any]) -> tuple[Any, Table]:
-        """torch's schedule over this rank's stages, and the table of all ranks. Losses are sums: none is scaled."""
+        """torch's schedule for this rank's stages, and the table of all ranks. Losses are sums and not scaled."""
         self.check_microbatches(microbatches)
         from torch.distributed.pipelining import schedules
 
@@ -168,7 +168,7 @@ def _alternating(stage: int, microbatches: int, ahead: int) -> list[Action]:
 
 
 def _actions(order: Sequence[Any]) -> list[Action]:
-    """Compute actions only, a pair that overlaps as one after the other."""
+    """Only the compute actions; overlapping pairs become consecutive actions."""
     found: list[Action] = []
     for action in order:
         for part in (action.sub_actions or (action,)) if action is not None else ():
@@ -178,7 +178,7 @@ def _actions(order: Sequence[Any]) -> list[Action]:
 
 
 def passes_held(work: Sequence[Action]) -> int:
-    """How many forwards of a rank's stages are still to be followed by their backward, at most."""
+    """The most forwards of a rank's stages that still wait for their backward."""
     held = most = 0
     for action in work:
         held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
@@ -187,10 +187,10 @@ def passes_held(work: Sequence[Action]) -> int:
 
 
 def read_table(path: Path, ranks: int) -> Table:
-    """A schedule from CSV: a line a rank, in each field `<stage><F|B|I|W><microbatch>`, or nothing for idle time.
+    """A schedule from CSV: one line per rank; each field is `<stage><F|B|I|W><microbatch>`, or empty for idle time.
 
-    Raises UserError, naming line and field, for what is no action, and for a table that leaves work out, does it
-    twice or out of order, or waits for itself.
+    Raises UserError, naming line and field, for anything that is not an action, and for a table that leaves out work,
+    does it twice or out of order, or deadlocks.
     """
     try:
         with path.open(newline="") as file:
@@ -200,7 +200,7 @@ def read_table(path: Path, ranks: int) -> Table:
             f"parallel.pipeline_schedule: {path} cannot be read ({error.strerror}); name a schedule or a CSV file"
         ) from error
     if len(lines) != ranks:
-        raise UserError(f"{path} has {len(lines)} lines, but the pipeline {ranks} ranks; write one line for each rank")
+        raise UserError(f"{path} has {len(lines)} lines, but the pipeline has {ranks} ranks; write one line per rank")
     table: Table = [[] for _ in lines]
     for rank, line in enumerate(lines):
         for column, text in enumerate(line):
@@ -209,8 +209,8 @@ def read_table(path: Path, ranks: int) -> Table:
                 table[rank].append(Action(int(match[1]), match[2], int(match[3])))
             elif text.strip():
                 raise UserError(
-                    f'{path}, line {rank + 1}, field {column + 1}: "{text}" is no action; write the stage, F, B, I or '
-                    "W, and the micro-batch, as in 0F3"
+                    f'{path}, line {rank + 1}, field {column + 1}: "{text}" is not an action; write the stage, F, B, I '
+                    "or W, and the micro-batch, as in 0F3"
                 )
     _check(table, path)
     return table
@@ -245,7 +245,7 @@ def _check(table: Table, path: Path) -> None:
 
 
 def bubble_fraction(table: Table, work: Sequence[float]) -> float:
-    """The part of all ranks' time that they wait, if a backward takes twice a forward and sending nothing.
+    """The share of time that ranks wait, if a backward takes twice as long as a forward and sending takes no time.
 
     `work` is the time of each stage's forward. Raises ValueError if the ranks would deadlock.
     """
@@ -271,7 +271,7 @@ def bubble_fraction(table: Table, work: Sequence[float]) -> float:
 
 
 def _ready(action: Action, finished: dict[Action, float], stages: int) -> float | None:
-    """When what `action` needs is there; None if that is not known yet."""
+    """When the inputs of `action` are available; None if that is not known yet."""
     stage, kind, microbatch = action
     needs: list[tuple[Action, ...]] = []
     if kind == "F" and stage > 0:

@@ -9,14 +9,14 @@ from lockstep.errors import UserError
 
 
 def split_layers(num_layers: int, stages: int, config: ParallelConfig) -> list[range]:
-    """Consecutive layers for each stage: as `pipeline_split` says, else of about equal work.
+    """Consecutive layers for each stage: as `pipeline_split` says, otherwise of about equal work.
 
-    Raises UserError where there are fewer layers than stages, or where the split names layers that cannot begin one.
+    Raises UserError if there are fewer layers than stages, or if the split names layers that cannot begin a stage.
     """
     if num_layers < stages:
         raise UserError(
-            f"a pipeline of {stages} stages needs as many layers, but the model has {num_layers}; lower "
-            "parallel.pipeline, or take a schedule with fewer stages a rank"
+            f"a pipeline of {stages} stages needs at least as many layers, but the model has {num_layers}; lower "
+            "parallel.pipeline, or use a schedule with fewer stages per rank"
         )
     starts = _named(config.pipeline_split, num_layers, stages) if config.pipeline_split else None
     if starts is None:
@@ -38,8 +38,8 @@ def _balanced(num_layers: int, stages: int, embedding: float, head: float) -> li
     work = [1.0] * stages
     work[0] += embedding
     work[-1] += head
-    # One layer after the other to the stage with the least work: no other split has a lighter heaviest stage. Of equal
-    # ones to the last, which waits with the activations of fewer micro-batches.
+    # Each layer goes to the stage with the least work, which minimizes the work of the heaviest stage. Ties go to the
+    # last stage, which holds the activations of fewer micro-batches.
     for _ in range(num_layers - stages):
         least = max(stage for stage in range(stages) if work[stage] == min(work))
         sizes[least] += 1

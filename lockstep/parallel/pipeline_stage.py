@@ -1,4 +1,4 @@
-"""A stage of a pipeline: consecutive layers of the one model, under the names that they have in the whole."""
+"""A stage of a pipeline: consecutive layers of the model, under their names in the whole model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lockstep.model import Decoder, ModelConfig
 
 
 class Stage(Decoder):
-    """Part of a Decoder, on the meta device. Only the first stage embeds; only the last norms, and has the head.
+    """Part of a Decoder, on the meta device. Only the first stage embeds; only the last has the norm and the head.
 
-    Where embedding and head are tied, the last stage has a copy of the embedding's weight.
+    If embedding and head are tied, the last stage has a copy of the embedding's weight.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, index: int, layers: list[range]):
@@ -22,7 +22,7 @@ class Stage(Decoder):
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
         for other in range(config.num_layers):
             if other not in layers[index]:
-                # Not `del self.layers[other]`, which would give the others new names.
+                # Not `del self.layers[other]`, which would rename the others.
                 delattr(self.layers, str(other))
         if not self.is_first and not self.borrows_embedding:
             del self.embed_tokens
@@ -59,7 +59,7 @@ class Stage(Decoder):
 
 
 class Computed:
-    """A `ScoringModel` whose forward has run: a loss that calls it gets the hidden states and goes on with the head."""
+    """A `ScoringModel` whose forward has run: a loss that calls it gets the hidden states, and then uses the head."""
 
     def __init__(self, last: Stage, hidden: Shaped[Tensor, "tokens dim"]):
         self.last = last

@@ -1,33 +1,33 @@
-"""Where weights lie when they are cut over ranks. Each table answers one question:
+"""Placements of sharded weights. Each table answers one question:
 
-    WEIGHTS_ON_TENSOR      where does a weight lie on the `tensor` axis?
-    WEIGHTS_ON_DATA        and on the axes of data and context, where no FSDP holds it?
+    WEIGHTS_ON_TENSOR      how is a weight placed on the `tensor` axis?
+    WEIGHTS_ON_DATA        and on the data and context axes, without FSDP?
 
-The placements are DTensor's: `Shard(d)` cuts dimension d, `Replicate` copies, `Partial` is a sum that is still to be
-made. Activations are plain tensors, which lie on the `tensor` axis by where in a block they are (arXiv 1909.08053, with
+The placements are DTensor's: `Shard(d)` splits dimension d, `Replicate` copies, `Partial` is a pending sum. Activations
+are plain tensors, whose placement on the `tensor` axis follows from where in a block they are (arXiv 1909.08053, with
 the sequence parallelism of arXiv 2205.05198):
 
     tokens ─ embedding ─> hidden, rows cut ─ norm ─> all rows ─ column ─> heads cut ─ row ─> hidden, rows cut
 
-so between the blocks' halves each rank holds its share of the tokens, and within them its share of the heads and of the
-feed-forward's features. Two collectives per half: the norm's result is gathered, the row product's sums are exchanged,
-so that each rank has those of its tokens. On the axes of data and context a rank has its own tokens everywhere.
+so between the blocks' halves each rank has its share of the tokens, and within them its share of the heads and of the
+feed-forward features. Two collectives per half: the norm's result is gathered, and the row product's sums are exchanged
+so that each rank has those of its tokens. On the data and context axes, a rank has its own tokens everywhere.
 
-A mixture's experts are never cut. Each rank of the tensor axis has some of them, and sends the rows of its share of
-the tokens to the ranks that have theirs (`experts`). With `parallel.expert` those are ranks with other tokens, too, and
-the experts lie on a mesh of their own (`World.expert_mesh`).
+A mixture's experts are never split. Each rank of the tensor axis has some of them, and sends the rows of its share of
+the tokens to the ranks that have their experts (`experts`). With `parallel.expert`, these include ranks with other
+tokens, and the experts are on their own mesh (`World.expert_mesh`).
 
-An operator reads a weight as it lies on the `tensor` axis, and whole on all others (`operators.own_part`). A norm's
-weight `[dim]` as an example, with `full_dtensor` on the axes (context, tensor):
+An operator reads a weight as placed on the `tensor` axis, and replicated on all others (`operators.own_part`). For
+example, a norm's weight `[dim]` with `full_dtensor` on the axes (context, tensor):
 
     at rest     (Shard(0), Replicate)     WEIGHTS_ON_DATA[COPY], WEIGHTS_ON_TENSOR[family]["norm.weight"]
     read as     (Replicate, Replicate)    redistributing it gathers over context
-    gradient    (Partial, Partial)        each rank has seen its own tokens only
+    gradient    (Partial, Partial)        each rank has only seen its own tokens
     comes back  (Shard(0), Replicate)     redistributing backwards: reduce-scatter over context, all-reduce over tensor
 
-Under FSDP the context axis is FSDP's, which gathers the weight and reduce-scatters its gradient; what is left is
-(Replicate) at rest and as read. Redistributing that moves nothing, but its backward is what turns the gradient's
-(Partial) into (Replicate), so it is made all the same.
+With FSDP, the context axis belongs to FSDP, which gathers the weight and reduce-scatters its gradient; what is left is
+(Replicate) at rest and as read. Redistributing that moves nothing, but its backward turns the gradient's (Partial) into
+(Replicate), so it is still necessary.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lockstep.model import ModelConfig
 
 ROWS, COLUMNS, COPY, SUM = Shard(0), Shard(1), Replicate(), Partial()
 
-# A parameter's place on the tensor axis, by its name without the layer. A weight is [out, in]: a column product cuts
-# its outputs (ROWS), a row product its inputs (COLUMNS).
+# A parameter's placement on the tensor axis, by its name without the layer. A weight is [out, in]: a column product
+# splits its outputs (ROWS), a row product its inputs (COLUMNS).
 LLAMA3: dict[str, Placement] = {
     "embed_tokens.weight": ROWS,
     "input_layernorm.weight": COPY,
@@ -47,7 +47,7 @@ LLAMA3: dict[str, Placement] = {
     "self_attn.k_proj.weight": ROWS,
     "self_attn.v_proj.weight": ROWS,
     "self_attn.o_proj.weight": COLUMNS,
-    # Where a model has biases: with the outputs they are added to, that of a row product once, to the sum over ranks.
+    # Biases, if any, are placed like the outputs they are added to; that of a row product is added once, to the sum.
     "self_attn.q_proj.bias": ROWS,
     "self_attn.k_proj.bias": ROWS,
     "self_attn.v_proj.bias": ROWS,
@@ -62,7 +62,7 @@ LLAMA3: dict[str, Placement] = {
     "score.weight": COPY,
 }
 QWEN3: dict[str, Placement] = LLAMA3 | {"self_attn.q_norm.weight": COPY, "self_attn.k_norm.weight": COPY}
-# What is compressed, and the one key made of it, every rank has; heads are cut.
+# The compressed states, and the one key made from them, are replicated; heads are split.
 DEEPSEEK_V3: dict[str, Placement] = LLAMA3 | {
     "self_attn.q_a_proj.weight": COPY,
     "self_attn.q_a_layernorm.weight": COPY,
@@ -71,7 +71,7 @@ DEEPSEEK_V3: dict[str, Placement] = LLAMA3 | {
     "self_attn.kv_a_layernorm.weight": COPY,
     "self_attn.kv_b_proj.weight": ROWS,
 }
-# A mixture's experts, [experts, out, in], lie whole on one rank each.
+# A mixture's experts, [experts, out, in], are each on one rank.
 MIXTURE: dict[str, Placement] = {
     "mlp.gate.weight": COPY,
     "mlp.gate.e_score_correction_bias": COPY,
@@ -99,15 +99,15 @@ WEIGHTS_ON_TENSOR = {
 }
 
 
-# Where weights also lie when no FSDP holds them (`full_dtensor`): cut over the ranks that see different tokens, along
-# the dimension that the tensor axis leaves whole, and gathered by the operators.
+# Additional placements without FSDP (`full_dtensor`): sharded over the ranks that see different tokens, along the
+# dimension that the tensor axis does not split, and gathered by the operators.
 WEIGHTS_ON_DATA: dict[Placement, Placement] = {ROWS: COLUMNS, COLUMNS: ROWS, COPY: ROWS}
 
 
 def parameter_placement(shape: ModelConfig, name: str, ranks: int) -> Placement:
-    """Of the parameter `name`, such as `layers.3.mlp.up_proj.weight`, on a tensor axis. KeyError if not declared.
+    """Placement on the tensor axis of a parameter such as `layers.3.mlp.up_proj.weight`. KeyError if not declared.
 
-    Fewer key-value heads than ranks are not cut: all compute them all, and attend with one (`copied_heads`).
+    Fewer key-value heads than ranks are not split: each rank computes all, and attends with one (`copied_heads`).
     """
     parts = name.split(".")
     kind = ".".join(parts[2:] if parts[0] == "layers" else parts)

@@ -1,6 +1,6 @@
-"""Activation recomputation: a layer keeps its input, and backward runs its forward again (arXiv 1604.06174).
+"""Activation checkpointing: a layer keeps its input, and the backward runs its forward again (arXiv 1604.06174).
 
-What runs again is the same forward on the same input, so losses and gradients keep the bits of no recomputation.
+The same forward runs again on the same input, so losses and gradients have the same bits as without it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Forward = Callable[..., Tensor]
 
 
 def apply_recompute(model: Decoder, config: RecomputeConfig, passes_held: Callable[[], int] = lambda: 1) -> None:
-    """Makes the layers that `config` chooses recompute. Inside of FSDP, whose hooks gather a layer for both passes.
+    """Makes the layers that `config` selects recompute; inside FSDP, whose hooks gather a layer for both passes.
 
-    passes_held: through how many of its stages' forwards this rank has sent micro-batches, at most, before the backward
-    of the first; the budget is for all of them together.
+    passes_held: the most forwards through this rank's stages before the backward of the first; the budget is for all of
+    them together.
     """
     layers = list(model.layers.named_children())
     budget = Budget(int(config.budget_gib * 2**30), len(layers), passes_held)
@@ -60,9 +60,9 @@ def _within_budget(forward: Forward, budget: Budget, place: int, block: nn.Modul
 
 
 class Budget:
-    """How many layers must recompute so that what all keep stays within a rank's number of bytes.
+    """How many layers must recompute so that everything kept stays within a rank's number of bytes.
 
-    The first layers do: when backward reaches them, the others have let go of what they kept.
+    The first layers recompute: when the backward reaches them, the others have freed what they kept.
     """
 
     def __init__(self, nbytes: int, num_layers: int, passes_held: Callable[[], int] = lambda: 1):
@@ -70,10 +70,10 @@ class Budget:
         self.num_layers = num_layers
         self.passes_held = passes_held
         self.layer_bytes_per_row = 0.0
-        """Of what one layer keeps beside its input; measured once, on the first forward with a gradient."""
+        """What one layer keeps in addition to its input; measured once, in the first forward with a gradient."""
 
     def recomputed_layers(self, forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
-        """For the rows of `arguments`. Raises UserError where not even the layers' inputs fit."""
+        """The number for the rows of `arguments`. Raises UserError if not even the layers' inputs fit."""
         hidden = local_part(arguments[0])[0]
         rows = hidden.shape[0]
         if not self.layer_bytes_per_row:
@@ -84,15 +84,15 @@ class Budget:
         if free < 0:
             of_all = f", for {passes} micro-batches at once" if passes > 1 else ""
             raise UserError(
-                f"recompute.budget_gib {self.nbytes / 2**30:.3g} does not hold the inputs of {self.num_layers} layers"
-                f"{of_all}, which are kept in any case: give at least {passes * inputs / 2**30:.3g}, or lower "
+                f"recompute.budget_gib {self.nbytes / 2**30:.3g} does not fit the inputs of {self.num_layers} layers"
+                f"{of_all}, which are always kept: give at least {passes * inputs / 2**30:.3g}, or lower "
                 "train.tokens_per_microbatch"
             )
         return self.num_layers - min(self.num_layers, int(free / (rows * self.layer_bytes_per_row)))
 
 
 def saved_bytes(forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) -> int:
-    """Bytes that autograd keeps of one forward pass, beside the block's weights and the arguments."""
+    """Bytes that autograd saves in one forward pass, apart from the block's weights and the arguments."""
     tensors = [*block.parameters(), *(a for a in arguments if isinstance(a, Tensor))]
     known = {_storage(t).data_ptr() for t in tensors}
     kept: dict[int, int] = {}
@@ -103,7 +103,7 @@ def saved_bytes(forward: Forward, block: nn.Module, arguments: tuple[Any, ...]) 
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    # Whoever records the routes of this forward pass must not have those of the layer twice.
+    # A recording of this forward pass's routes must not contain those of the layer twice.
     with recorded_routes(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = forward(*arguments)
     del out  # held until here: a freed tensor's address could be another's

@@ -1,4 +1,4 @@
-"""Layouts that a model's shape does not allow, refused before a weight is made."""
+"""Layouts that a model's shape does not allow, refused before any weight is created."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FEATURES = {"intermediate_size": "features of the feed-forward"}
 
 
 def refuse_impossible(shape: ModelConfig, degrees: Mapping[str, int], parallel: ParallelConfig) -> None:
-    """Raises UserError where a degree does not divide what it cuts, with the numbers and the degrees that do."""
+    """Raises UserError if a degree does not divide what it splits, with the numbers and the degrees that do."""
     problems = list(_tensor_problems(shape, degrees["tensor"]))
     if parallel.full_dtensor and degrees["pipeline"] > 1:
         problems.append(
             f"parallel.full_dtensor has no stages, but parallel.pipeline is {degrees['pipeline']}; set it to 1"
         )
     if parallel.full_dtensor and parallel.cpu_offload:
-        problems.append("parallel.cpu_offload is FSDP's, which parallel.full_dtensor does without; drop one of them")
+        problems.append("parallel.cpu_offload needs FSDP, which parallel.full_dtensor does not use; remove one of them")
     if parallel.reduce_gradients == "microbatch" and degrees["pipeline"] > 1:
         problems.append(
             'parallel.reduce_gradients "microbatch" does not work with parallel.pipeline, whose schedules sum '
@@ -56,31 +56,31 @@ def _lora_problems(shape: ModelConfig, degrees: Mapping[str, int], parallel: Par
         if degrees[axis] > 1:
             yield (
                 f"parallel.{axis} {degrees[axis]} does not work with a low-rank adapter yet, whose matrices are not "
-                "cut; use parallel.data_shard, or merge the adapter first: lockstep convert --merge"
+                "sharded; use parallel.data_shard, or merge the adapter first: lockstep convert --merge"
             )
     if parallel.full_dtensor:
         yield "parallel.full_dtensor does not work with a low-rank adapter yet; leave it out"
 
 
 def refuse_generators(shape: ModelConfig, tensor: int) -> None:
-    """Raises UserError where generators of so many ranks (actors.tensor) cannot share the model."""
+    """Raises UserError if generators of `tensor` ranks (actors.tensor) cannot share the model."""
     problems = list(_tensor_problems(shape, tensor, "actors.tensor"))
     if shape.lora is not None and tensor > 1:
         problems.append(
-            f"actors.tensor {tensor} does not work with a low-rank adapter yet, whose matrices are not cut; leave it "
-            "at 1, and give more actors.generators"
+            f"actors.tensor {tensor} does not work with a low-rank adapter yet, whose matrices are not sharded; leave "
+            "it at 1, and give more actors.generators"
         )
     if problems:
-        raise UserError("such generators do not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
+        raise UserError("these generators do not fit the model:\n" + "\n".join(f"  - {p}" for p in problems))
 
 
 def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.tensor") -> Iterator[str]:
     if shape.reduction_chunks % tensor:
         yield (
-            f"parallel.reduction_chunks {shape.reduction_chunks} are too few for {setting} {tensor}, whose ranks "
-            "hold one each at least; leave it at 0"
+            f"parallel.reduction_chunks {shape.reduction_chunks} is too small for {setting} {tensor}, whose ranks "
+            "need at least one each; leave it at 0"
         )
-    copied = tensor % shape.num_kv_heads == 0  # each key-value head to several ranks, or to one
+    copied = tensor % shape.num_kv_heads == 0  # each key-value head is on several ranks, or on one
     cut = {
         "attention heads": shape.num_heads,
         "key-value heads": tensor if copied else shape.num_kv_heads,
@@ -92,4 +92,4 @@ def _tensor_problems(shape: ModelConfig, tensor: int, setting: str = "parallel.t
         fitting = [str(degree) for degree in (1, 2, 4, 8) if common % degree == 0]
         yield f"{setting} {tensor} does not divide {', '.join(wrong)}; set it to {' or '.join(fitting)}"
     if -(-shape.vocab_size // tensor) * (tensor - 1) >= shape.vocab_size:
-        yield f"{setting} {tensor} leaves a rank none of the {shape.vocab_size} tokens; set it lower"
+        yield f"{setting} {tensor} leaves a rank with none of the {shape.vocab_size} tokens; lower it"

@@ -1,9 +1,9 @@
-"""The product whose inputs are cut over ranks: each sums its chunks, and the ranks' sums meet in the chunks' tree.
+"""The product whose inputs are split over ranks: each sums its chunks, and the ranks' sums join in the chunks' tree.
 
-What travels are float32 sums, of which each rank receives those of its own tokens and rounds the total once, so the
-bits are those of one process with as many chunks. With `overlap` a rank's rows are multiplied a slice at a time, and a
-slice's sums travel while the next is multiplied (asynchronous tensor parallelism); in the backward pass each slice's
-all-gather runs beside the product of the one before. A row's bits depend on no other row: only the time changes.
+Ranks send float32 sums; each receives those of its own tokens and rounds the total once, so the bits are those of one
+process with as many chunks. With `overlap`, a rank's rows are multiplied a slice at a time, and a slice's sums are sent
+while the next is multiplied (asynchronous tensor parallelism); in the backward pass, each slice's all-gather overlaps
+with the product of the one before. A row's bits depend on no other row: only the time changes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from lockstep.ops.opaque import library
 from lockstep.parallel.exchange import all_gather, gather_rows, group_named, rows_are_whole, sum_rows
 
 OVERLAPPED = 4
-"""Slices of a rank's tokens. The first product and the last sum are not hidden: a quarter of each remains."""
+"""Slices of a rank's tokens. The first product and the last sum are not overlapped: a quarter of each remains."""
 _slices = 1
 
 
 def overlap(asynchronous: bool) -> None:
-    """Whether row products of this process run in slices from now on; see `ParallelConfig.asynchronous_tensor`."""
+    """Sets whether this process computes row products in slices; see `ParallelConfig.asynchronous_tensor`."""
     global _slices
     _slices = OVERLAPPED if asynchronous else 1
 
 
 def row_product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's share of the rows of the whole product `[tokens / ranks, out]`; all within `whole_rows`.
+    """This rank's share of the rows of the whole product `[tokens / ranks, out]`; all rows within `whole_rows`.
 
     `x` `[tokens, in / ranks]` and `weight` `[out, in / ranks]` are this rank's parts of the factors; `chunks`, those of
-    the whole product, are a multiple of the ranks. Its gradient asks for that of these rows.
+    the whole product, is a multiple of the number of ranks. The backward takes the gradient of these rows.
     """
     if chunks % group.size():
-        raise ValueError(f"{chunks} chunks of a product are fewer than its {group.size()} ranks")
+        raise ValueError(f"{chunks} chunks of a product are not a multiple of its {group.size()} ranks")
     if torch.compiler.is_compiling():
         operator = _opaque_whole if rows_are_whole() else _opaque_product
         return operator(x, weight, chunks, group.group_name)
@@ -79,7 +79,7 @@ def _product(x: Tensor, weight: Tensor, chunks: int, group: dist.ProcessGroup) -
         sums = product_sums(by_rank[:, rows].flatten(0, 1), weight, chunks // ranks)
         received = torch.empty_like(sums)
         work = dist.all_to_all_single(received, sums, group=group, async_op=True)
-        under_way.append((rows, received, sums, work))  # what is sent lives until it has arrived
+        under_way.append((rows, received, sums, work))  # what is sent is kept alive until it has arrived
     for rows, received, _, work in under_way:
         work.wait()
         out[rows] = tree_sum(received.unflatten(0, (ranks, -1)).unbind(), overwrite=True)

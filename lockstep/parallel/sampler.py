@@ -1,4 +1,4 @@
-"""Drawing tokens where each rank holds a part of the vocabulary: all ranks draw what one process would."""
+"""Drawing tokens when each rank has a part of the vocabulary: all ranks draw what one process would."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.parallel.vocabulary import Part
 
 
 class ShardedSampler:
-    """`ops.sample` and `ops.top_log_probs` over `group`. `logits` are those of this rank's part of the vocabulary."""
+    """`ops.sample` and `ops.top_log_probs` over `group`, given the logits of this rank's part of the vocabulary."""
 
     def __init__(self, vocab: int, group: dist.ProcessGroup):
         self.part = Part(vocab, group)

@@ -1,11 +1,11 @@
-"""Exchanges of a group whose ranks are on one host, through memory that they share instead of gloo's connections.
+"""Exchanges between ranks on one host through shared memory instead of gloo's connections.
 
-A message of a decode step is some kilobytes: over TCP it takes as long as waking gloo's thread and the waiting rank,
-some hundred microseconds, through memory a tenth of that. What is moved are bytes, so results are those of gloo.
+A message of a decode step has some kilobytes: over TCP it takes as long as waking gloo's thread and the waiting rank,
+some hundred microseconds; through memory, a tenth of that. Only bytes are moved, so results are those of gloo.
 
-The memory is a file outside every folder (`memfd`): nothing is left behind however a rank ends, and it counts as memory
-of the processes, not of `/dev/shm`, which is small in containers. The ranks open it by its first holder's entry in
-`/proc`, so they share it exactly if they can: on other hosts, or where processes do not see each other, gloo serves.
+The memory is an anonymous file (`memfd`): nothing is left behind however a rank ends, and it counts as memory of the
+processes, not of `/dev/shm`, which is small in containers. The ranks open it through its creator's entry in `/proc`; if
+they cannot, because they are on different hosts or do not see each other's processes, gloo is used.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from lockstep.ops import native
 from lockstep.parallel.messages import from_all
 
 SLOT = 1 << 20
-"""Bytes that a rank lays out at once; it has two such slots. Longer messages go in pieces."""
+"""Bytes that a rank writes at a time; it has two such slots. Longer messages are sent in pieces."""
 PLACES = 4096
-"""Bytes before the slots, in which the ranks say how far they are."""
+"""Bytes before the slots, in which the ranks record their progress."""
 PROBLEMS = {
     1: "rank {} has ended, or left the group",
-    2: "rank {} did not come within {}",
-    3: "rank {} sent a message of another length: the ranks no longer do the same",
+    2: "rank {} did not arrive within {}",
+    3: "rank {} sent a message of another length: the ranks are out of step",
 }
 
 
 class SharedMemory:
-    """This rank's side of the memory of a group. One thread calls it at a time, and all ranks in the same order."""
+    """This rank's side of a group's memory. Only one thread may call it at a time, and all ranks in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, file: int, patience: timedelta):
         self._rank, self._ranks, self._file, self._patience = group.rank(), group.size(), file, patience
         self._names = dist.get_process_group_ranks(group)
-        # For as long as this process lives and takes part. The system drops it when the process ends, however it does,
-        # and does not give it to processes that it forks.
+        # Held as long as this process lives and takes part. The system releases it when the process ends, however it
+        # does, and forked processes do not inherit it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
         self._memory: mmap.mmap | None = mmap.mmap(file, _size(self._ranks))
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -56,31 +56,31 @@ class SharedMemory:
         self._close_file = weakref.finalize(self, os.close, file)
 
     def gather(self, own: Tensor, out: Tensor) -> None:
-        """Every rank's `own` into `out`, in the ranks' order. Both are contiguous and on the CPU."""
+        """Writes every rank's `own` to `out`, in rank order. Both are contiguous and on the CPU."""
         self._exchange(own, out, 1)
 
     def swap(self, x: Tensor, out: Tensor) -> None:
-        """Part r of `x` to rank r, and what comes into `out`, in the ranks' order. Both are contiguous, on the CPU."""
+        """Sends part r of `x` to rank r; `out` gets what is received, in rank order. Both contiguous, on the CPU."""
         self._exchange(x, out, self._ranks)
 
     def _exchange(self, source: Tensor, out: Tensor, parts: int) -> None:
         if not self._busy.acquire(blocking=False):
-            raise RuntimeError("two threads exchange with the same group of ranks at once")
+            raise RuntimeError("two threads use the exchange of the same group of ranks at once")
         try:
             if self._memory is None:
-                raise RuntimeError("the ranks' shared memory is closed, after an error or the end of the world")
+                raise RuntimeError("the ranks' shared memory is closed, after an error or after close_world")
             length, limit = source.nbytes // parts, int(self._patience.total_seconds() * 1000)
             place = self._address, self._file, self._rank, self._ranks, parts
             outcome = self._function(*place, source.data_ptr(), out.data_ptr(), length, SLOT, limit)
             if outcome:
-                self._leave()  # the ranks are no longer at the same turn, and the others hear of it
+                self._leave()  # the ranks are out of step, and the others are notified
                 rank = self._names[outcome // 4]
                 raise RuntimeError("an exchange of ranks failed: " + PROBLEMS[outcome % 4].format(rank, self._patience))
         finally:
             self._busy.release()
 
     def close(self) -> None:
-        """Leaves the group: whoever still waits for this rank gets an error."""
+        """Leaves the group: ranks that still wait for this one get an error."""
         with self._busy:
             self._leave()
 
@@ -91,14 +91,14 @@ class SharedMemory:
             self._close_file()
 
 
-# By the group itself: a name can be another group's after `destroy_process_group`.
+# Keyed by the group itself: a name can be reused after `destroy_process_group`.
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = weakref.WeakKeyDictionary()
 
 
 def share_memory(group: dist.ProcessGroup, patience: timedelta) -> bool:
-    """Lets exchanges of `group` go through shared memory from now on, if all of its ranks can. They all call it.
+    """Makes exchanges of `group` use shared memory from now on, if all of its ranks can. All of them call it.
 
-    An exchange that takes longer than `patience` is an error. LOCKSTEP_SHARED_MEMORY=0 on any rank leaves it to gloo.
+    An exchange that takes longer than `patience` is an error. LOCKSTEP_SHARED_MEMORY=0 on any rank selects gloo.
     """
     wanted = os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0" and hasattr(os, "memfd_create")
     able = wanted and native.library() is not None
@@ -118,14 +118,14 @@ def _size(ranks: int) -> int:
 
 
 def create_memory(size: int) -> tuple[int, int, str] | None:
-    """A new file of `size` zeros in memory, and where others find it; None where the system has none.
+    """A new in-memory file of `size` zeros, and where others find it; None if the system has no such files.
 
-    Returned are this process, the file's number in it (to be closed), and its name, which no other file has.
+    Returns this process's PID, the file's descriptor in it (to be closed), and its unique name.
     """
     name = f"lockstep-{secrets.token_hex(16)}"
     try:
         file = os.memfd_create(name)
-    except (AttributeError, OSError):  # another system than Linux, or forbidden in this container
+    except (AttributeError, OSError):  # not Linux, or forbidden in this container
         return None
     os.ftruncate(file, size)
     return os.getpid(), file, name
@@ -136,16 +136,16 @@ def _joined(group: dist.ProcessGroup, where: tuple[int, int, str], patience: tim
     try:
         file = open_memory(*where) if file is None else file
         return SharedMemory(group, file, patience)
-    except OSError:  # another host or container, or one in which processes do not see each other
+    except OSError:  # another host or container, or processes that do not see each other
         if file is not None:
             os.close(file)
         return None
 
 
 def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> int:
-    """A file that another process has created; the number that it has here.
+    """Opens a file that another process created; returns its descriptor here.
 
-    Raises OSError where processes do not see each other, or this is not it: then the process is another.
+    Raises OSError if the processes do not see each other, or if it is another file, of another process.
     """
     path = f"/proc/{process}/fd/{file}"
     if name not in os.readlink(path):
@@ -154,11 +154,11 @@ def open_memory(process: int, file: int, name: str, flags: int = os.O_RDWR) -> i
 
 
 def memory_of(group: dist.ProcessGroup, tensor: Tensor) -> SharedMemory | None:
-    """What `group` shares, if it does and `tensor` is of a kind that goes through it."""
+    """The memory that `group` shares, if it does and `tensor` is on the CPU."""
     return _shared.get(group) if tensor.device.type == "cpu" else None
 
 
 def close_memory(group: dist.ProcessGroup) -> None:
-    """Leaves the memory of `group`, if it has one: the ranks that still wait for this one get an error."""
+    """Leaves the memory of `group`, if any: ranks that still wait for this one get an error."""
     if (memory := _shared.pop(group, None)) is not None:
         memory.close()

@@ -1,4 +1,4 @@
-"""Tensor parallelism: matrices cut over the ranks of the `tensor` axis, as `placements` declares."""
+"""Tensor parallelism: matrices sharded over the ranks of the `tensor` axis, as `placements` declares."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FORMS[DTensor] = operators
 
 
 def shard_tensor_parallel(model: Decoder, world: World) -> None:
-    """Makes every parameter a DTensor on the tensor axis; on the meta device, before data parallelism shards it."""
+    """Makes every parameter a DTensor on the tensor axis; on the meta device, before sharding for data parallelism."""
     if world.mesh is None or world.degrees["tensor"] == 1:
         return
     distribute_parameters(model, world.mesh["tensor"], lambda on_tensor: [on_tensor])
 
 
 def shard_experts(model: Decoder, world: World) -> None:
-    """Makes experts DTensors on the ranks that share them, where those are more than the ranks of the tensor axis."""
+    """Makes experts DTensors on the ranks that share them, if those are more than the ranks of the tensor axis."""
     if world.expert_mesh is None:
         return
     for module in experts_of(model):
@@ -47,20 +47,20 @@ def experts_of(model: Decoder) -> list[nn.Module]:
 def distribute_parameters(
     model: Decoder, mesh: DeviceMesh, placements: Callable[[Placement], Sequence[Placement]]
 ) -> None:
-    """Replaces the model's parameters by this rank's parts: `placements` on `mesh`, from that on the tensor axis.
+    """Replaces the model's parameters by this rank's parts; `placements` maps the tensor placement to those on `mesh`.
 
-    What goes into `model` and comes out of it is equal on all ranks of the tensor axis: token ids, and hidden states.
-    Between a pipeline's stages so are their gradients; after the last norm each rank's is a part of their sum.
+    The inputs and outputs of `model`, token ids and hidden states, are equal on all ranks of the tensor axis. So are
+    the gradients between a pipeline's stages; after the last norm, each rank has a part of their sum.
     """
     axes = axes_of(mesh)
     ranks = mesh.size(axes.index("tensor")) if "tensor" in axes else 1
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
-            continue  # an expert, which lies on a mesh of its own
+            continue  # an expert, which is on its own mesh
         place = placements(parameter_placement(model.config, name, ranks))
-        if parameter.ndim == 1:  # with one dimension, which the tensor axis may have cut already
+        if parameter.ndim == 1:  # its one dimension may already be sharded by the tensor axis
             place = [COPY if each == COLUMNS else each for each in place]
-        # Nothing is sent: the values come later, each rank's its own.
+        # Nothing is sent: each rank's values come later.
         part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
         owner, _, kind = name.rpartition(".")
         model.get_submodule(owner).register_parameter(kind, nn.Parameter(part, parameter.requires_grad))
@@ -77,7 +77,7 @@ def distribute_parameters(
         return first, *others
 
     def leave(model: nn.Module, arguments: Any, hidden: Tensor) -> Tensor:
-        # The last norm has gathered the rows already.
+        # The last norm has already gathered the rows.
         if hasattr(model, "norm") or rows_are_whole():
             return hidden
         return exchanged(hidden, group, gather_rows, own_rows)

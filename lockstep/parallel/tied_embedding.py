@@ -1,4 +1,4 @@
-"""One weight for embedding and head, where a pipeline has them on different stages."""
+"""One weight for embedding and head when a pipeline has them on different stages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lockstep.model.shard import local_part
 from lockstep.parallel.pipeline_stage import Stage
 
 TAG = 1
-"""Of gradients that travel while a schedule's own messages do, which have 0."""
+"""The tag of gradients sent concurrently with a schedule's own messages, which have tag 0."""
 
 
 class TiedEmbedding:
-    """The first stage owns the weight: there it is initialised, updated, saved and counted in the gradient's norm.
+    """The first stage owns the weight: it is initialized, updated, saved and counted in the gradient norm there.
 
-    The last stage borrows it for each step and gives its gradient back. Does nothing where they are not tied.
+    The last stage borrows it for each step and returns its gradient. Does nothing if they are not tied.
     """
 
     def __init__(self, stages: Sequence[Stage], last_rank: int, group: dist.ProcessGroup, dtype: torch.dtype):
@@ -29,13 +29,13 @@ class TiedEmbedding:
         self.group = group
         self.dtype = dtype
         self._kept: list[Tensor] = []
-        """Gradients of the borrower's on the owner's own rank."""
+        """The borrower's gradients, if it is on the owner's rank."""
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._weights: tuple[Tensor | None, Tensor | None] | None = None
 
     @torch.no_grad()
     def lend_weight(self) -> None:
-        """Writes the owner's weight into the borrower's, of a sharded one each rank its own shard."""
+        """Copies the owner's weight to the borrower; if it is sharded, each rank copies its own shard."""
         owned, borrowed = self._parameters()
         source = None if owned is None else local_part(owned)[0]
         target = None if borrowed is None else local_part(borrowed)[0]
@@ -59,9 +59,9 @@ class TiedEmbedding:
 
     @torch.no_grad()
     def join_gradient(self, stage: Stage) -> None:
-        """`collect_gradient` for one micro-batch, after its backward through `stage`; `wait` after the last of them.
+        """`collect_gradient` for one micro-batch, after its backward through `stage`; call `wait` after the last one.
 
-        The last stage is through with a micro-batch before the first is, and what it has sent is on its way.
+        The last stage finishes a micro-batch before the first stage does, so its gradient has been sent by then.
         """
         owned, borrowed = self._parameters()
         if stage is self.borrower:
@@ -80,13 +80,13 @@ class TiedEmbedding:
             else:
                 source = torch.empty_like(local_part(owned)[0])
                 dist.recv(source, group=self.group, group_src=self.last_rank, tag=TAG)
-            if owned.grad is not None:  # of a frozen weight nothing is wanted
-                # As autograd adds the two where they are one parameter: in the dtype of the computation.
+            if owned.grad is not None:  # a frozen weight needs no gradient
+                # In the dtype of the computation, as autograd adds the two if they are one parameter.
                 target = local_part(owned.grad)[0]
                 target.copy_(target.to(self.dtype) + source.to(self.dtype))
 
     def wait(self) -> None:
-        """Until what was sent has arrived."""
+        """Waits until what was sent has arrived."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()

@@ -1,4 +1,4 @@
-"""A stage as torch's schedules run it, which has room for what arrives of the micro-batches under way alone."""
+"""A stage for torch's schedules that only has receive buffers for the micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lockstep.parallel.pipeline_stage import Stage
 from lockstep.parallel.tied_embedding import TiedEmbedding
 
 HIDDEN, GRADIENTS = "args_recv_info", "grad_recv_info"
-"""torch's tables of what arrives of each micro-batch."""
+"""torch's tables of what is received for each micro-batch."""
 
 
 class TorchStage(PipelineStage):
-    """After every micro-batch's backward it calls `each`, where there is one, with the names of its parameters.
+    """After every micro-batch's backward, it calls `each`, if there is one, with the names of its parameters.
 
-    torch makes room for what arrives of all of a step's micro-batches, hidden states and gradients. Here a micro-batch
-    has its room from before it arrives until its backward has ended.
+    torch allocates receive buffers for the hidden states and gradients of all of a step's micro-batches. Here, a
+    micro-batch has its buffers from before it arrives until its backward has ended.
     """
 
     def __init__(self, tied: TiedEmbedding, stage: Stage, *arguments: Any, **named: Any):
@@ -31,7 +31,7 @@ class TorchStage(PipelineStage):
         self.each: Callable[[Iterable[str]], None] | None = None
         self._ended = 0
         self._like: dict[str, list[Tensor | None]] = {}
-        """Of each direction, what arrives of a micro-batch, without values."""
+        """For each direction, what is received for a micro-batch, without values."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         self._make_room(HIDDEN, fwd_chunk_id)
@@ -51,7 +51,7 @@ class TorchStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _let_go_of_all(self) -> None:
-        """Before anything arrives in the first step, when torch has made room for all of it."""
+        """Called before anything arrives in the first step, when torch has allocated all buffers."""
         if self._like:
             return
         for name in (HIDDEN, GRADIENTS):
@@ -78,8 +78,8 @@ class TorchStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
         if named.get("full_backward", True):
-            if (loss := named.get("loss")) is not None and not loss._is_view():  # which cannot be detached
-                loss.detach_()  # torch keeps it until the step ends, and with it what its graph still holds
+            if (loss := named.get("loss")) is not None and not loss._is_view():  # a view cannot be detached
+                loss.detach_()  # torch keeps it until the step ends, and with it the rest of its graph
             self._end(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
@@ -95,22 +95,22 @@ class TorchStage(PipelineStage):
             raise UserError(
                 f"parallel.pipeline_schedule runs micro-batch {microbatch} backward through stage {self.stage.index} "
                 f"before {self._ended}, but train.deterministic_layout sums gradients in the micro-batches' order; "
-                "order each stage's backwards so, or switch it off"
+                "order each stage's backwards accordingly, or switch it off"
             )
         self._ended += 1
         if isinstance(self.stage, FSDPModule):
-            # First all gradients become float32, as those of a backward in two halves are not yet.
+            # First convert all gradients to float32: those of a backward in two halves are not yet.
             self._reduce(sync=False)
             self._reduce(sync=True)
             self.stage.set_is_last_backward(False)
             self.stage.set_requires_gradient_sync(False)
         self.tied.join_gradient(self.stage)
-        # By name, for while weights are gathered the stage shows others than the sharded parameters.
+        # By name: while weights are gathered, the stage's parameters are not the sharded ones.
         names = [name for name, _ in self.stage.named_parameters()]
         self.each([n for n in names if not (self.stage.borrows_embedding and n == "embed_tokens.weight")])
 
     def _reduce(self, sync: bool) -> None:
-        """What torch does after a step's last backward, but gathered weights stay: other micro-batches need them."""
+        """As torch does after a step's last backward, but keeps gathered weights, which other micro-batches need."""
         stage = self.stage
         assert isinstance(stage, FSDPModule)
         kept = ["set_reshard_after_backward"] + ([] if sync else ["set_requires_gradient_sync"])
@@ -124,6 +124,6 @@ class TorchStage(PipelineStage):
 
 
 def _like(info: Any) -> Tensor | None:
-    """A tensor without values like the one that arrives; None for what does not."""
+    """A tensor without values like the one that is received; None if nothing is."""
     buffer = getattr(info, "buffer", None)
     return None if buffer is None else torch.empty_like(buffer, device="meta").requires_grad_(buffer.requires_grad)

@@ -1,7 +1,7 @@
-"""Log-probabilities where each rank holds a part of the head's vocabulary (loss parallel).
+"""Log-probabilities when each rank has a part of the head's vocabulary (loss parallel).
 
-No rank ever has another's logits: of each row the ranks exchange the masses of the vocabulary's pieces, which they hold
-whole, and the chosen logit: some 25 numbers. All then join the pieces as one process does, to the same bits.
+No rank ever has another's logits: for each row, the ranks exchange the masses of the vocabulary's pieces, each of which
+is on one rank, and the chosen logit: some 25 numbers. All then join the pieces as one process does, to the same bits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def sharded_token_log_probs(
     vocab: int,
     group: dist.ProcessGroup,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """As `ops.token_log_probs`, where `head` is this rank's part of the `vocab` rows, cut as `Part` has it.
+    """As `ops.token_log_probs`, with `head` being this rank's part of the `vocab` rows, split as in `Part`.
 
-    `hidden`, `targets` and the results are equal on all ranks; the gradients of `hidden` are parts of its sum, or
-    in one order (`ops.one_order`) the sum on every rank.
+    `hidden`, `targets` and the results are equal on all ranks; the gradients of `hidden` are parts of a sum, or with
+    one order (`ops.one_order`) the sum on every rank.
     """
     inverse = row_factors(temperature, hidden)
     part = Part(vocab, group)
@@ -41,7 +41,7 @@ def sharded_token_log_probs(
 
 
 class Part:
-    """A rank's part of a vocabulary: equally many tokens on every rank of `group`, but for fewer on the last."""
+    """A rank's part of a vocabulary: equally many tokens on every rank of `group`, except for fewer on the last."""
 
     def __init__(self, vocab: int, group: dist.ProcessGroup):
         self.group, self.vocab, self.length = group, vocab, -(-vocab // dist.get_world_size(group))
@@ -53,11 +53,11 @@ class Part:
         return min(rank * self.length, self.vocab), min((rank + 1) * self.length, self.vocab)
 
     def pieces(self, rank: int, device: torch.device) -> Tensor:
-        """Where the vocabulary's pieces lie in a rank's part."""
+        """The bounds of the vocabulary's pieces within a rank's part."""
         return piece_bounds(self.vocab, device, *self.of(rank))
 
     def gather(self, own: Tensor) -> Tensor:
-        """What each rank has, equally shaped: `[ranks, *shape]`."""
+        """The equally shaped tensors of all ranks: `[ranks, *shape]`."""
         return gather_rows(own[None], self.group)
 
     def gather_masses(self, own: Tensor) -> Tensor:
@@ -67,11 +67,11 @@ class Part:
         return torch.cat([masses[:, :count] for masses, count in zip(everyone, counts)], 1)
 
     def of_holders(self, own: Tensor, tokens: Tensor) -> Tensor:
-        """Of each row what the rank that holds its token has in `own`."""
+        """For each row, the value in `own` on the rank that has its token."""
         return self.gather(own)[tokens // self.length, torch.arange(len(tokens), device=tokens.device)]
 
     def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row the token of the vocabulary and its logit, of the one rank whose token is not negative."""
+        """For each row, the token in the vocabulary and its logit, from the one rank whose token is not negative."""
         tokens = torch.where(tokens < 0, -1, tokens + self.first)
         everyone = self.gather(torch.stack((tokens.double(), scaled.double())))  # exact in both
         holders = everyone[:, 0].argmax(0, keepdim=True)
@@ -79,10 +79,10 @@ class Part:
         return tokens.long(), scaled.float()
 
     def join_sums(self, own: Float32[Tensor, "pieces rows dim"]) -> Float32[Tensor, "rows dim"]:
-        """The tree of the sums of all pieces of the vocabulary, from those of this part's; equal on all ranks."""
+        """The tree sum of all pieces of the vocabulary, given those of this part; equal on all ranks."""
         ranks, rows = dist.get_world_size(self.group), own.shape[1]
         counts = [len(self.pieces(rank, own.device)) - 1 for rank in range(ranks)]
-        # Each rank adds up a share of the rows, as many on each.
+        # Each rank adds up an equal share of the rows.
         padded = torch.nn.functional.pad(own, (0, 0, 0, -rows % ranks, 0, max(counts) - len(own)))
         sent = padded.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
         received = swap_rows(sent, self.group)
@@ -90,7 +90,7 @@ class Part:
         return gather_rows(tree_sum(parts), self.group)[:rows]
 
     def places(self, tokens: Tensor) -> Tensor:
-        """Tokens as rows of this rank's part; -1 where another rank holds them."""
+        """Tokens as rows of this rank's part; -1 if they are on another rank."""
         return torch.where((tokens >= self.first) & (tokens < self.stop), tokens - self.first, -1)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run, and this process's place among them."""
+"""The ranks of a run, and this process's position among them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from lockstep.parallel.orphans import end_with_torchrun
 from lockstep.parallel.shared_memory import close_memory, share_memory
 
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
-"""From the slowest link to the fastest: the ranks of one tensor group are neighbours."""
+"""From the slowest link to the fastest: the ranks of one tensor group are neighbors."""
 
 
 EXPERT_AXES = ("pipeline", "data_replicate", "expert_shard", "experts")
-"""Ranks that share the experts, which are neighbours: `expert` times `tensor` of them; the others hold other parts of
-the same experts."""
+"""The ranks that share the experts are neighbors: `expert` times `tensor` of them; the others have other parts of the
+same experts."""
 
 PATIENCE = timedelta(minutes=10)
-"""A message that takes longer is taken for lost."""
+"""A message that takes longer counts as lost."""
 
 IMAGINED_MEMORY = 80 * 2**30
-"""Bytes of each rank that a dry run imagines."""
+"""Memory in bytes of each rank in a dry run."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Degrees and mesh of a run. One process without a process group is a world of one, with all degrees 1."""
+    """Degrees and mesh of a run. A single process without a process group is a world of one, with all degrees 1."""
 
     device: torch.device
     degrees: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
@@ -52,11 +52,11 @@ class World:
     expert: int = 1
     """As `ParallelConfig.expert`."""
     expert_mesh: DeviceMesh | None = None
-    """The same ranks as in `mesh`, where experts are shared by others than those of the tensor axis: `EXPERT_AXES`."""
+    """The same ranks as in `mesh`, by `EXPERT_AXES`, if experts are shared by more than the tensor axis."""
     reduce_gradients: str = "auto"
     """As `ParallelConfig.reduce_gradients`."""
     imagined_place: int | None = None
-    """In the pipeline, of a rank that does not exist; its process group is rank 0's."""
+    """The place in the pipeline of a dry run's rank, which does not exist; its process group is rank 0's."""
     memory: int = 0
     """Bytes of rank 0's device, or its share of the host's memory; the same number on every rank."""
 
@@ -70,7 +70,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once: metrics, the report, the terminal."""
+        """Whether this process writes what only one rank writes: metrics, the report, the terminal."""
         return self.rank == 0
 
     def coordinate(self, axis: str) -> int:
@@ -81,7 +81,7 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Ranks that see different data."""
+        """The number of ranks that see different data."""
         return self.degrees["data_replicate"] * self.degrees["data_shard"]
 
     @property
@@ -90,7 +90,7 @@ class World:
 
     @cached_property
     def _shard_mesh(self) -> DeviceMesh:
-        """Ranks over which one copy of the weights is cut: those that share a sequence share the weights too."""
+        """Ranks over which one copy of the weights is sharded: those that share a sequence also share the weights."""
         assert self.mesh is not None
         if self.degrees["context"] == 1:
             return self.mesh["data_shard"]
@@ -98,7 +98,7 @@ class World:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Where `fully_shard` works: replicas times shards."""
+        """The mesh for `fully_shard`: replicas times shards."""
         shard = self._shard_mesh
         if self.degrees["data_replicate"] == 1:
             return shard
@@ -107,24 +107,24 @@ class World:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Where `fully_shard` works on experts: replicas times the shards that are left."""
+        """The mesh for `fully_shard` of experts: replicas times the remaining shards."""
         assert self.expert_mesh is not None
         axes = ("data_replicate", "expert_shard") if self.degrees["data_replicate"] > 1 else ("expert_shard",)
         return self.expert_mesh[axes]
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the matrices; None where each has them whole."""
+        """The ranks that share the matrices; None if they are not sharded."""
         return self.mesh.get_group("tensor") if self.mesh is not None and self.degrees["tensor"] > 1 else None
 
     @property
     def tensor_ranks(self) -> list[int]:
-        """The ranks that share the matrices with this one, itself included."""
+        """The ranks that share the matrices with this one, including itself."""
         return [self.rank] if self.tensor_group is None else dist.get_process_group_ranks(self.tensor_group)
 
     @property
     def stage_groups(self) -> list[dist.ProcessGroup]:
-        """Groups whose ranks hold different parameters, as the stages of a pipeline do."""
+        """Groups whose ranks have different parameters, as the stages of a pipeline do."""
         return [self.mesh.get_group("pipeline")] if self.mesh is not None and self.degrees["pipeline"] > 1 else []
 
     @property
@@ -136,13 +136,13 @@ class World:
         if self.degrees["context"] > 1:
             names[self._shard_mesh.get_group().group_name] = "data_shard, context"
         if self.expert_mesh is not None:
-            for axis in EXPERT_AXES[2:]:  # over all ranks both meshes have one group
+            for axis in EXPERT_AXES[2:]:  # over all ranks, both meshes have the same group
                 name = self.expert_mesh.get_group(axis).group_name
                 names[name] = f"{names[name]}, {axis}" if name in names else axis
         return names
 
     def sum(self, values: Iterable[float], axes: tuple[str, ...] = AXES[:4]) -> list[float]:
-        """Each value summed over the ranks of `axes`, by default all that hold different parts of a step's loss."""
+        """Each value summed over the ranks of `axes`, by default all that have different parts of a step's loss."""
         total = torch.tensor(list(values), dtype=torch.float64)
         for axis in axes:
             if self.mesh is not None and self.degrees[axis] > 1:
@@ -151,7 +151,7 @@ class World:
         return [float(v) for v in total.tolist()]
 
     def on_main(self, action: Callable[[], object]) -> None:
-        """Rank 0 does it, and the others wait, however long. Where it fails they raise SaidByRank0."""
+        """Rank 0 calls `action`, and the others wait, however long. If it fails, they raise SaidByRank0."""
         if self.mesh is None:
             action()
         elif self.is_main:
@@ -168,7 +168,7 @@ class World:
             raise SaidByRank0(problem)
 
     def from_main(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses (JSON-able), on every rank. Where it fails they raise SaidByRank0."""
+        """What rank 0 chooses (JSON-serializable), on every rank. If it fails, the others raise SaidByRank0."""
         chosen: list[Any] = []
         self.on_main(lambda: chosen.append(choose()))
         if self.mesh is not None:
@@ -180,7 +180,7 @@ class World:
         return list(arrays) if self.mesh is None else arrays_from_rank_0(arrays)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (JSON-able), in the ranks' order, on every rank."""
+        """Every rank's `value` (JSON-serializable), in rank order, on every rank."""
         return [value] if self.mesh is None else from_all(value)
 
     def barrier(self) -> None:
@@ -190,7 +190,7 @@ class World:
 
 
 def open_world(config: ParallelConfig, device: str = "") -> World:
-    """Joins the process group that torchrun's environment describes; alone where there is none.
+    """Joins the process group that torchrun's environment describes; a world of one without it.
 
     Raises UserError where the degrees do not fit the number of ranks.
     """
@@ -198,12 +198,12 @@ def open_world(config: ParallelConfig, device: str = "") -> World:
     degrees = resolve_degrees(config, size)
     chosen = open_device(device)
     if config.cpu_offload and chosen.type == "cpu":
-        raise UserError("parallel.cpu_offload is for CUDA devices: on a CPU all is in its memory already; leave it out")
+        raise UserError("parallel.cpu_offload is for CUDA devices: on a CPU, all is already in its memory; remove it")
     if size == 1:
         return World(chosen, degrees)
     end_with_torchrun()
     if not dist.is_initialized():
-        # torch's Flight Recorder keeps the last collectives: the watchdog writes them down where one hangs.
+        # torch's Flight Recorder keeps the last collectives: the watchdog writes them out if one hangs.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -222,25 +222,25 @@ def _memory(device: torch.device) -> int:
 
 
 def refuse_ranks(command: str) -> None:
-    """Raises UserError under torchrun, for a command that has one process."""
+    """Raises UserError under torchrun, for a command that runs in one process."""
     if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise UserError(
-            f"{command} runs in one process so far, but torchrun started {size}; start it without torchrun "
+            f"{command} only runs in one process so far, but torchrun started {size}; start it without torchrun "
             "(pretrain and sft run on many ranks)"
         )
 
 
 def _store() -> dist.Store:
-    """Where ranks leave their addresses. After a restart by torchrun it still has those of the ranks that died."""
+    """The store for ranks' addresses. After a restart by torchrun, it still has those of the ranks that died."""
     store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        # On several hosts the count differs from host to host; docs/cluster.md says what helps there.
+        # With several hosts, the count differs from host to host; docs/cluster.md says what to do then.
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store
 
 
 def imagined_world(config: ParallelConfig, size: int) -> World:
-    """Rank 0 of `size` ranks that do not exist: collectives return at once, with whatever is in the memory.
+    """Rank 0 of `size` ranks that do not exist: collectives return at once, with undefined contents.
 
     Raises UserError where the degrees do not fit the number of ranks.
     """
@@ -256,9 +256,9 @@ def imagined_world(config: ParallelConfig, size: int) -> World:
 
 @contextmanager
 def generating_world(ranks: RanksConfig, device: str = "") -> Iterator[World]:
-    """The world of a command that generates; within it ranks other than 0 print nothing.
+    """The world of a command that generates; within this context, ranks other than 0 print nothing.
 
-    Raises UserError where torchrun started another number of ranks.
+    Raises UserError if torchrun started another number of ranks.
     """
     if problems := list(tensor_problems(ranks.tensor, ranks.reduction_chunks)):
         raise UserError("; ".join(problems))
@@ -266,7 +266,7 @@ def generating_world(ranks: RanksConfig, device: str = "") -> Iterator[World]:
         remedy = f"give --parallel.tensor {size}, or start lockstep without torchrun"
         if size == 1:
             remedy = f"start torchrun --nproc-per-node {ranks.tensor} -m lockstep … --parallel.tensor {ranks.tensor}"
-        raise UserError(f"parallel.tensor is {ranks.tensor}, and the number of ranks {size}; {remedy}")
+        raise UserError(f"parallel.tensor is {ranks.tensor}, but the number of ranks is {size}; {remedy}")
     world = open_world(ParallelConfig(tensor=ranks.tensor, data_shard=1), device)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if world.is_main else nowhere):
@@ -287,9 +287,9 @@ def close_world(world: World) -> None:
 def resolve_degrees(
     config: ParallelConfig, size: int, remedy: str = "start {0} with torchrun --nproc-per-node {0} -m lockstep …"
 ) -> dict[str, int]:
-    """Every axis's degree, `data_shard = -1` filled in.
+    """Every axis's degree, with `data_shard = -1` resolved.
 
-    Raises UserError unless they multiply to `size` ranks; `remedy` says how to have another number.
+    Raises UserError unless their product is `size` ranks; `remedy` says how to get another number.
     """
     degrees = {axis: getattr(config, axis) for axis in AXES}
     for axis, degree in degrees.items():
@@ -302,8 +302,8 @@ def resolve_degrees(
     if product != size:
         terms = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
         raise UserError(
-            f"parallel: {terms} = {product} ranks, but {size} run; {remedy.format(product)}, or change a degree "
-            "(parallel.data_shard = -1 takes what is left)"
+            f"parallel: {terms} = {product} ranks, but {size} are running; {remedy.format(product)}, or change a "
+            "degree (parallel.data_shard = -1 uses the remaining ranks)"
         )
     _refuse_expert_degree(config.expert, degrees)
     return degrees

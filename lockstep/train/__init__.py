@@ -1,4 +1,4 @@
-"""The trainer's path: packing, scoring, one optimizer step."""
+"""The trainer: packing, scoring, and the optimizer step."""
 
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.packing import PackedRow, pack, pack_rows, split_by_tokens, target_log_probs

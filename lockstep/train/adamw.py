@@ -14,11 +14,11 @@ from lockstep.model.shard import local_values
 from lockstep.ops import native
 
 State = dict[str, Tensor]
-"""What an optimizer keeps of one parameter."""
+"""An optimizer's state of one parameter."""
 
 
 def adamw_state(master: Tensor, dtype: torch.dtype) -> State:
-    """No step made, both moments zero."""
+    """The state before the first step: both moments zero."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=master.device),
         "exp_avg": torch.zeros_like(master, dtype=dtype, requires_grad=False),
@@ -35,9 +35,9 @@ def adamw_update(
     weight_decay: float,
     config: TrainConfig,
 ) -> None:
-    """One step of every master, in place; of a sharded one this rank's shard, for AdamW mixes no elements.
+    """Updates every master in place; if it is sharded, only this rank's shard, since AdamW is elementwise.
 
-    On a CPU every operation is rounded by itself, so the bits are those of every other CPU.
+    On a CPU, every operation is rounded separately, so the bits are the same on all CPUs.
     """
     if masters[0].device.type != "cpu":
         return _fused_update(masters, grads, states, learning_rate, weight_decay, config)
@@ -65,12 +65,12 @@ def _fused_update(
     weight_decay: float,
     config: TrainConfig,
 ) -> None:
-    # Moments in bfloat16 one parameter at a time, so that only one's exist in float32.
+    # With bfloat16 moments, one parameter at a time, so that only its moments exist in float32.
     size = len(masters) if states[0]["exp_avg"].dtype == torch.float32 else 1
     for start in range(0, len(masters), size):
         part = slice(start, start + size)
         kept = [local_values(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states[part]]
-        moments = [moment.float() for moment in kept]  # the very tensors where they are float32
+        moments = [moment.float() for moment in kept]  # the same tensors if they are float32
         adamw(
             [local_values(master) for master in masters[part]],
             [local_values(grad) for grad in grads[part]],

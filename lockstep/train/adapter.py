@@ -10,10 +10,10 @@ from lockstep.model import ModelConfig, lora_of
 
 
 def adapted(shape: ModelConfig, lora: LoraConfig, model: str) -> ModelConfig:
-    """The shape of `model` with a fresh adapter. Raises UserError where it cannot have that, or has one already."""
+    """The shape of `model` with a fresh adapter. Raises UserError if it cannot have one, or already has one."""
     if shape.lora is not None:
         raise UserError(
-            f"{model}: is an adapter of rank {shape.lora.rank} already, which a run trains on without lora.rank; leave "
-            "that out, or merge the adapter first: lockstep convert --merge"
+            f"{model}: is already an adapter of rank {shape.lora.rank}; remove lora.rank to continue training it, or "
+            "merge the adapter first: lockstep convert --merge"
         )
     return replace(shape, lora=lora_of(shape, lora.rank, lora.alpha, lora.targets))

@@ -1,4 +1,4 @@
-"""What a model answers to some prompts of its conversations, before and after fine-tuning."""
+"""A model's answers to some prompts of the conversations, before and after fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lockstep.model import Decoder
 from lockstep.observe import RunFolder
 
 PROMPTS, TOKENS = 8, 64
-"""So many prompts, and tokens of an answer at most."""
+"""The number of prompts, and the most tokens per answer."""
 
 
 class Answers:
-    """Greedy answers to the first turns of some rows' conversations, written where the report looks for them."""
+    """Greedy answers to the first turns of some rows' conversations, written where the report reads them."""
 
     def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer, run: Path):
         self._tokenizer, self._run = tokenizer, RunFolder(run)
@@ -27,7 +27,7 @@ class Answers:
         self._turns = [turn for turn, _ in zip(turns, range(PROMPTS))]
 
     def write(self, step: int, model: Decoder) -> None:
-        """What `model`, whole in this process, answers as of `step`."""
+        """Writes the answers of `model`, which is not sharded, at `step`."""
         longest = model.config.max_positions - TOKENS
         turns = [(prompt, answer) for prompt, answer in self._turns if len(prompt) <= longest]
         capacity = sum(len(prompt) + TOKENS + 16 for prompt, _ in turns)
@@ -47,7 +47,7 @@ class Answers:
 
 
 def _first_turns(row: Row) -> Iterator[tuple[list[int], list[int]]]:
-    """(tokens up to where the assistant first speaks, what it says there) of each conversation in a row."""
+    """(tokens before the assistant's first message, tokens of that message) of each conversation in a row."""
     ends = np.cumsum(row.lengths)
     for start, end in zip([0, *ends[:-1]], ends):
         said = np.flatnonzero(row.scored[start:end])

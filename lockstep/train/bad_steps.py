@@ -14,7 +14,7 @@ from lockstep.train.trainer import Trainer
 
 
 class BadSteps:
-    """Keeps the data of every skipped step, and ends the run after too many in a row."""
+    """Saves the data of every skipped step, and ends the run after too many in a row."""
 
     def __init__(self, config: FaultConfig, run: Path, tokenizer: Tokenizer):
         self.config, self.tokenizer = config, tokenizer
@@ -23,7 +23,7 @@ class BadSteps:
     def check(self, step: int, trainer: Trainer, batch: StepRows | None = None) -> None:
         """Does nothing if `step` was not skipped. Raises RunStopped if too many were, after writing this rank's rows.
 
-        They are in `bad_batches/step_N_rank_R.jsonl`: tokens, the lengths of their sequences, and the text.
+        The rows are written to `bad_batches/step_N_rank_R.jsonl`: tokens, the lengths of their sequences, and the text.
         """
         if not trainer.skipped_in_a_row:
             return
@@ -31,11 +31,11 @@ class BadSteps:
         self._write(step, trainer.world.rank, rows)
         message = f"step {step}: loss or gradient is not finite; the step was skipped"
         if rows:
-            message += f", and its data is in {self.folder}"
+            message += f"; its data is in {self.folder}"
         if trainer.skipped_in_a_row > self.config.max_skipped_steps:
             raise RunStopped(
-                f"{message}. It was the {trainer.skipped_in_a_row}th in a row, and the run ends here. Look at the "
-                "data, lower train.learning_rate, or raise faults.max_skipped_steps; --resume goes back to the newest "
+                f"{message}. Skipped steps in a row: {trainer.skipped_in_a_row}; the run ends here. Check the data, "
+                "lower train.learning_rate, or raise faults.max_skipped_steps; --resume goes back to the newest "
                 "checkpoint",
                 exit_code=1,
             )

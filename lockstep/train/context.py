@@ -1,4 +1,4 @@
-"""The part of a packed row that one of the ranks computes which share its sequences."""
+"""The part of a packed row that one rank computes when ranks share its sequences."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lockstep.train.packing import PackedRow
 
 
 def shard_row(row: PackedRow, world: World) -> PackedRow:
-    """This rank's tokens of `row`, the targets that they predict, and attention to the whole; `row` in a world of one.
+    """This rank's tokens of `row`, the targets they predict, and attention to all of it; `row` itself without context
+    parallelism.
 
-    Targets are next tokens of the whole sequences, so the last token of a piece predicts the first of the next one,
-    wherever that is. Every rank of the context group has the same number of rows, padding included.
+    Targets are the next tokens of the whole sequences, so the last token of a piece predicts the first of the next one,
+    wherever that is. Every rank of the context group has the same number of rows, including padding.
     """
     if world.degrees["context"] == 1:
         return row

@@ -1,4 +1,4 @@
-"""`train.deterministic_layout`: a run whose bits no layout changes. What it asks of a model, and what it refuses."""
+"""`train.deterministic_layout`: the same bits for every layout. What it requires of a model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.parallel.compile import CompiledHalves
 
 
 def share_rows(model: TrainableModel) -> None:
-    """Makes every forward of `model` tell the gradients' sums which ranks have the rest of its tokens and targets."""
+    """Makes every forward of `model` tell the gradient sums which ranks have the rest of its tokens and targets."""
 
     if isinstance(model, Pipeline):
-        return  # `refuse_other_order` keeps it from sharing tokens
+        return  # `refuse_other_order` makes sure that it does not share tokens
 
     def tell(model: nn.Module, arguments: tuple[Any, ...]) -> None:
         attention = arguments[2]
@@ -29,13 +29,13 @@ def share_rows(model: TrainableModel) -> None:
 
 
 def refuse_other_order(world: World, model: TrainableModel) -> None:
-    """Raises UserError for a layout whose gradients are not summed in the one order of train.deterministic_layout."""
+    """Raises UserError for a layout whose gradients are not summed in the order of train.deterministic_layout."""
     _refuse_uneven_keys(model)
     shared = [f"parallel.{axis} {world.degrees[axis]}" for axis in ("pipeline", "context", "tensor")]
     shared = [each for each in shared if not each.endswith(" 1")]
     if shared and world.device.type != "cpu":
         raise UserError(
-            f"train.deterministic_layout with {', '.join(shared)} only works on CPUs so far, not for "
+            f"train.deterministic_layout with {', '.join(shared)} only works on CPUs so far, not on "
             f"{world.device.type}, whose libraries sum in their own order; switch it off"
         )
     if world.expert > 1:
@@ -57,19 +57,19 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
         _refuse_copied_heads(world, model)
     if world.device.type == "cuda" and world.data_size > 2:
         raise UserError(
-            f"train.deterministic_layout is for up to 2 GPUs so far, not for {world.data_size}, which a library sums "
-            "over in an order of its own; switch it off"
+            f"train.deterministic_layout works on up to 2 GPUs so far, not {world.data_size}, over which a library "
+            "sums in its own order; switch it off"
         )
     if world.reduce_gradients == "step":
         raise UserError(
-            "train.deterministic_layout sums gradients over ranks with every micro-batch; leave "
+            "train.deterministic_layout sums gradients over ranks after every micro-batch; leave "
             'parallel.reduce_gradients at "auto"'
         )
     if world.degrees["data_replicate"] > 2 or world.data_size & (world.data_size - 1):
         raise UserError(
-            "train.deterministic_layout sums in a binary tree of ranks: parallel.data_replicate is "
-            f"{world.degrees['data_replicate']}, give 1 or 2; there are {world.data_size} data-parallel ranks, give a "
-            "power of two"
+            "train.deterministic_layout sums in a binary tree of ranks: parallel.data_replicate must be 1 or 2 and is "
+            f"{world.degrees['data_replicate']}; the number of data-parallel ranks must be a power of two and is "
+            f"{world.data_size}"
         )
     if world.data_size > 1 and not isinstance(model, FSDPModule | Pipeline):
         raise UserError(
@@ -79,26 +79,26 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
 
 
 def _refuse_uneven_keys(model: TrainableModel) -> None:
-    """Raises UserError where the outputs of keys do not divide into the parts that their gradient is summed in."""
+    """Raises UserError if the key features cannot be divided into the parts that their gradient is summed in."""
     config, chunks = model.config, model.config.reduction_chunks
     keys = config.num_kv_heads * config.head_dim
-    # In bfloat16 a product reads two features at once.
+    # In bfloat16, a product reads two features at once.
     if config.latent is None and chunks > 1 and keys % (2 * chunks):
         raise UserError(
-            f"train.deterministic_layout sums gradients in parallel.reduction_chunks {chunks} parts, twice of which do "
-            f"not divide the {keys} features of this model's keys ({config.num_kv_heads} heads of {config.head_dim}); "
-            "lower parallel.reduction_chunks, and parallel.tensor with it, or switch it off"
+            f"train.deterministic_layout sums gradients in parallel.reduction_chunks {chunks} parts, but twice that "
+            f"number does not divide the {keys} features of this model's keys ({config.num_kv_heads} heads of "
+            f"{config.head_dim}); lower parallel.reduction_chunks, and parallel.tensor with it, or switch it off"
         )
 
 
 def _refuse_copied_heads(world: World, model: TrainableModel) -> None:
-    """Raises UserError where the order is not kept with fewer key-value heads than tensor ranks."""
+    """Raises UserError if the order is not kept with fewer key-value heads than tensor ranks."""
     problem = (
         f"train.deterministic_layout with parallel.tensor {world.degrees['tensor']} and fewer key-value heads "
         f"({model.config.num_kv_heads})"
     )
     if model.config.latent is not None or model.config.sinks:
-        raise UserError(f"{problem} is not for models of this family so far; lower parallel.tensor, or switch it off")
+        raise UserError(f"{problem} does not work with this model family yet; lower parallel.tensor, or switch it off")
     parts = model.stages if isinstance(model, Pipeline) else (model,)
     if any(isinstance(getattr(part, "halves", None), CompiledHalves) for part in parts):
         raise UserError(f"{problem} does not work with compile.backend yet; lower parallel.tensor, or compile nothing")

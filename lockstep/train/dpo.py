@@ -1,4 +1,4 @@
-"""Preference optimisation: a fine-tuning run whose rows hold pairs of answers, or labelled ones."""
+"""Preference optimization: a fine-tuning run whose rows contain pairs of answers, or labeled answers."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def _prefer(config: DPOConfig, world: World, progress: Progress | None, on_metri
 def open_preferences(
     config: Config, world: World, paired: bool
 ) -> tuple[Config, Tokenizer, RowLoader, StepRows | None]:
-    """The run's settings with its steps, the tokenizer, and its examples to train on and to validate with.
+    """The run's settings including its steps, the tokenizer, and the examples for training and validation.
 
-    Raises UserError for data that hold no preferences.
+    Raises UserError for data without preferences.
     """
     tokens, fixed = config.train.tokens_per_microbatch, config.train.deterministic_layout
     divide_step(config.sequence_length, config.tokens_per_step, tokens, world.data_size, fixed)
@@ -104,17 +104,17 @@ def open_preferences(
 
 
 def preference_sources(config: PreferenceConfig, data: str) -> list[tuple[DataSource, float]]:
-    """What `data` holds, each with its weight. Raises UserError for a folder of tokens."""
+    """The sources in `data`, each with its weight. Raises UserError for a folder of tokens."""
     sources: list[tuple[DataSource, float]] = []
     for name, weight in parse_data(data):
         if is_token_folder(name):
-            raise UserError(f"{name}: holds tokens, of which preferences cannot be made; give .jsonl or .parquet files")
+            raise UserError(f"{name}: contains tokens, not preferences; give .jsonl or .parquet files")
         sources.append((PreferenceSource(name, config.skip_bad_lines), weight))
     return sources
 
 
 def examples_of(batch: StepRows) -> list[list[Example]]:
-    """This rank's, by micro-batch."""
+    """This rank's examples, by micro-batch."""
     return [
         [example for row in rows if isinstance(row, PreferenceRow) for example in row.examples]
         for rows in batch.microbatches
@@ -122,7 +122,7 @@ def examples_of(batch: StepRows) -> list[list[Example]]:
 
 
 def reference_model(config: DPOConfig, trainer: Trainer) -> TrainableModel:
-    """The trainer's own model, or the one in `config.reference`, for as long as it takes to score the examples."""
+    """The trainer's own model, or the one in `config.reference`, which is needed only to score the examples."""
     if not config.reference:
         return trainer.model
     shape = read_config(Path(config.reference))
@@ -134,7 +134,7 @@ def reference_model(config: DPOConfig, trainer: Trainer) -> TrainableModel:
 
 
 class PreferenceObjective:
-    """What `run_training` asks of `lockstep dpo`."""
+    """The objective of `lockstep dpo` for `run_training`."""
 
     def __init__(self, config: DPOConfig):
         self.config = config
@@ -142,7 +142,7 @@ class PreferenceObjective:
         self._held_out: list[list[Example]] = []
 
     def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
-        """Has the reference score what the run will see; by default it is the model as it is until the first step."""
+        """Scores the run's examples with the reference; by default, this is the model before its first step."""
         if held_out is not None:
             self._held_out = examples_of(held_out)
         if self.config.loss == "simpo":
@@ -159,7 +159,7 @@ class PreferenceObjective:
             scored.append([replace(e, reference=tuple(pair)) for e, pair in zip(batch.examples, pairs)])
             return torch.zeros(())
 
-        # Each rank's own, few enough to be scored at every start.
+        # Each rank's own examples, few enough to be scored at every start.
         trainer.evaluate(self._batches(self._held_out, trainer.world, "both"), record)
         self._held_out = scored
 
@@ -184,7 +184,7 @@ class PreferenceObjective:
         return metrics | self._named(found.means(trainer.world), divergence, batch.targets)
 
     def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
-        """The same on the held-out examples."""
+        """The same metrics on the held-out examples."""
         divergence = self._divergence(trainer, self._held_out, held_out.targets)
         found = PreferenceMetrics(self.config)
         batches = self._batches(self._held_out, trainer.world, self._trained)
@@ -232,7 +232,7 @@ class PreferenceObjective:
 def preference_losses(
     config: DPOConfig, log_probs: Float[Tensor, "sequences"], batch: PreferenceBatch, divergence: float = 0.0
 ) -> Float[Tensor, "examples"]:
-    """The run's loss of each example of a batch, by its answers' log-probabilities as `answer_log_probs` gives them."""
+    """The run's loss for each example of a batch, given its answers' log-probabilities from `answer_log_probs`."""
     of_example = 1 if config.loss == "kto" else 2
     lengths = torch.tensor(batch.lengths, dtype=torch.int64, device=log_probs.device).view(-1, of_example)
     reference = log_probs.new_tensor([example.reference[:of_example] for example in batch.examples])
@@ -258,7 +258,7 @@ def preference_losses(
 
 
 class PreferenceMetrics:
-    """Sums over a step's examples of what is logged of them."""
+    """Sums of the logged values over a step's examples."""
 
     def __init__(self, config: DPOConfig):
         self.config = config
@@ -266,7 +266,7 @@ class PreferenceMetrics:
         self._chosen = self._rejected = 0
 
     def add(self, log_probs: Float[Tensor, "sequences"], batch: PreferenceBatch) -> None:
-        """The examples of one micro-batch."""
+        """Adds the examples of one micro-batch."""
         own = log_probs.double().tolist()
         for number, example in enumerate(batch.examples):
             if self.config.loss == "kto":
@@ -292,7 +292,7 @@ class PreferenceMetrics:
         return reward
 
     def means(self, world: World) -> dict[str, float]:
-        """Over all ranks' examples; nothing of a kind of answer that there were none of."""
+        """Means over all ranks' examples; kinds of answers that did not occur are left out."""
         *sums, chosen, rejected = world.sum([*self._sums.values(), self._chosen, self._rejected])
         found = {}
         for name, value in zip(self._sums, sums):

@@ -1,4 +1,4 @@
-"""A run's memory and messages before it is paid for: one step of rank 0, on tensors without values."""
+"""A run's memory and communication before it is started: one step of rank 0, on tensors without values."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from lockstep.train.trainer import Trainer
 
 @dataclass
 class DryRun:
-    """What was found. Memory is in bytes, of one rank."""
+    """The results. Memory is in bytes, for one rank."""
 
     world: World
     parameters: int
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     memory: dict[str, int]
-    """By what it is for; together, the peak of a step."""
+    """By purpose; the sum is the peak of a step."""
     traffic: dict[tuple[str, str], Traffic]
     """Messages of some micro-batches and the update, by (axis, kind)."""
     passed: int
-    """So many micro-batches: two, or the only one of a step; of a pipeline all, or three for each of its stages."""
+    """The number of these micro-batches: two, or the only one of a step; in a pipeline all, or three per stage."""
     microbatches: int
-    """Of a step, on each rank."""
+    """Micro-batches per step on each rank."""
     dtype: str
-    """Of the weights in the forward pass."""
+    """The dtype of the weights in the forward pass."""
 
     def text(self) -> str:
         """Tables for a terminal."""
         of_axes = {**self.world.degrees, "expert": self.world.expert}
         degrees = ", ".join(f"{axis} {degree}" for axis, degree in of_axes.items() if degree > 1)
         lines = [
-            f"{self.world.size} ranks ({degrees or 'alone'})",
+            f"{self.world.size} ranks ({degrees or 'no parallelism'})",
             f"{self.parameters / 1e9:.3f} B parameters in {self.dtype}",
             f"{self.microbatches} micro-batches per rank and step",
             "",
@@ -76,19 +76,19 @@ class DryRun:
     def _rank(self) -> str:
         if self.world.degrees["pipeline"] == 1:
             return "a rank"
-        return f"rank {self.world.coordinate('pipeline')} of the pipeline, which needs most"
+        return f"rank {self.world.coordinate('pipeline')} of the pipeline, which needs the most"
 
 
 def dry_run(
     config: PretrainConfig, shape: ModelConfig, ranks: int, loss: Callable[[ScoringModel, PackedRow], Tensor]
 ) -> DryRun:
-    """Builds a rank of `ranks` for a model of this shape, and takes it through a micro-batch and an update.
+    """Builds one of `ranks` ranks for a model of this shape, and runs a micro-batch and an update on it.
 
-    Of a pipeline it is the rank that needs most, and the micro-batches are as many as its schedule has under way.
+    In a pipeline, it is the rank that needs the most, with as many micro-batches as its schedule has in flight.
 
-    Raises UserError where the degrees do not fit the ranks, or the step the pipeline. Activations are those of the
-    operators' fused forms; what torch.compile saves on top is not counted. Collectives are a device's: CPUs
-    reduce-scatter by an all-to-all.
+    Raises UserError if the degrees do not fit the number of ranks, or the step does not fit the pipeline. Activations
+    are those of the fused operators; further savings by torch.compile are not counted. Collectives are those of a GPU;
+    CPUs reduce-scatter with an all-to-all.
     """
     world = imagined_world(config.parallel, ranks)
     try:
@@ -107,7 +107,7 @@ def dry_run(
 
 
 def imagined_tensors() -> FakeTensorMode:
-    """In which tensors have no values."""
+    """A mode in which tensors have no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -121,9 +121,9 @@ def imagined_step(
     loss: Callable[[ScoringModel, PackedRow], Tensor],
     beside: Mapping[str, nn.Parameter] | None = None,
 ) -> tuple[Trainer, DryRun]:
-    """A step of `world`'s rank, of `share` micro-batches like `row`; the trainer's tensors are those of `fake`.
+    """Runs a step of `share` micro-batches like `row` on `world`'s rank; the trainer's tensors are those of `fake`.
 
-    beside: as for `Trainer`. Raises UserError where the degrees do not fit the model, or the step the pipeline.
+    beside: as for `Trainer`. Raises UserError if the degrees do not fit the model, or the step the pipeline.
     """
     row = shard_row(row, world)
     row.attention = row.attention or ops.PackedAttention(row.lengths)
@@ -149,13 +149,13 @@ def imagined_step(
 
 
 def on_meta(world: World) -> World:
-    """Where a model is laid out that has no values: meshes are made of real numbers, so before values are left out."""
+    """A world to lay out a model without values: meshes need real numbers, so they come before the fake mode."""
     return replace(world, device=torch.device("meta")) if world.mesh is not None else world
 
 
 @contextmanager
 def whole_shapes_uncounted() -> Iterator[None]:
-    """DTensor finds a result's whole shape on fake tensors of its own, which beside ours would count as memory."""
+    """DTensor finds a result's full shape with its own fake tensors, which would be counted as memory."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     found = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -172,7 +172,7 @@ def whole_shapes_uncounted() -> Iterator[None]:
 
 
 def leave(model: TrainableModel) -> None:
-    """Fills no weights."""
+    """Leaves weights unfilled."""
 
 
 def _pass(
@@ -182,9 +182,9 @@ def _pass(
     share: int,
     log: CollectiveLog,
 ) -> int:
-    """Forward and backward of so many of a step's `share` micro-batches as show its peak; returns how many.
+    """Forward and backward of as many of a step's `share` micro-batches as show its peak; returns how many.
 
-    From the second on, gradients of those before are kept beside a micro-batch's activations.
+    From the second on, the gradients of the previous ones are held in addition to a micro-batch's activations.
     """
     model = trainer.model
     count = min(share, 2)
@@ -197,7 +197,7 @@ def _pass(
             loss(model, row).backward()
             trainer.optimizer.gradients.end_microbatch()
         return count
-    # More are not under way at a time, unless all are.
+    # No more than these are in flight at a time, unless all are.
     count = share if model.plan.keeps_all else min(share, 3 * model.plan.stages)
     PipelineStep(model, row, count, share, loss, log).run()
     return count
@@ -211,10 +211,10 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
     gradients = 0 if trainer.config.optimizer_in_backward else masters
     sharded = any(isinstance(module, FSDPModule) for module in trainer.model.modules())
     if sharded and microbatches > 1 and not trainer.sums_every_microbatch:
-        # Of the sharded weights every rank holds the whole gradient until the step's last micro-batch.
+        # Every rank holds the full gradient of the sharded weights until the step's last micro-batch.
         gradients = sum(4 * _gathered(p) for p in optimizer.parameters.values())
     there = weights + (state if apart else state - masters)
-    # Beside a micro-batch's own, one for each size of subtree.
+    # In addition to a micro-batch's own, one for each size of subtree.
     subtrees = masters * (microbatches.bit_length() - 1) if trainer.config.deterministic_layout else 0
     return {
         "weights": weights,
@@ -222,13 +222,13 @@ def _memory(trainer: Trainer, microbatches: int, peak: int) -> dict[str, int]:
         "gradients": gradients,
         **({"sums of micro-batches": subtrees} if subtrees else {}),
         "optimizer state": state - masters,
-        # Activations, gathered weights, buffers, and what an update makes.
+        # Activations, gathered weights, buffers, and temporaries of an update.
         "a micro-batch at its peak": max(0, peak - there - gradients),
     }
 
 
 def _gathered(parameter: Tensor) -> int:
-    """Elements of what FSDP gathers of a parameter: all of it, or its part on the axis of tensor or of experts."""
+    """Elements of a parameter that FSDP gathers: all of it, or its part on the tensor or expert axis."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     axes = parameter.device_mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""A pipeline's rank through its part of a step, on tensors without values: in its schedule's order, alone."""
+"""One rank of a pipeline running its part of a step alone, on tensors without values, in its schedule's order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lockstep.train.packing import PackedRow
 
 
 def imagined_ranks(world: World, parallel: ParallelConfig) -> list[World]:
-    """`world` as those ranks of its pipeline see it of which one needs most.
+    """`world` as seen by the ranks of its pipeline that may need the most memory.
 
-    The first has the embedding, and the most micro-batches under way; the last has the head; the second may have more
-    layers than the first. A schedule from a file may favour any.
+    The first has the embedding, and the most micro-batches in flight; the last has the head; the second may have more
+    layers than the first. With a schedule from a file, it may be any.
     """
     if world.mesh is None:
         return [world]
@@ -36,7 +36,7 @@ def imagined_ranks(world: World, parallel: ParallelConfig) -> list[World]:
 
 
 class PipelineStep:
-    """The work of a rank's stages for `microbatches` micro-batches like `row`, of `share` in the step."""
+    """The work of a rank's stages for `microbatches` micro-batches like `row`, out of `share` in the step."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class PipelineStep:
         self.message = math.prod(shape) * dtype.itemsize
 
         self.arriving = partial(torch.empty, shape, dtype=dtype)
-        # What is under way, by stage and micro-batch.
+        # What is in flight, by stage and micro-batch.
         self.hidden: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         others = set(range(model.plan.stages)) - self.stages.keys()
-        # Of each stage, those on other ranks that it receives from and sends to.
+        # For each stage, the stages on other ranks that it receives from and sends to.
         self.links = {index: others & {index - 1, index + 1} for index in self.stages}
-        # A rank of several stages waits for all that they send when the step ends, and keeps it until then.
+        # A rank with several stages waits for all their sends when the step ends, and keeps the tensors until then.
         self.keeps_sent = model.plan.keeps_sent
         sent = sum(map(len, self.links.values())) if self.keeps_sent else 0
         self.sent = [self.arriving() for _ in range((share - microbatches) * sent)]
@@ -68,12 +68,12 @@ class PipelineStep:
         self.halves: dict[tuple[int, int], Any] = {}
 
     def run(self) -> None:
-        """All of it."""
+        """Runs all of it."""
         ends = {action.stage: at for at, action in enumerate(self.work) if action.kind in "BW"}
         for at, action in enumerate(self.work):
             stage = self.stages[action.stage]
             if isinstance(stage, FSDPModule) and action.kind != "F":
-                # As torch's schedules do: gradients are summed, and weights let go, after the last of all.
+                # As in torch's schedules: gradients are summed, and weights freed, after the very last one.
                 set_gradient_sums(stage, False, last=at == ends[action.stage])
                 stage.set_reshard_after_backward(at == ends[action.stage])
             if action.kind == "F":
@@ -117,7 +117,7 @@ class PipelineStep:
         from torch.distributed.pipelining._backward import stage_backward_weight
 
         name = action.stage, action.microbatch
-        if stage.is_first:  # as torch has it: without inputs there are no halves
+        if stage.is_first:  # as in torch: without inputs there are no halves
             torch.autograd.backward(self.outputs.pop(name), self._gradient(stage, name))
         else:
             stage_backward_weight(stage.parameters(), self.halves.pop(name))
@@ -132,7 +132,7 @@ class PipelineStep:
         return self.gradients[name]
 
     def _send(self, stage: Stage, to: int, sent: Tensor | None) -> None:
-        """Notes what a forward, or a backward, has received and sends, and keeps it where torch does."""
+        """Records what a forward or backward received and sends, and keeps it if torch does."""
         messages, links = self.log.traffic["pipeline", "send, receive"], self.links[stage.index]
         messages.calls += len(links)
         messages.bytes += len(links) * self.message

@@ -1,4 +1,4 @@
-"""The load of a mixture's experts over a step: counted, evened out, and told."""
+"""The load of a mixture's experts over a step: counting, balancing and reporting it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.parallel import World
 from lockstep.parallel.world import AXES
 
 DEAD_STEPS = 20
-"""In a row without a single token: from then on an expert is called dead."""
+"""Consecutive steps without a single token after which an expert counts as dead."""
 
 
 class ExpertBalance:
@@ -32,17 +32,17 @@ class ExpertBalance:
         self.routers = {layers[id(m.weight)]: m for m in model.modules() if isinstance(m, Router)}
         experts = model.config.experts
         self.load = torch.zeros(model.config.num_layers, experts.count if experts else 0, dtype=torch.int64)
-        """Choices of each layer's experts in the last step, over all ranks; a dense layer's are zeros."""
+        """How often each layer's experts were chosen in the last step, over all ranks; zeros for a dense layer."""
         self.idle_steps = torch.zeros_like(self.load)
         self.mixtures = model.config.mixtures
         if config.router_bias_rate and not (experts and experts.choice_bias):
             raise UserError(
-                "train.router_bias_rate moves the biases of a router's choice, which this model does not have; set "
+                "train.router_bias_rate changes the routers' choice biases, which this model does not have; set "
                 "train.router_auxiliary instead"
             )
         if config.router_bias_rate and model.config.lora is not None:
             raise UserError(
-                "train.router_bias_rate moves weights of the base, which an adapter leaves as they are; leave it out"
+                "train.router_bias_rate changes weights of the base model, which an adapter leaves unchanged; remove it"
             )
         if (config.router_auxiliary or config.router_z) and experts is None:
             raise UserError("train.router_auxiliary and train.router_z are for mixtures of experts; the model is dense")
@@ -52,12 +52,12 @@ class ExpertBalance:
         self.penalised = bool(config.router_auxiliary or config.router_z)
 
     def begin_step(self, microbatches: Sequence[Any]) -> None:
-        """Before a step's first forward: every rank learns how many tokens all ranks' micro-batches have."""
+        """Call before a step's first forward: tells every rank how many tokens all ranks' micro-batches have."""
         for router in self.routers.values():
-            router.load.counted.zero_()  # of what ran backward outside of a step, as compiled layers are compared
+            router.load.counted.zero_()  # from a backward outside of a step, such as the comparison of compiled layers
         if not self.penalised:
             return
-        # The ranks of a pipeline and of a tensor axis have the same ones.
+        # The ranks of a pipeline and of a tensor axis have the same micro-batches.
         first = self.world.coordinate("pipeline") == 0
         own = sum(int(getattr(each, "row", each).counts.sum()) for each in microbatches) if first else 0
         tokens = int(self.world.sum([own])[0])
@@ -65,7 +65,7 @@ class ExpertBalance:
             router.load.tokens = tokens
 
     def end_step(self, updated: bool) -> dict[str, float]:
-        """After a step's last backward: every rank learns of the load, and biases move if weights were `updated`."""
+        """Call after a step's last backward: every rank gets the load, and biases change if weights were `updated`."""
         if not self.mixtures:
             return {}
         own = torch.zeros_like(self.load)
@@ -86,9 +86,9 @@ class ExpertBalance:
             router.load.end_step(total[layer])
 
     def _metrics(self) -> dict[str, float]:
-        """How uneven the load of the most uneven layer is, and how many experts of all layers are dead.
+        """The imbalance of the most unbalanced layer, and how many experts of all layers are dead.
 
-        Of a layer that no gradient reaches nothing is known.
+        Layers that no gradient reaches are not included.
         """
         counted = [layer for layer in self.mixtures if self.load[layer].any()]
         if not counted:
@@ -101,7 +101,7 @@ class ExpertBalance:
         if newly and self.world.is_main:
             layer, expert = counted[newly[0][0]], newly[0][1]
             log.warning(
-                "alarm dead_experts: expert %d of layer %d (and %d others) had no token for %d steps; raise "
+                "alarm dead_experts: expert %d of layer %d (and %d others) got no token for %d steps; raise "
                 "train.router_auxiliary",
                 expert, layer, len(newly) - 1, DEAD_STEPS,
             )  # fmt: skip
@@ -110,16 +110,16 @@ class ExpertBalance:
         return found | {"experts/dead": float(dead)} | ({"alarm/dead_experts": 1.0} if dead else {})
 
     def write(self, file: Path, step: int) -> None:
-        """Adds the step's load, a list for each layer, to `file`. Raises RunStopped where the disk does not take it."""
+        """Appends the step's load, a list per layer, to `file`. Raises RunStopped if it cannot be written."""
         if self.mixtures:
             self.world.on_main(partial(append_step, file, step, {"load": self.load.tolist()}))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, JSON-able; empty for a dense model."""
+        """The state for a checkpoint, JSON-serializable; empty for a dense model."""
         return {"expert_load": self.load.tolist(), "expert_idle": self.idle_steps.tolist()} if self.mixtures else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; of a checkpoint without it, from before a mixture was counted, nothing changes."""
+        """The inverse of `state`; a checkpoint without it, from before loads were counted, changes nothing."""
         if self.mixtures and "expert_load" in state:
             load, idle = (torch.tensor(state[name], dtype=torch.int64) for name in ("expert_load", "expert_idle"))
             if load.shape != self.load.shape or idle.shape != self.load.shape:

@@ -1,4 +1,4 @@
-"""The norms of the gradients, all together and by part of the model, however they are spread over ranks."""
+"""Gradient norms, in total and by part of the model, however the gradients are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ PARTS = ("embedding", "attention", "feed-forward", "norms", "head", "value_head"
 
 @torch.no_grad()
 def gradient_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
-    """Euclidean norms by metric's name, the same on every rank: `grad_norm`, and `grad_norm/<part>` of each part.
+    """Euclidean norms by metric name, the same on every rank: `grad_norm`, and `grad_norm/<part>` for each part.
 
-    A DTensor's shards are summed over the mesh axes that it is sharded on, and its copies count once. Over
-    `further_groups`, whose ranks hold different parameters (the stages of a pipeline), all is summed. Gradients with
-    pending sums are refused with a ValueError: their norm is not that of their parts.
+    A DTensor's shards are summed over the mesh axes that it is sharded on; its copies count once. Everything is summed
+    over `further_groups`, whose ranks have different parameters (the stages of a pipeline). Raises ValueError for
+    gradients with pending sums: their norm is not that of their parts.
     """
     return norms_of_squares(local_squares(grads), grads, further_groups)
 
 
 @torch.no_grad()
 def exact_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
-    """`gradient_norms` with the same bits however the gradients are sharded: their squares are added as integers.
+    """`gradient_norms` with the same bits for any sharding of the gradients: their squares are added as integers.
 
-    The squares of a gradient are rounded to multiples of one power of two, which its largest element on all ranks and
-    their number choose so that no sum overflows 63 bits: of 10⁸ elements the largest square is 2³³ multiples or more. A
-    gradient that is not finite has an infinite norm. Every rank brings the same gradients, but for `further_groups`.
+    The squares of a gradient are rounded to multiples of a power of two, which is chosen from its largest element on
+    all ranks and the number of elements so that no sum overflows 63 bits: with 10⁸ elements, the largest square is 2³³
+    multiples or more. A gradient that is not finite has an infinite norm. Every rank passes the same gradients, except
+    over `further_groups`.
     """
     local = {name: g.to_local() if isinstance(g, DTensor) else g for name, g in grads.items()}
     most = [part.abs().amax() if part.numel() else part.new_zeros(()) for part in local.values()]
@@ -48,7 +49,7 @@ def exact_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.Proce
     }
     finite = {name: grads[name] for name in exponents}
     sums = _over_shards(finite, [ops.integer_squares(local[name], exponents[name]) for name in finite])
-    # As integers and powers of two, which pass between ranks as they are; None of a gradient that is not finite.
+    # As integers and powers of two, which are sent between ranks exactly; None for a gradient that is not finite.
     squares = {name: (sums[name], exponents[name]) if name in sums else None for name in grads}
     for group in further_groups:
         squares = {name: square for of_rank in from_all(squares, group) for name, square in of_rank.items()}
@@ -62,7 +63,7 @@ def exact_norms(grads: Mapping[str, Tensor], further_groups: Iterable[dist.Proce
 def _over_shards(
     placed: Mapping[str, Tensor], values: Sequence[Tensor], operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> dict[str, Any]:
-    """One number for each name, from those of this rank's shards; a maximum is infinite where one is not finite."""
+    """One number per name, from those of this rank's shards; a maximum is infinite if one is not finite."""
     together: dict[tuple[dist.ProcessGroup, ...], list[int]] = defaultdict(list)
     for index, tensor in enumerate(placed.values()):
         together[_groups(tensor)].append(index)
@@ -71,7 +72,7 @@ def _over_shards(
     for groups, members in together.items():
         own = torch.stack([values[index] for index in members]).cpu()
         if operation == dist.ReduceOp.MAX:
-            own = torch.where(own.isfinite(), own, torch.inf)  # a maximum over ranks may pass over NaN
+            own = torch.where(own.isfinite(), own, torch.inf)  # a maximum over ranks may ignore NaN
         for group in groups:
             dist.all_reduce(own, op=operation, group=group)
         found |= dict(zip((names[index] for index in members), own.tolist()))
@@ -88,7 +89,7 @@ def _norm_of(squares: Iterable[Sequence[int] | None]) -> float:
 
 
 def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum of the squares of every gradient's part on this rank, float64."""
+    """The sum of squares of each gradient's part on this rank, float64."""
     if not grads:
         return {}
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads.values()]
@@ -98,9 +99,9 @@ def local_squares(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def squares_by_device(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The sum of the squares of every tensor, float64, in an order that the device chooses.
+    """The sum of squares of each tensor, float64, in an order that the device chooses.
 
-    Added up in float64, as on a CPU: a float32 sum of 10⁷ squares is a percent off, a shard's by another amount.
+    Accumulated in float64, as on a CPU: a float32 sum of 10⁷ squares is off by a percent, and a shard's differs.
     """
     return torch.stack(list(torch._foreach_norm(list(parts), dtype=torch.float64))).square().unbind()
 
@@ -108,7 +109,7 @@ def squares_by_device(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 def norms_of_squares(
     squares: Mapping[str, Tensor], placed: Mapping[str, Tensor], further_groups: Iterable[dist.ProcessGroup] = ()
 ) -> dict[str, float]:
-    """`gradient_norms` from this rank's squares; `placed` has tensors that lie on the ranks as the gradients do."""
+    """`gradient_norms` from this rank's squares; `placed` has tensors that are distributed as the gradients are."""
     names: dict[tuple[dist.ProcessGroup, ...], list[str]] = defaultdict(list)
     for name in squares:
         names[_groups(placed[name])].append(name)
@@ -120,7 +121,7 @@ def norms_of_squares(
         places = [[i for i, name in enumerate(members) if part_of(name) == part] for part in PARTS]
         # Added part by part: a scattered addition has no fixed order on a GPU.
         sums = sums.to(own.device) + torch.stack([ops.total(own[place]) for place in places])
-    sums = sums.cpu()  # where a stage without a gradient, whose layers are frozen, has its zeros too
+    sums = sums.cpu()  # as are the zeros of a stage without gradients, whose layers are frozen
     for group in further_groups:
         dist.all_reduce(sums, group=group)
     squared = sums.tolist()
@@ -146,6 +147,6 @@ def _groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         tensor.device_mesh.get_group(axis)
         for axis, placement in enumerate(tensor.placements)
-        # Not `is_shard`, which denies it of a dimension that another axis cuts as well.
+        # Not `is_shard`, which is False for a dimension that another axis shards as well.
         if not placement.is_replicate() and tensor.device_mesh.size(axis) > 1
     )

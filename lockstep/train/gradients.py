@@ -1,5 +1,5 @@
-"""A step's gradients between backward and update: kept by autograd, summed apart in float32, used at once, or summed in
-a tree over the step's micro-batches."""
+"""A step's gradients between backward and update: kept by autograd, summed separately in float32, used at once, or
+summed in a tree over the step's micro-batches."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from lockstep.train.gradient_norm import exact_norms, gradient_norms, local_squares, norms_of_squares
 
 Parameters = Mapping[str, nn.Parameter]
-"""Those that are trained, by name."""
+"""The trained parameters, by name."""
 
 
 @runtime_checkable
 class Gradients(Protocol):
-    """What `MasterOptimizer` asks of them, whichever of those below they are."""
+    """The interface to gradients that `MasterOptimizer` uses."""
 
     @property
     def updated_weights(self) -> bool:
-        """Whether some gradient of this step has changed weights already, so that the step cannot be skipped."""
+        """Whether some gradient of this step has already changed weights, so that the step cannot be skipped."""
         ...
 
     def end_microbatch(self, of: Iterable[str] | None = None) -> None:
-        """A backward has ended, and with it what ranks sum after it: for all parameters, or those of these names."""
+        """Call when a backward, including its sums over ranks, has ended for all parameters or those named."""
         ...
 
     def held(self) -> dict[str, Tensor]:
-        """float32, by parameter, in the model's order: of this step alone, and what an update still has to use."""
+        """This step's gradients that an update still has to use: float32, by parameter, in the model's order."""
         ...
 
     def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
@@ -39,12 +39,12 @@ class Gradients(Protocol):
         ...
 
     def clear(self) -> None:
-        """The step is over: none is held any more."""
+        """Drops all gradients at the end of a step."""
         ...
 
 
 class OwnGradients:
-    """Of float32 parameters, which are their own masters: autograd adds up in float32 as it is."""
+    """For float32 parameters, which are their own masters: autograd already accumulates in float32."""
 
     updated_weights = False
 
@@ -66,9 +66,9 @@ class OwnGradients:
 
 
 class SummedGradients:
-    """Of narrower parameters: each is added to its float32 sum as soon as backward has made it.
+    """For narrower parameters: each gradient is added to a float32 sum as soon as the backward has computed it.
 
-    So micro-batches accumulate exactly, and a bfloat16 gradient lives only for a moment.
+    So micro-batches accumulate in float32, and a bfloat16 gradient is short-lived.
     """
 
     updated_weights = False
@@ -77,7 +77,7 @@ class SummedGradients:
         self.parameters = parameters
         self._sums: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        """Memory of the last step's sums, which the next ones write over."""
+        """Memory of the last step's sums, which the next step reuses."""
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
@@ -107,7 +107,7 @@ class SummedGradients:
 
 
 class GradientsUsedAtOnce:
-    """Updates a parameter as soon as backward has made its gradient, and lets the gradient go."""
+    """Updates a parameter as soon as the backward has computed its gradient, and frees the gradient."""
 
     def __init__(self, parameters: Parameters, update: Callable[[dict[str, Tensor]], None]):
         self.parameters = parameters
@@ -141,11 +141,11 @@ class GradientsUsedAtOnce:
 
 
 class GradientsInATree:
-    """Summed in a binary tree over the step's micro-batches, neighbours first: one order, however ranks share them.
+    """Sums in a binary tree over the step's micro-batches, neighbors first: one order for any number of ranks.
 
-    Rank r of n has the micro-batches r, n + r, 2n + r and so on of a step. What n ranks have summed of theirs is a
-    subtree, n a power of two, and the subtrees come in the order of the tree's leaves. The stages of a pipeline have a
-    tree each.
+    Rank r of n has the micro-batches r, n + r, 2n + r and so on of a step. The sum of one micro-batch on each of n
+    ranks, n a power of two, is a subtree, and the subtrees come in the order of the tree's leaves. Each stage of a
+    pipeline has its own tree.
     """
 
     updated_weights = False
@@ -178,12 +178,12 @@ class GradientsInATree:
 class _Tree:
     def __init__(self) -> None:
         self._subtrees: list[dict[str, Tensor]] = []
-        """Whole ones, each smaller than the one before it."""
+        """Complete subtrees, each smaller than the one before it."""
         self._count = 0
 
     @torch.no_grad()
     def add(self, leaf: dict[str, Tensor]) -> None:
-        # As a binary counter carries: two subtrees of one size make the next larger one.
+        # As a binary counter carries: two subtrees of the same size make the next larger one.
         self._count += 1
         for _ in range((self._count & -self._count).bit_length() - 1):
             leaf = _added(self._subtrees.pop(), leaf)
@@ -191,7 +191,7 @@ class _Tree:
 
     @torch.no_grad()
     def sum(self) -> dict[str, Tensor]:
-        """Of all leaves; none may be added after it."""
+        """The sum of all leaves; none may be added afterwards."""
         while len(self._subtrees) > 1:
             smallest = self._subtrees.pop()
             self._subtrees.append(_added(self._subtrees.pop(), smallest))
@@ -199,7 +199,7 @@ class _Tree:
 
 
 def _added(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In the memory of `first`; a parameter that one of them lacks has what the other has."""
+    """Adds in the memory of `first`; a parameter that only one of them has keeps its value."""
     for name, grad in second.items():
         first[name] = first[name].add_(grad) if name in first else grad
     return first

@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""How the C library handles freed memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 # Of glibc's malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST_KEPT = 2**27
-"""Bytes. The head's gradient and its slices of logits are about as large."""
+"""In bytes. The head's gradient and its slices of logits are about this large."""
 
 
 def keep_freed_memory() -> None:
-    """Lets this process reuse blocks that it frees, instead of giving those over 32 MB back to the system.
+    """Lets this process reuse freed blocks instead of returning those over 32 MB to the system.
 
-    A training step takes and frees the same gigabytes each time, and the system clears every page that it hands out:
-    a twentieth of a step on two cores. What is kept lies in pieces: the peak can grow by a part, more so where a
-    step's tensors are of many sizes. Does nothing where the C library is not glibc.
+    A training step allocates and frees the same gigabytes each time, and the system clears every page it hands out,
+    which takes a twentieth of a step on two cores. Kept memory fragments: the peak can grow, more so if a step's
+    tensors have many sizes. Does nothing if the C library is not glibc.
     """
     if sys.platform != "linux":
         return

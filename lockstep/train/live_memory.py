@@ -1,4 +1,4 @@
-"""How much the tensors of this process take at once, be they without values."""
+"""Peak memory of this process's tensors, even if they have no values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """While entered, follows the storages of `there` and of what operators make on the CPU.
+    """Within its context, tracks the storages of `there` and of what operators create on the CPU.
 
-    Unlike torch's MemTracker it puts no hooks into a graph, so that a backward in two halves, which lets parts of its
-    graph go between them, is counted as it is.
+    Unlike torch's MemTracker, it puts no hooks into a graph, so that a backward in two halves, which frees parts of its
+    graph in between, is counted correctly.
     """
 
     def __init__(self, there: Iterable[Tensor] = ()):
@@ -35,7 +35,7 @@ class LiveMemory(TorchDispatchMode):
             self._note(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # by which FSDP frees
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # FSDP frees with this
         super().__enter__()
         return self
 
@@ -45,7 +45,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does with this rank's own tensors comes by again
+            return NotImplemented  # its operations on this rank's own tensors are dispatched again
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":

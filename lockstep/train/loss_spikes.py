@@ -1,4 +1,4 @@
-"""Losses that leap out of their recent course."""
+"""Loss spikes: losses far above the recent ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lockstep.observe import log
 WINDOW = 100
 """Steps that a loss is compared with."""
 FEWEST = 20
-"""Without so many before it, no loss is a spike."""
+"""Without this many losses before it, no loss is a spike."""
 ROLLBACKS = 3
-"""To one checkpoint, before the run ends."""
+"""Rollbacks to the same checkpoint before the run ends."""
 
 
 class LossSpikes:
-    """Tells a spike from the losses before it; the same on every rank, for they all see the run's loss."""
+    """Detects spikes from the losses before them; the same on every rank, since all see the run's loss."""
 
     def __init__(self, config: FaultConfig):
         self.config = config
@@ -30,7 +30,7 @@ class LossSpikes:
         self._rollbacks: dict[int, int] = {}
 
     def state(self) -> list[float]:
-        """What a checkpoint keeps, so that a resumed run finds the same spikes; JSON-able."""
+        """The state for a checkpoint, so that a resumed run finds the same spikes; JSON-serializable."""
         return list(self._losses)
 
     def load_state(self, losses: Iterable[float]) -> None:
@@ -38,22 +38,23 @@ class LossSpikes:
         self._losses = deque(map(float, losses), maxlen=WINDOW)
 
     def found(self, step: int, loss: float) -> bool:
-        """Whether `loss` is this many standard deviations above the median of the last steps'. A spike is not kept."""
+        """Whether `loss` is `spike_deviations` standard deviations above the median of recent losses. Spikes are not
+        kept."""
         if not self.config.spike_deviations or not math.isfinite(loss):
             return False
         if len(self._losses) >= FEWEST:
             middle, spread = median(self._losses), pstdev(self._losses)
             if loss > middle + self.config.spike_deviations * spread:
-                log.warning("step %d: the loss spikes at %.4g; its median was %.4g ± %.2g", step, loss, middle, spread)
+                log.warning("step %d: loss spike of %.4g; the median was %.4g ± %.2g", step, loss, middle, spread)
                 return True
         self._losses.append(loss)
         return False
 
     def roll_back(self, checkpoints: Checkpoints) -> dict[str, Any] | None:
-        """Puts trainer and random generators back to the newest checkpoint, and returns its state.
+        """Restores trainer and random generators from the newest checkpoint, and returns its state.
 
-        None where spikes are only warned of, or where there is no checkpoint yet. Raises RunStopped where going back to
-        the same one has not helped.
+        None if spikes only cause warnings, or if there is no checkpoint yet. Raises RunStopped if going back to the
+        same checkpoint has not helped.
         """
         if self.config.on_spike != "rollback":
             return None
@@ -64,15 +65,15 @@ class LossSpikes:
             log.warning("%s", error)
             state = None
         if state is None:
-            log.warning("there is no checkpoint to go back to; the run goes on")
+            log.warning("there is no checkpoint to roll back to; the run continues")
             return None
         step = state["step"]
         self._rollbacks[step] = self._rollbacks.get(step, 0) + 1
         if self._rollbacks[step] > ROLLBACKS:
             raise RunStopped(
-                f"after step {step} the loss spiked {ROLLBACKS + 1} times, with other data each time; lower "
+                f"after step {step} the loss spiked {ROLLBACKS + 1} times, with different data each time; lower "
                 "train.learning_rate, or raise faults.spike_deviations, and continue with --resume",
                 exit_code=1,
             )
-        log.warning("back to step %d, and on with the data after the spike", step)
+        log.warning("rolled back to step %d; continuing with the data after the spike", step)
         return state

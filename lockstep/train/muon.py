@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal (https://kellerjordan.github.io/posts/muon; arXiv 2502.16982)."""
+"""Muon: orthogonalized momentum (https://kellerjordan.github.io/posts/muon; arXiv 2502.16982)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lockstep.train.whole_matrices import map_whole_matrices
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 RMS = 0.2
-"""Of an update's elements, about what AdamW's have: one learning rate and weight decay serve both."""
+"""RMS of an update's elements, about that of AdamW, so that one learning rate and weight decay fit both."""
 
 
 def muon_state(master: Tensor, dtype: torch.dtype) -> State:
-    """Momentum zero."""
+    """The state before the first step: zero momentum."""
     return {"momentum": torch.zeros_like(master, dtype=dtype, requires_grad=False)}
 
 
@@ -36,9 +36,9 @@ def muon_update(
     weight_decay: float,
     config: TrainConfig,
 ) -> None:
-    """One step of every master, in place: a matrix, or the stacked matrices of experts, each by itself.
+    """Updates every master in place: a matrix, or the stacked matrices of experts, each separately.
 
-    Of sharded ones every rank orthogonalises its share, whole.
+    If they are sharded, each rank orthogonalizes its share of them as whole matrices.
     """
     beta, dtype = config.muon_momentum, resolve_dtype(config.muon_dtype)
     updates = []
@@ -54,17 +54,17 @@ def muon_update(
 
 
 def _between(start: Tensor, end: Tensor, share: float, dtype: torch.dtype) -> Tensor:
-    """`start` moved towards `end`; for float32 one operation at a time, which is the same on every processor."""
+    """Interpolates from `start` to `end`; in float32 one operation at a time, which is the same on every processor."""
     if dtype == torch.float32:
         return start * (1 - share) + end * share
     return start.lerp(end, share)
 
 
 def orthogonalize(matrix: Float[Tensor, "*experts rows columns"]) -> Float[Tensor, "*experts rows columns"]:
-    """Nearly U·Vᵀ of the singular value decomposition, by five quintic Newton–Schulz iterations.
+    """Approximately U·Vᵀ of the singular value decomposition, by five quintic Newton–Schulz iterations.
 
-    Singular values end between about 0.7 and 1.2; the iteration bears bfloat16. Stacked matrices are each taken by
-    itself.
+    Singular values end up between about 0.7 and 1.2; the iteration is stable in bfloat16. Stacked matrices are handled
+    separately.
     """
     if matrix.ndim > 2:
         return _each(matrix)
@@ -76,13 +76,13 @@ def orthogonalize(matrix: Float[Tensor, "*experts rows columns"]) -> Float[Tenso
     x = x / x.norm().clamp(min=1e-7)  # so that no singular value is above 1
     for _ in range(ITERATIONS):
         gram = x @ x.T
-        # Fused additions round once, which counts in bfloat16.
+        # Fused additions round once, which matters in bfloat16.
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide else x.T
 
 
 def _each(matrices: Float[Tensor, "experts rows columns"]) -> Float[Tensor, "experts rows columns"]:
-    """On a GPU all at once, for their products are small; on a CPU one after the other, with the bits of each alone."""
+    """All at once on a GPU, since their products are small; one after the other on a CPU, bitwise as each alone."""
     if matrices.device.type == "cpu":
         out = torch.empty_like(matrices)
         for index, matrix in enumerate(matrices):
@@ -103,7 +103,7 @@ def _together(matrices: Float[Tensor, "experts rows columns"]) -> Float[Tensor, 
 
 
 def _portable(x: Tensor, wide: bool) -> Tensor:
-    """The same in float32 on a CPU, with products of our own: the same bits on every processor."""
+    """The same in float32 on a CPU, with our own matrix products: the same bits on every processor."""
     a, b, c = COEFFICIENTS
     x = x / math.sqrt(max(float(ops.sum_of_squares(x.contiguous())), 1e-14))
     for _ in range(ITERATIONS):

@@ -1,4 +1,4 @@
-"""Float32 master weights under a forward pass in bfloat16 or float32, and the step that updates them."""
+"""Float32 master weights for a forward pass in bfloat16 or float32, and the step that updates them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from lockstep.train.parameter_groups import Settings, settings_of
 
 
 class MasterOptimizer:
-    """Owns the float32 master weights, and what AdamW and Muon keep of each. float32 parameters are their own masters.
+    """Owns the float32 master weights and their AdamW and Muon state. float32 parameters are their own masters.
 
-    With `optimizer_in_backward` every parameter is updated within the backward, and nothing is left for `update`.
+    With `optimizer_in_backward`, every parameter is updated within the backward, and nothing is left for `update`.
     """
 
     def __init__(self, model: TrainableModel, config: TrainConfig, beside: Mapping[str, nn.Parameter] | None = None):
-        """`beside`: parameters that are trained with the model's and are not part of it, by names of their own."""
+        """`beside`: parameters that are trained with the model but are not part of it, by their own names."""
         self.config = config
         further = dict(beside or {})
-        whole = Decoder(model.config, torch.float32, "meta")  # a rank may hold some of the layers only
+        whole = Decoder(model.config, torch.float32, "meta")  # a rank may have only some of the layers
         settings = settings_of({n: p.shape for n, p in [*whole.named_parameters(), *further.items()]}, config)
         if frozen := [name for name in further if settings[name].frozen]:
             raise UserError(
-                f"train.rules freeze {frozen[0]}, which begins as zero and would stay so; add the rule "
+                f"train.rules freeze {frozen[0]}, which starts at zero and would stay zero; add the rule "
                 f'"{frozen[0]} frozen=false"'
             )
         if model.config.lora is not None:
@@ -49,9 +49,7 @@ class MasterOptimizer:
             settings |= {name: replace(settings[name], frozen=True) for name in base}
         if all(found.frozen for found in settings.values()):
             rules = ", ".join(f'"{rule}"' for rule in config.rules if "frozen=true" in rule)
-            raise UserError(
-                f"train.rules freeze every parameter, and there is nothing to train: {rules}; leave some out"
-            )
+            raise UserError(f"train.rules freeze every parameter, which leaves nothing to train: {rules}; remove some")
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in [*model.named_parameters(), *further.items()]:
             parameter.requires_grad_(not settings[name].frozen)
@@ -65,7 +63,7 @@ class MasterOptimizer:
             n: kinds[self.settings[n].optimizer](m.detach(), dtype) for n, m in self.masters.items()
         }
         self.averages: dict[str, Tensor] = {}
-        """Moving averages of masters by name, where a run keeps any: saved and loaded with them."""
+        """Moving averages of masters by name, if a run keeps any: saved and loaded with them."""
         self._learning_rate = 0.0
         self.gradients = self._gradients()
 
@@ -79,16 +77,16 @@ class MasterOptimizer:
         return SummedGradients(self.parameters)
 
     def begin(self, learning_rate: float, microbatches: int) -> None:
-        """Before a step's first backward. Raises UserError if its settings do not allow so many micro-batches."""
+        """Call before a step's first backward. Raises UserError if the settings do not allow so many micro-batches."""
         if self.config.optimizer_in_backward and microbatches > 1:
             raise UserError(
-                f"train.optimizer_in_backward updates with every micro-batch, but a step has {microbatches} of them; "
+                f"train.optimizer_in_backward updates after every micro-batch, but a step has {microbatches} of them; "
                 "raise train.tokens_per_microbatch until it has one, or switch it off"
             )
         self._learning_rate = learning_rate
 
     def gradient_norms(self, stage_groups: Iterable[dist.ProcessGroup] = ()) -> dict[str, float]:
-        """`grad_norm`, and `grad_norm/<part>` of each part of the model, before clipping; the same on every rank.
+        """`grad_norm`, and `grad_norm/<part>` for each part of the model, before clipping; the same on every rank.
 
         stage_groups: process groups whose ranks hold different parameters, as the stages of a pipeline do.
         """
@@ -97,7 +95,7 @@ class MasterOptimizer:
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""
         grads = self.gradients.held()
-        # A pipeline's stage may have frozen parameters only: it has nothing to clip.
+        # A pipeline stage may have only frozen parameters: it has nothing to clip.
         if grads and 0 < self.config.max_grad_norm < grad_norm:
             scale = self.config.max_grad_norm / (grad_norm + 1e-6)
             torch._foreach_mul_([local_values(g) for g in grads.values()], scale)
@@ -105,14 +103,14 @@ class MasterOptimizer:
         self.gradients.clear()
 
     def skip(self) -> None:
-        """Clears the gradients instead of an update: weights and moments keep their bits.
+        """Clears the gradients without an update: weights and moments stay bitwise the same.
 
-        Raises RunStopped where updates in the backward have changed some of them.
+        Raises RunStopped if updates in the backward have already changed some of them.
         """
         if self.gradients.updated_weights:
             raise RunStopped(
-                "a gradient is not finite, and train.optimizer_in_backward has updated weights with this step's "
-                "gradients already, so the step cannot be skipped and the run ends. --resume goes back to the newest "
+                "a gradient is not finite, and train.optimizer_in_backward has already updated weights with this "
+                "step's gradients, so the step cannot be skipped and the run ends. --resume goes back to the newest "
                 "checkpoint; switch train.optimizer_in_backward off or lower train.learning_rate",
                 exit_code=1,
             )
@@ -136,13 +134,13 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def _write_model(self, names: Iterable[str]) -> None:
-        """Rounds masters into the model's own weights, in place: whoever reads those sees the new ones."""
+        """Rounds masters into the model's own weights, in place, so that all their readers see the new values."""
         for name in names:
             if self.masters[name] is not self.parameters[name]:
                 self.parameters[name].copy_(self.masters[name])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Masters, moments and momenta by name, for a checkpoint: the very tensors, sharded as the model is."""
+        """Masters, moments and momenta by name, for a checkpoint: the tensors themselves, sharded as the model is."""
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for name, state in self.state.items():
             tensors |= {f"{key}.{name}": value for key, value in state.items()}
@@ -150,30 +148,30 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `state_tensors`; writes the model.
+        """The inverse of `state_tensors`; also writes the model's weights.
 
-        Raises UserError for one that is missing, of another shape or of another dtype.
+        Raises UserError if one is missing or has another shape or dtype.
         """
         own = self.state_tensors()
         if missing := sorted(own.keys() - tensors.keys()):
             raise UserError(
                 f"the checkpoint lacks {len(missing)} of the optimizer's tensors, such as {missing[0]}; "
-                "algorithm, train.optimizer, train.rules and a kl_reference of averages must be those that it was made "
-                "with"
+                "algorithm, train.optimizer, train.rules and kl_reference (if it averages) must be those of the run "
+                "that wrote it"
             )
-        # A smaller one would fill all of it.
+        # A smaller one would be broadcast.
         if other := [name for name in sorted(own) if tensors[name].shape != own[name].shape]:
             name = other[0]
             raise UserError(
                 f"the checkpoint has {len(other)} of the optimizer's tensors in another shape, such as {name}: "
-                f"{list(tensors[name].shape)}, not {list(own[name].shape)}; it is of another model or other settings"
+                f"{list(tensors[name].shape)}, not {list(own[name].shape)}; it is from another model or other settings"
             )
-        # Rounded to this run's dtype, or widened, they would be those of no run that was never stopped.
+        # Rounded to this run's dtype or widened, they would differ from those of a run that was never stopped.
         if other := [name for name in sorted(own) if tensors[name].dtype != own[name].dtype]:
             name = other[0]
             raise UserError(
                 f"the checkpoint has {len(other)} of the optimizer's tensors in another dtype, such as {name}: "
-                f"{tensors[name].dtype}, not {own[name].dtype}; give the train.moments_dtype that it was made with"
+                f"{tensors[name].dtype}, not {own[name].dtype}; give the train.moments_dtype that it was written with"
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])

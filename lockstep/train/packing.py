@@ -1,4 +1,4 @@
-"""Sequences side by side in one packed row, and which of its positions predict which token."""
+"""Sequences packed into one row, and which of its positions predict which token."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class PackedRow:
     targets: Int[Tensor, "targets"]
     """That next token."""
     counts: Int[Tensor, "tokens"]
-    """How many of the sequences' tokens each row stands for: 0 of padding, several of a start that sequences share."""
+    """How many of the sequences' tokens each row stands for: 0 for padding, several for a shared prefix."""
     attention: ops.Attention | None = None
-    """How its tokens attend; None: each to its own sequence up to itself, all of which is here."""
+    """How its tokens attend; None: causally within their own sequence, all of which is in the row."""
     left_out: list[int] | None = None
-    """Of each sequence's `lengths` tokens, how many first ones are not here but in the last sequence before it that has
-    all of its own; None: all are here."""
+    """How many of each sequence's first tokens are not in the row but shared with the last complete sequence before it;
+    None: all sequences are complete."""
 
     def attend(self) -> ops.Attention:
-        """How its tokens attend: `attention`, or what its sequences say. It tells the model what each row counts as."""
+        """How its tokens attend: `attention`, or as its sequences imply; with `row_counts` for the model."""
         attention: Any = self.attention
         if attention is None and self.left_out and any(self.left_out):
             attention = ops.SharedPrefixAttention(self.lengths, self.left_out, self.tokens.device)
@@ -47,7 +47,7 @@ class PackedRow:
         return attention  # type: ignore[no-any-return]
 
     def idle(self) -> PackedRow:
-        """The same row for a rank that has nothing left to compute where others do: it counts for nothing."""
+        """The same row with zero counts, for a rank that has nothing left to compute while others do."""
         return replace(self, counts=torch.zeros_like(self.counts))
 
 
@@ -56,7 +56,7 @@ def pack(
     first_targets: Sequence[int] | None = None,
     device: str | torch.device = "cpu",
 ) -> PackedRow:
-    """Packs `sequences`; of each, the tokens from index `first_targets` on (default 1: all but the first) are targets.
+    """Packs `sequences`; the tokens of each from index `first_targets` on (default 1: all but the first) are targets.
 
     Raises ValueError for an empty sequence or a first target below 1: nothing comes before token 0.
     """
@@ -65,7 +65,7 @@ def pack(
     if not all(lengths) or not all(f >= 1 for f in firsts):
         raise ValueError(f"cannot pack sequences of {lengths} tokens with first targets {firsts}")
     total = sum(lengths)
-    # The ranks of a tensor degree share the rows evenly; attention ignores the padding.
+    # The ranks of a tensor group share the rows evenly; attention ignores the padding.
     padding = -total % ROW_MULTIPLE
     tokens = torch.tensor([t for s in sequences for t in s] + [0] * padding, dtype=torch.int64)
     positions = torch.tensor([p for n in lengths for p in range(n)] + [0] * padding, dtype=torch.int64)
@@ -89,22 +89,22 @@ def pack_scored(
     left_out: Sequence[int] | None = None,
     device: str | torch.device = "cpu",
 ) -> PackedRow:
-    """Packs what it takes to score some tokens of each sequence: nothing behind the last, and no shared start twice.
+    """Packs what is needed to score some tokens of each sequence: nothing after the last one, shared prefixes once.
 
-    scored: positions of each sequence's targets, ascending. left_out: how many first tokens of each are not packed, for
-    the last sequence before it that leaves out none begins with the same ones; None: none. Raises ValueError for a
-    target at position 0, and for one whose predictor is left out.
+    scored: positions of each sequence's targets, ascending. left_out: how many first tokens of each are not packed
+    because the last complete sequence before it begins with the same ones; None: none. Raises ValueError for a target
+    at position 0, or one whose predictor is left out.
     """
     tokens: list[int] = []
     positions: list[int] = []
     lengths: list[int] = []
     predictors: list[int] = []
     counts: list[int] = []
-    lead = 0  # where the last sequence begins that leaves out nothing
+    lead = 0  # where the last complete sequence begins
     for number, (sequence, targets, first) in enumerate(zip(sequences, scored, left_out or [0] * len(sequences))):
         if targets and targets[0] <= first:
             raise ValueError(f"sequence {number} lacks the predictor of token {targets[0]}: {first} are left out")
-        # The last target's own row would predict what nobody scores.
+        # The last target's own row would predict a token that is not scored.
         length = targets[-1] if targets else len(sequence)
         predictors += [len(tokens) + target - 1 - first for target in targets]
         lead = lead if first else len(tokens)
@@ -127,7 +127,7 @@ def pack_scored(
 
 
 def pack_rows(rows: Sequence[Row], device: str | torch.device = "cpu") -> PackedRow:
-    """Packs a loader's rows one after the other; sequences, padding and targets are as the rows say."""
+    """Packs a loader's rows one after the other; sequences, padding and targets are those of the rows."""
     padding = -sum(len(row.tokens) for row in rows) % ROW_MULTIPLE
     lengths = [n for row in rows for n in row.lengths]
     tail = np.zeros(padding, dtype=np.int64)
@@ -153,17 +153,17 @@ def target_log_probs(
     temperature: float = 1.0,
     states: Float[Tensor, "targets dim"] | None = None,
 ) -> tuple[Float[Tensor, "targets"], Float[Tensor, "targets"]]:
-    """Log-probability of each target, with gradient where it is switched on, and the entropy it was drawn at.
+    """Log-probability of each target, with gradient if enabled, and the entropy of its distribution.
 
-    The policy's loss, scoring and the parity check all call this one function. `states` are the row's
-    `predicting_states` where they have been computed already.
+    The policy loss, scoring and the parity check all call this one function. `states`: the row's `predicting_states`,
+    if they have already been computed.
     """
     states = predicting_states(model, row) if states is None else states
     return ops.token_log_probs(states, model.head_weight, row.targets, temperature)
 
 
 def target_log_prob_sum(model: ScoringModel, row: PackedRow, weight: float) -> Float[Tensor, ""]:
-    """`weight` times the sum of `target_log_probs`, at a lower cost: the next-token loss."""
+    """`weight` times the sum of `target_log_probs`, but cheaper: the next-token loss."""
     return ops.log_prob_sum(predicting_states(model, row), model.head_weight, row.targets, weight)
 
 
@@ -180,7 +180,7 @@ def predicting_states(model: ScoringModel, row: PackedRow) -> Float[Tensor, "tar
 
 
 def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[slice]:
-    """Consecutive slices of sequences, each of at most `tokens_per_microbatch` tokens; a longer one stands alone."""
+    """Consecutive slices of sequences, each of at most `tokens_per_microbatch` tokens; a longer sequence is alone."""
     slices: list[slice] = []
     start, held = 0, 0
     for index, length in enumerate(lengths):
@@ -194,10 +194,11 @@ def split_by_tokens(lengths: Sequence[int], tokens_per_microbatch: int) -> list[
 
 
 def first_fit_decreasing(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Which items go together in bins of `budget`: the largest first, each into the first bin with room for it.
+    """Packs items into bins of `budget`: the largest first, each into the first bin with room for it.
 
-    Needs at most 11/9 of the fewest bins, and one more (D. S. Johnson, 1973). An item above the budget has a bin of its
-    own. Items of a bin ascend, and bins by their first item, so that what fits into one bin keeps its order.
+    Needs at most 11/9 of the minimal number of bins, plus one (D. S. Johnson, 1973). An item above the budget gets its
+    own bin. Items within a bin ascend, and bins by their first item, so that items that fit into one bin keep their
+    order.
     """
     bins: list[list[int]] = []
     room: list[int] = []

@@ -1,4 +1,4 @@
-"""What each parameter is trained by: the run's own settings, with the rules that match its name put over them."""
+"""The optimizer settings of each parameter: the run's, overridden by the rules that match its name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lockstep.errors import UserError, closest
 from lockstep.model.stored import is_float32
 
 MATRICES = (2, 3)
-"""Dimensions of a matrix, and of the stacked ones of experts: what Muon trains."""
+"""Number of dimensions of a matrix, and of the stacked matrices of experts: what Muon trains."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one parameter is updated; parameters of equal settings are updated together."""
+    """How one parameter is updated; parameters with equal settings are updated together."""
 
     optimizer: str = "adamw"
     learning_rate: float = 1.0
@@ -30,18 +30,18 @@ class Settings:
 
 
 def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[str, Settings]:
-    """The settings of every parameter, by name; of several matching rules the later ones win, key by key.
+    """The settings of every parameter, by name; if several rules match, the later ones win, key by key.
 
-    `shapes` has the whole model's parameters, for a rule that matches none of them is refused. Raises UserError for
-    rules that cannot be followed.
+    `shapes` has the parameters of the whole model, since a rule that matches none of them is refused. Raises UserError
+    for rules that cannot be followed.
     """
     settings = {name: _default(name, shape, config) for name, shape in shapes.items()}
     for rule in config.rules:
         pattern, changes = parse_rule(rule)
         matching = [name for name in settings if fnmatchcase(name, pattern)]
         if not matching:
-            hint = closest(pattern, settings) or f" Parameters are named as {', '.join([*settings][:4])}, …"
-            raise UserError(f'train.rules "{rule}": no parameter is named so.{hint}')
+            hint = closest(pattern, settings) or f" Parameter names are {', '.join([*settings][:4])}, …"
+            raise UserError(f'train.rules "{rule}": no parameter has such a name.{hint}')
         for name in matching:
             settings[name] = dataclasses.replace(settings[name], **changes)
             if settings[name].optimizer == "muon" and len(shapes[name]) not in MATRICES:
@@ -51,15 +51,15 @@ def settings_of(shapes: Mapping[str, torch.Size], config: TrainConfig) -> dict[s
 
 def _default(name: str, shape: torch.Size, config: TrainConfig) -> Settings:
     if is_float32(name):
-        return Settings(frozen=True)  # moved by the load, not by a gradient
-    bias = name.endswith("bias")  # of experts there is a row of each
+        return Settings(frozen=True)  # changed by the load, not by a gradient
+    bias = name.endswith("bias")  # experts have a row each
     muon = config.optimizer == "muon" and len(shape) in MATRICES and name.startswith("layers.") and not bias
     decayed = len(shape) > 1 and not bias
     return Settings("muon" if muon else "adamw", weight_decay=config.weight_decay if decayed else 0.0)
 
 
 def parse_rule(rule: str) -> tuple[str, dict[str, Any]]:
-    """`PATTERN key=value …` as the pattern and what it changes of Settings. Raises UserError, quoting the rule."""
+    """`PATTERN key=value …` as the pattern and its changes to Settings. Raises UserError, quoting the rule."""
     pattern, *changes = rule.split() or [""]
     if not changes:
         raise UserError(f'train.rules "{rule}": give PATTERN key=value …, such as "*norm.weight learning_rate=0.5"')
@@ -90,7 +90,7 @@ _READERS = {
 }
 _EXPECTED = {
     "optimizer": "give adamw or muon",
-    "learning_rate": "give a factor of the schedule's, 0 or more",
+    "learning_rate": "give a factor for the schedule's learning rate, 0 or more",
     "weight_decay": "give a number of 0 or more",
     "frozen": "give true or false",
 }

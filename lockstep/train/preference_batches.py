@@ -1,4 +1,4 @@
-"""Micro-batches of preferences, and the log-probabilities of whole answers."""
+"""Micro-batches of preference examples, and the log-probabilities of whole answers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class PreferenceBatch:
     row: PackedRow
     examples: list[Example]
     lengths: list[int]
-    """Scored tokens of each sequence, those of an example side by side."""
+    """Scored tokens of each sequence; the sequences of an example are adjacent."""
 
 
 def shares_prompts(config: PretrainConfig) -> bool:
-    """Whether a pair's prompt is computed once; not where ranks share a row, nor where all layouts have one order."""
+    """Whether a pair's prompt is computed once; not if ranks share a row, nor with a deterministic layout."""
     return config.parallel.context == 1 and not config.train.deterministic_layout
 
 
 def preference_batch(
     examples: Sequence[Example], world: World, share_prompts: bool, which: Which = "both"
 ) -> PreferenceBatch:
-    """One micro-batch; without examples it is padding, for ranks that have fewer of them.
+    """One micro-batch; without examples it is padding, for ranks with fewer of them.
 
-    which: the sequences of each example that are computed. share_prompts: both with their common start once.
+    which: the sequences of each example that are computed. share_prompts: compute their common prefix once.
     """
     sequences: list[AnswerTokens] = []
     for first, second in (example.sequences for example in examples):
@@ -59,17 +59,17 @@ def preference_batch(
 
 
 def _common(first: AnswerTokens, second: AnswerTokens) -> int:
-    """Tokens that both begin with, before the predictors of their answers."""
+    """The length of their common prefix, before the predictors of their answers."""
     most = min(first.scored[0], second.scored[0]) - 1
     pairs = zip(first.tokens[:most], second.tokens[:most])
     return next((index for index, (one, other) in enumerate(pairs) if one != other), most)
 
 
 def answer_log_probs(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float[Tensor, "sequences"], bool]:
-    """log π(y|x) of each sequence's answer, with gradient where it is switched on, and whether this rank counts it.
+    """log π(y|x) of each sequence's answer, with gradient if enabled, and whether this rank counts it.
 
-    Each answer's sum has the same bits in any company. Ranks that share a row each have all sums, and the gradient of
-    their own tokens: one of them counts them.
+    Each answer's sum has the same bits in any batch. Ranks that share a row all have all sums, with the gradient of
+    their own tokens: only one of them counts them.
     """
     log_probs, counts = _of_all_ranks(target_log_probs(model, batch.row)[0], batch.row)
     if not batch.lengths:
@@ -78,18 +78,18 @@ def answer_log_probs(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float
 
 
 def end_scores(model: ScoringModel, batch: PreferenceBatch) -> tuple[Float[Tensor, "sequences"], bool]:
-    """A reward model's score of each sequence, as `answer_log_probs`; the sequences are `ending`."""
+    """A reward model's score of each sequence, as `answer_log_probs`; the sequences come from `ending`."""
     scores, counts = _of_all_ranks(target_scores(model, batch.row), batch.row)
     return (scores if batch.lengths else scores[:0] + 0.0 * scores.sum()), counts
 
 
 def ending(example: Example) -> Example:
-    """The example with sequences whose one target stands after the last token, where the whole text is known."""
+    """The example with sequences whose only target comes after the last token, where the whole text is known."""
     first, second = (AnswerTokens([*s.tokens, 0], [len(s.tokens)]) for s in example.sequences)
     return replace(example, sequences=(first, second))
 
 
 def _of_all_ranks(own: Float[Tensor, "own"], row: PackedRow) -> tuple[Float[Tensor, "targets"], bool]:
-    """What this rank and those that share the row have of its targets, and whether this rank counts it."""
+    """The values of all targets, from this rank and those that share the row, and whether this rank counts them."""
     shared = getattr(row.attention, "shared_targets", None)
     return (own, True) if shared is None else (shared.whole(own), shared.is_first)

@@ -1,4 +1,4 @@
-"""Losses of preferences, as functions of whole answers' log-probabilities under the policy and a reference.
+"""Preference losses, as functions of whole answers' log-probabilities under the policy and a reference.
 
 Written π for a policy's probability of an answer y to a prompt x, w for the chosen and l for the rejected answer, and
 r(y) = log π(y|x) - log π_ref(y|x).
@@ -34,7 +34,7 @@ def dpo_loss(
 ) -> Float[Tensor, "examples"]:
     """-log σ(β (r(w) - r(l))), arXiv 2305.18290, equation 7.
 
-    label_smoothing: the share of pairs that are thought to be labelled the wrong way round (conservative DPO).
+    label_smoothing: the share of pairs assumed to be labeled the wrong way round (conservative DPO).
     """
     return _logistic(beta * (chosen.log_ratios - rejected.log_ratios), label_smoothing)
 
@@ -42,7 +42,7 @@ def dpo_loss(
 def ipo_loss(chosen: Answers, rejected: Answers, beta: float) -> Float[Tensor, "examples"]:
     """(r(w) / |w| - r(l) / |l| - 1 / (2 β))², arXiv 2310.12036, equation 17, where β is written τ.
 
-    Ratios are means over an answer's tokens, as in TRL, so that one β serves answers of any length.
+    Ratios are means over an answer's tokens, as in TRL, so that one β fits answers of any length.
     """
     difference = chosen.log_ratios / chosen.lengths - rejected.log_ratios / rejected.lengths
     return (difference - 1 / (2 * beta)).square()

@@ -1,4 +1,4 @@
-"""A next-token run on text, top to bottom."""
+"""A pretraining run on text, top to bottom."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ from lockstep.train.trainer import Trainer
 from lockstep.train.validation import validation_rows
 
 LARGE = 10**9
-"""Parameters from which a model needs data and a tokenizer of its own."""
+"""A model with at least this many parameters needs its own data and tokenizer."""
 
 
 def pretrain(
@@ -93,10 +93,10 @@ def pretrain(
     progress: Progress | None = None,
     on_metrics: OnMetrics | None = None,
 ) -> Path:
-    """Trains `config.model` on `config.data`, or on `documents` where given; returns the run's folder.
+    """Trains `config.model` on `config.data`, or on `documents` if given; returns the run's folder.
 
-    Under torchrun all ranks call it. Rank 0's documents are read, and it writes and calls `on_metrics(step, metrics)`
-    after every step. Raises UserError for bad input.
+    Under torchrun, all ranks call it. Only rank 0's documents are read; rank 0 writes and calls `on_metrics(step,
+    metrics)` after every step. Raises UserError for bad input.
     """
     validate_run(config, PretrainConfig)
     if documents is None:
@@ -147,11 +147,11 @@ def run_training(
     objective: Objective | None = None,
     beside: Mapping[str, nn.Parameter] | None = None,
 ) -> Path:
-    """The loop of every run on a loader's rows, from its last checkpoint on where asked; returns the run's folder.
+    """The loop of every run on a loader's rows, from its last checkpoint if it resumes; returns the run's folder.
 
-    `held_out` is what validations measure, `answers` what the report shows of the model before and after. `objective`:
-    by default the next token. `beside`: as `Trainer`. Raises RunStopped where the run ends early: by a signal, or by
-    bad steps.
+    `held_out`: the rows for validation; `answers`: the model's answers before and after, for the report. `objective`:
+    by default next-token prediction. `beside`: as in `Trainer`. Raises RunStopped if the run ends early, because of a
+    signal or bad steps.
     """
     require_observers(config.observe, world.device)
     if isinstance(model, Pipeline):
@@ -176,7 +176,7 @@ def _train(
     answers: Answers | None,
     objective: Objective,
 ) -> Path:
-    """The loop, in a folder that is open."""
+    """The loop, in an open folder."""
     world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
@@ -213,7 +213,7 @@ def _train(
             if bar is not None:
                 bar.advance(min(start, config.steps))
             if start and (start >= config.steps or loader.ended):
-                ended = "all its data" if loader.ended else f"step {start}"
+                ended = "the end of its data" if loader.ended else f"step {start}"
                 log.warning(
                     "the run has finished at %s; to continue, give more --steps or, "
                     "from its weights, --model %s and another --output",
@@ -239,7 +239,7 @@ def _train(
                         metrics |= objective.validate(trainer, held_out)
                     observer.write(step, metrics)
                     trainer.balance.write(run.expert_load, step)
-                    # The loader stays where it is: what comes next is the data after the spike, if there is any.
+                    # The loader is not rolled back: it continues with the data after the spike, if there is any.
                     spike = spikes.found(step, metrics["loss"]) and not loader.ended
                     if spike and (state := spikes.roll_back(checkpoints)):
                         step = state["step"]
@@ -258,9 +258,9 @@ def _train(
 
             if answers is not None and isinstance(model, Decoder) and step > start and not stopped_by:
                 answers.write(step, model)
-        # The last checkpoint may still be on its way to the disk.
+        # The last checkpoint may still be being written.
         world.barrier()
-        # A run that had ended already keeps what it said.
+        # A run that had already finished keeps its summary.
         if world.is_main and (metrics or not run.summary.is_file()):
             merge_timelines(run.path)
             metrics = metrics or (read_metrics(run.metrics) or [{}])[-1]
@@ -277,12 +277,12 @@ def _train(
 
 
 def _refuse_toy_data(config: PretrainConfig) -> None:
-    """Raises UserError where a large model would be trained on a small model's defaults, by all appearances unasked."""
+    """Raises UserError if a large model would be trained on a small model's defaults, probably by mistake."""
     if is_model(config.model) or preset(config.model).num_parameters < LARGE:
         return
     if not config.data:
         raise UserError(
-            f"data is empty, which stands for the standard library's own source, too little for {config.model}; "
+            f"data is empty, so the standard library's source would be used, which is too little for {config.model}; "
             "give --data"
         )
     if config.tokenizer == "byte" and not any(is_token_folder(name) for name, _ in parse_data(config.data)):
@@ -293,18 +293,18 @@ def _refuse_toy_data(config: PretrainConfig) -> None:
 
 
 class Objective(Protocol):
-    """What a run learns from a loader's rows."""
+    """What a run optimizes on a loader's rows."""
 
     def prepare(self, trainer: Trainer, loader: RowLoader, held_out: StepRows | None) -> None:
-        """Before the first step, and before a resumed run's checkpoint is read: the model is the one it began with."""
+        """Called before the first step and before a resumed run loads its checkpoint: the model is the initial one."""
         ...
 
     def step(self, trainer: Trainer, batch: StepRows) -> dict[str, float]:
-        """One step of the trainer; its metrics and the objective's own."""
+        """One step of the trainer; returns its metrics and the objective's own."""
         ...
 
     def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
-        """`validation/loss` and whatever else is measured on rows that are not trained on."""
+        """`validation/loss` and other metrics on rows that are not trained on."""
         ...
 
 
@@ -324,12 +324,12 @@ class NextToken:
 
 
 def packed(batch: StepRows, world: World) -> list[PackedRow]:
-    """This rank's micro-batches as the model takes them, of each sequence the part that is this rank's."""
+    """This rank's micro-batches as the model takes them, with this rank's part of each sequence."""
     return [shard_row(pack_rows(rows, world.device), world) for rows in batch.microbatches]
 
 
 class NextTokenLoss:
-    """Mean cross-entropy over a step's targets, a micro-batch's share at a time."""
+    """A micro-batch's share of the mean cross-entropy over a step's targets."""
 
     def __init__(self, targets: int):
         self.targets = max(targets, 1)
@@ -339,7 +339,7 @@ class NextTokenLoss:
 
 
 def text_sources(config: PretrainConfig, data: str) -> list[tuple[DataSource, float]]:
-    """What `data` names, each with its weight; a folder of tokens as its path."""
+    """The sources in `data`, each with its weight; a folder of tokens as its path."""
     return [
         (Path(name) if is_token_folder(name) else TextSource(name, config.template, config.skip_bad_lines), weight)
         for name, weight in parse_data(data)
@@ -347,9 +347,9 @@ def text_sources(config: PretrainConfig, data: str) -> list[tuple[DataSource, fl
 
 
 def learnt_before(config: PretrainConfig, world: World) -> Tokenizer | None:
-    """The vocabulary that the run to resume has learnt: from data that have changed since, it would be another one.
+    """The tokenizer that the resumed run learned: learned again from changed data, it would differ.
 
-    None where there is none to resume. Raises UserError where `tokenizer` is another than when the run was saved.
+    None if there is no run to resume. Raises UserError if `tokenizer` differs from that of the saved run.
     """
     if not (config.resume and config.tokenizer.startswith("bpe:")):
         return None
@@ -358,8 +358,8 @@ def learnt_before(config: PretrainConfig, world: World) -> Tokenizer | None:
         return None
     if (before := recorded_settings(config).get("tokenizer", config.tokenizer)) != config.tokenizer:
         raise UserError(
-            f'tokenizer "{config.tokenizer}": the run was saved with "{before}" and keeps it; leave it out, or begin '
-            "anew with --overwrite"
+            f'tokenizer "{config.tokenizer}": the run was saved with "{before}" and keeps it; remove --tokenizer, or '
+            "start over with --overwrite"
         )
     return load_tokenizer(newest)
 
@@ -367,8 +367,8 @@ def learnt_before(config: PretrainConfig, world: World) -> Tokenizer | None:
 def make_tokenizer(
     config: PretrainConfig, world: World, texts: Sequence[Iterable[str]], folders: Sequence[Path]
 ) -> Tokenizer:
-    """`byte`, `bpe:VOCABULARY` trained on rank 0's texts, or a folder's; by default that of the model's folder, or the
-    one that the data was tokenized with."""
+    """`byte`, `bpe:VOCABULARY` trained on rank 0's texts, or a folder's; by default that of the model's folder, or that
+    which the data was tokenized with."""
     folders = [Path(config.model)] if Path(config.model).is_dir() else list(folders)
     if config.tokenizer == "byte" and folders:
         return load_tokenizer(folders[0])
@@ -386,7 +386,7 @@ def make_loader(
     world: World,
     kind: type[Rows] = Rows,
 ) -> RowLoader:
-    """This rank's rows of the sources, mixed by their weights."""
+    """The loader of this rank's rows from the sources, mixed by their weights."""
     share = partial(read_once, world)
     rows = open_rows(sources, encoder, config.loader, config.sequence_length, config.seed, share, kind)
     tokens = config.train.tokens_per_microbatch
@@ -394,7 +394,7 @@ def make_loader(
 
 
 def foresee(config: PretrainConfig) -> DryRun:
-    """What a rank of `config.dry_run` ranks would need; no data are read, so a preset has its family's vocabulary.
+    """A dry run of one of `config.dry_run` ranks; no data is read, so a preset has its family's vocabulary.
 
     Raises UserError for bad input.
     """
@@ -406,7 +406,7 @@ def foresee(config: PretrainConfig) -> DryRun:
     check_length(config, shape)
     if config.lora.rank:
         shape = adapted(shape, config.lora, config.model)
-    # The ranks are somewhere else, so nothing is measured for them, but where it is said that they are CPUs.
+    # The ranks are on other machines, so nothing is measured for them unless they are known to be CPUs.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
     dtype, why = recorded_settings(config).get("dtype", ""), "as the run began"
     if not is_auto(config.dtype) or not dtype:
@@ -417,14 +417,14 @@ def foresee(config: PretrainConfig) -> DryRun:
 
 
 def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """A preset's with the tokenizer's vocabulary, or a folder's; a text ends with the tokenizer's end-of-text token."""
+    """A preset's shape with the tokenizer's vocabulary, or a folder's; texts end with the tokenizer's eos token."""
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     if (folder := Path(config.model)).is_dir():
         shape = read_config(Path(config.model))
         if tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but {config.model} only {shape.vocab_size}; leave "
-                "--tokenizer out for the model's own"
+                "--tokenizer out to use the model's own"
             )
         if config.tokenizer not in ("", "byte") and Path(config.tokenizer).resolve() != folder.resolve():
             # The folder's ids are those of other tokens.
@@ -435,7 +435,7 @@ def model_shape(config: PretrainConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
-    """Raises UserError where a row is longer than the model's context."""
+    """Raises UserError if a row is longer than the model's context."""
     if config.sequence_length > shape.max_positions:
         raise UserError(
             f"sequence_length is {config.sequence_length}, but {config.model} has {shape.max_positions} positions; "
@@ -444,7 +444,7 @@ def check_length(config: PretrainConfig, shape: ModelConfig) -> None:
 
 
 def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
-    """This rank's part of a model with fresh weights, or of a folder's. Raises UserError for rows too long for it."""
+    """This rank's part of a model with fresh weights, or of a folder's. Raises UserError if its rows are too long."""
     shape = model_shape(config, tokenizer)
     refuse_score_head(shape, config.model)
     check_length(config, shape)
@@ -453,7 +453,7 @@ def make_model(config: PretrainConfig, tokenizer: Tokenizer, world: World) -> Tr
         fill = partial(load_weights, path=config.model)
     if config.lora.rank:
         if not folder:
-            raise UserError(f"lora.rank adapts the weights of a folder, but {config.model} has fresh ones; give one")
+            raise UserError(f"lora.rank needs the weights of a folder, but {config.model} is a preset; give a folder")
         shape = adapted(shape, config.lora, config.model)
         fill = partial(begin_adapter, path=config.model, seed=config.seed)
     kind = resolve_dtype(config.dtype)

@@ -1,4 +1,4 @@
-"""What rank 0 reads or learns from the data, on every rank: a stream from afar may differ between two readers."""
+"""Data read, or a tokenizer learned, on rank 0 and sent to every rank: a remote stream may differ between readers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.parallel import World
 
 
 def read_once(world: World, read: Callable[[], TokenizedCorpus | None]) -> TokenizedCorpus | None:
-    """What `read` gives on rank 0. Where it fails there, the others raise UserError with the same message."""
+    """What `read` returns on rank 0. If it fails there, the other ranks raise UserError with the same message."""
     if world.mesh is None:
         return read()
     corpus: TokenizedCorpus | None = None
@@ -30,7 +30,7 @@ def read_once(world: World, read: Callable[[], TokenizedCorpus | None]) -> Token
 
 
 def learn_once(world: World, learn: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer that `learn` gives on rank 0, by the files that it saves; errors as in `read_once`."""
+    """The tokenizer that `learn` returns on rank 0, sent as its saved files; errors as in `read_once`."""
     if world.mesh is None:
         return learn()
 

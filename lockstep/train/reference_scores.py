@@ -1,4 +1,4 @@
-"""Log-probabilities of preferences under the model that a run began with: computed once, and kept beside the run."""
+"""Log-probabilities of preference examples under the reference model: computed once, and kept in the run's folder."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from lockstep.train.trainer import Trainer
 
 FILE = "reference.safetensors"
 AT_ONCE = 64
-"""Micro-batches between two moves of the progress bar."""
+"""Micro-batches between two updates of the progress bar."""
 
 Reference = Callable[[Sequence[Example]], dict[int, tuple[float, float]]]
-"""The log-probabilities of examples' two answers in nats, by the examples' numbers; all ranks call it alike."""
+"""The log-probabilities of examples' two answers in nats, by example number; all ranks make the same calls."""
 
 
 def model_reference(trainer: Trainer, config: DPOConfig) -> Reference:
-    """The reference that the trainer's model is now: its weights before the first step, or those of `config.reference`,
-    in the run's layout."""
+    """A reference that uses the trainer's current model: its weights before the first step, or those of
+    `config.reference`, in the run's layout."""
     world, budget = trainer.world, config.train.tokens_per_microbatch
     share = shares_prompts(config)
 
     def score(examples: Sequence[Example]) -> dict[int, tuple[float, float]]:
         sizes = [sum(len(sequence.tokens) for sequence in example.sequences) for example in examples]
         parts = [list(examples[part]) for part in split_by_tokens(sizes, budget)]
-        # Every rank computes equally many.
+        # Every rank computes the same number.
         parts += [[]] * (-len(parts) % world.data_size)
         found: list[tuple[int, float, float]] = []
 
@@ -63,10 +63,10 @@ def model_reference(trainer: Trainer, config: DPOConfig) -> Reference:
 def assign_reference(
     wanted: Iterable[tuple[TokenizedCorpus, int]], reference: Reference, config: DPOConfig, trainer: Trainer
 ) -> None:
-    """Enters the reference's log-probabilities of the `wanted` examples (corpus, number) in their corpora.
+    """Stores the reference's log-probabilities of the `wanted` examples (corpus, number) in their corpora.
 
-    What the run's folder holds of them is taken from there, where data, model and arithmetic are the same; the rest is
-    computed, and kept there. All ranks call it.
+    Those in the run's folder are reused if data, model and arithmetic are the same; the rest is computed and saved
+    there. All ranks call it.
     """
     world = trainer.world
     numbers: dict[str, set[int]] = {}
@@ -78,7 +78,7 @@ def assign_reference(
             corpora.setdefault(digests[id(corpus)], []).append(corpus)
         numbers.setdefault(digests[id(corpus)], set()).add(number)
     file, made_by = Path(config.output) / FILE, model_digest(config)
-    # Rank 0's file says for all.
+    # Rank 0's file decides for all.
     kept = world.from_main(lambda: {name: scores.tolist() for name, scores in _read(file, made_by).items()})
     scores: dict[str, np.ndarray] = {}
     missing: dict[str, list[int]] = {}
@@ -107,7 +107,7 @@ def assign_reference(
 
 
 def data_digest(corpus: TokenizedCorpus) -> str:
-    """Of all its tokens, and of which of them are scored."""
+    """A digest of all its tokens, and of which are scored."""
     digest = hashlib.sha256()
     for array in (corpus.tokens, corpus.offsets, corpus.scored):
         if array is not None:
@@ -116,7 +116,7 @@ def data_digest(corpus: TokenizedCorpus) -> str:
 
 
 def model_digest(config: DPOConfig) -> str:
-    """Of what decides over the bits: the model's files by size and time, the arithmetic and how the data are read."""
+    """A digest of what determines the bits: the model's files by size and time, the arithmetic, and data settings."""
     described = []
     for given in (Path(name) for name in (config.model, config.reference) if Path(name).is_dir()):
         given = weights_folder(given)
@@ -133,7 +133,7 @@ def model_digest(config: DPOConfig) -> str:
 
 
 def _read(file: Path, made_by: str) -> dict[str, np.ndarray]:
-    """By the data's digest; empty where there is none, or of another model."""
+    """Scores by the data's digest; empty if there are none, or if they are of another model."""
     if not file.exists():
         return {}
     try:
@@ -143,9 +143,9 @@ def _read(file: Path, made_by: str) -> dict[str, np.ndarray]:
                 return {}
             scores = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         if described.get("scores") != _digest(scores):
-            raise ValueError("its numbers are not those that were written")
+            raise ValueError("its checksum does not match")
     except (OSError, SafetensorError, ValueError) as error:
-        log.warning("%s: cannot be read (%s); it is computed again", file, error)
+        log.warning("%s: cannot be read (%s); recomputing it", file, error)
         return {}
     return scores
 
@@ -160,12 +160,12 @@ def _write(file: Path, made_by: str, scores: dict[str, np.ndarray]) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise UserError(
-            f"{file}: cannot be written ({error}); free some space or move away what is there, then --resume"
+            f"{file}: cannot be written ({error}); free some space or move the existing file, then --resume"
         ) from error
 
 
 def _digest(scores: dict[str, np.ndarray]) -> str:
-    """Of names, types, shapes and values."""
+    """A digest of names, types, shapes and values."""
     digest = hashlib.sha256()
     for name, array in sorted(scores.items()):
         digest.update(f"{name} {array.dtype} {array.shape}".encode())

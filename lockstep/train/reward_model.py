@@ -34,7 +34,7 @@ def train_reward_model(
 ) -> Path:
     """Trains `config.model` with a score head on the pairs in `config.data`; returns the run's folder.
 
-    `config.model` is a language model, whose head is left out for a fresh one, or a reward model. Under torchrun all
+    `config.model` is a language model, whose head is replaced by a fresh one, or a reward model. Under torchrun, all
     ranks call it and rank 0 writes; it calls `on_metrics(step, metrics)` after every step. Raises UserError for bad
     input.
     """
@@ -56,8 +56,8 @@ def _train(config: RewardModelConfig, world: World, progress: Progress | None, o
 
 
 def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: World) -> TrainableModel:
-    """This rank's part of the model in the folder `config.model`, with a score head. Raises UserError where it cannot
-    have one."""
+    """This rank's part of the model in the folder `config.model`, with a score head. Raises UserError if it cannot have
+    one."""
     shape = model_shape(config, tokenizer)
     check_length(config, shape)
     if shape.lora is not None and not shape.score_head:
@@ -74,7 +74,7 @@ def make_reward_model(config: RewardModelConfig, tokenizer: Tokenizer, world: Wo
 
 
 class RewardObjective:
-    """What `run_training` asks of `lockstep reward-model`."""
+    """The objective of `lockstep reward-model` for `run_training`."""
 
     def __init__(self, config: RewardModelConfig):
         self.config = config
@@ -92,7 +92,7 @@ class RewardObjective:
         return metrics | found.means(trainer.world) | {"examples": batch.targets}
 
     def validate(self, trainer: Trainer, held_out: StepRows) -> dict[str, float]:
-        """The same on the held-out pairs."""
+        """The same metrics on the held-out pairs."""
         found = ScoreMetrics()
         batches = self._batches(examples_of(held_out), trainer.world)
         loss = trainer.evaluate(batches, self._loss_of(held_out.targets, found))
@@ -119,18 +119,18 @@ class RewardObjective:
 
 
 class ScoreMetrics:
-    """Sums over a step's pairs of what is logged of them."""
+    """Sums of the logged values over a step's pairs."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(len(NAMES) + 1, dtype=torch.float64)
 
     def add(self, chosen: Float[Tensor, "examples"], rejected: Float[Tensor, "examples"]) -> None:
-        """The pairs of one micro-batch."""
+        """Adds the pairs of one micro-batch."""
         values = (chosen, rejected, chosen - rejected, chosen > rejected, torch.ones_like(chosen))
         self._sums += torch.stack([value.double().sum().cpu() for value in values])
 
     def means(self, world: World) -> dict[str, float]:
-        """Over all ranks' pairs."""
+        """Means over all ranks' pairs."""
         *sums, count = world.sum(self._sums.tolist())
         return {name: value / max(count, 1) for name, value in zip(NAMES, sums)}
 

@@ -1,4 +1,4 @@
-"""Models that score what another one reads or says must know its tokens by the same numbers."""
+"""A model that scores another model's tokens must have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lockstep.model import read_config
 
 
 def refuse_other_vocabulary(folder: str, setting: str, model: str, tokenizer: Tokenizer) -> None:
-    """Raises UserError, naming `setting`, where the model in `folder` has not the vocabulary of the run's `model`."""
+    """Raises UserError, naming `setting`, if the model in `folder` has another vocabulary than the run's `model`."""
     if not is_model(folder):
         raise UserError(f"{setting} {folder}: no such model; give a folder with one")
     sizes = [read_config(Path(each)).vocab_size for each in (folder, model)]
     if sizes[0] != sizes[1] or load_tokenizer(folder, sizes[0]).vocabulary() != tokenizer.vocabulary():
-        difference = f"{sizes[0]} tokens, not {sizes[1]}" if sizes[0] != sizes[1] else "other tokens under its numbers"
+        difference = f"{sizes[0]} tokens, not {sizes[1]}" if sizes[0] != sizes[1] else "other tokens for the same ids"
         raise UserError(
-            f"{setting} {folder}: its vocabulary is not that of {model} ({difference}), so it cannot score the tokens "
-            "of that model; give a model with the same tokenizer"
+            f"{setting} {folder}: its vocabulary is not that of {model} ({difference}), so it cannot score that "
+            "model's tokens; give a model with the same tokenizer"
         )

@@ -1,4 +1,4 @@
-"""The learning rate of every step: warm-up and a shape, or a file's own numbers."""
+"""The learning rate of every step: warm-up and a shape, or the numbers in a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.ops.elementary import cosine
 
 Schedule = Callable[[int], float]
-"""From a step, counted from 0, to its learning rate."""
+"""Maps a step, counted from 0, to its learning rate."""
 
 
 def make_schedule(config: TrainConfig, total_steps: int) -> Schedule:
@@ -46,7 +46,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def interpolated(step: int, points: list[tuple[int, float]]) -> float:
-    """The line through `points` at `step`; the first and the last value hold before and after them."""
+    """Linear interpolation of `points` at `step`, constant before the first and after the last."""
     index = bisect_right(points, step, key=lambda point: point[0])
     if index == 0:
         return points[0][1]
@@ -57,7 +57,7 @@ def interpolated(step: int, points: list[tuple[int, float]]) -> float:
 
 
 def read_points(path: Path) -> list[tuple[int, float]]:
-    """The `(step, learning rate)` lines of a CSV file. Raises UserError, naming file and line, for others."""
+    """The `(step, learning rate)` lines of a CSV file. Raises UserError, naming file and line, for anything else."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.reader(file))
@@ -76,10 +76,10 @@ def read_points(path: Path) -> list[tuple[int, float]]:
         except (ValueError, IndexError):
             raise UserError(f"{path}, line {line}: {','.join(row)!r} is not step,learning_rate") from None
         if len(row) != 2 or not 0 <= rate < math.inf:
-            raise UserError(f"{path}, line {line}: the learning rate must be 0 or more, and the last column")
+            raise UserError(f"{path}, line {line}: the learning rate must be the last column, and 0 or more")
         if points and step <= points[-1][0]:
             raise UserError(f"{path}, line {line}: step {step} does not come after step {points[-1][0]}")
         points.append((step, rate))
     if not points:
-        raise UserError(f"{path}: holds no steps; add lines such as 1,0.001")
+        raise UserError(f"{path}: has no steps; add lines such as 1,0.001")
     return points

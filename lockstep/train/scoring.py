@@ -1,4 +1,4 @@
-"""Log-probabilities of given sequences, on the trainer's path."""
+"""Log-probabilities of given sequences, computed as in training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def score(
     """`result[i][t]` = log p(sequences[i][t+1] | sequences[i][: t+1]) at `temperature`, float32.
 
     Bit for bit what `Engine.generate` reports for the same tokens at the same temperature. Raises UserError for
-    sequences that are empty or hold tokens outside of the model's vocabulary.
+    sequences that are empty or contain tokens outside the model's vocabulary.
     """
     for number, sequence in enumerate(sequences):
         check_token_ids(sequence, model.config.vocab_size, f"sequence {number}")

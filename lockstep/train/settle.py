@@ -1,4 +1,4 @@
-"""What a run leaves open, settled before it starts: its arithmetic, its sums' chunks and its dtype, on all ranks."""
+"""Settings that a run leaves open, resolved before it starts: arithmetic, reduction chunks and dtype, on all ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Config = TypeVar("Config", bound=PretrainConfig | RLConfig)
 
 
 def settle(config: Config, world: World) -> Config:
-    """`config` with models' folders, `arithmetic`, `reduction_chunks`, `dtype` and its algorithm's settings.
+    """`config` with model folders, `arithmetic`, `reduction_chunks`, `dtype` and its algorithm's settings resolved.
 
-    A run's config.toml records them. A resumed run keeps its own, unless others are given; one that torchrun restarts
-    is resumed. Rank 0 chooses the dtype; where ranks would compute in different arithmetics, all take the portable one.
-    Raises UserError for what cannot be had here.
+    A run's config.toml records them. A resumed run keeps its own unless others are given; a run that torchrun restarts
+    is resumed. Rank 0 chooses the dtype; if ranks would use different arithmetics, all use the portable one. Raises
+    UserError for what is not available here.
     """
     if world.from_main(lambda: is_restarted(config.output)):
-        # With the command of the first start, which may lack the one and have the other.
+        # The command is that of the first start, which may lack --resume and have --overwrite.
         config = dataclasses.replace(config, resume=True, overwrite=False)
     folders: Any = _folders(config, world)
     config = dataclasses.replace(config, **folders)
@@ -36,10 +36,10 @@ def settle(config: Config, world: World) -> Config:
     arithmetic = _arithmetic(config, world, recorded.get("arithmetic", ""))
     dtype, why = recorded.get("dtype", ""), "as the run began"
     if not is_auto(config.dtype) or not dtype:
-        # Measured on one rank: others may find otherwise.
+        # Measured on one rank: others may get a different result.
         dtype, why = world.from_main(lambda: choose_dtype(config.dtype, config.model, world.device))
     if dtype == "float32" and config.arithmetic == "auto" and arithmetic in ("bf16_pairs", "bf16_tiles"):
-        # Pairs are of bfloat16 alone: what such a run computes has the same bits everywhere.
+        # Pairs apply only to bfloat16: such a run has the same bits everywhere.
         arithmetic = set_arithmetic("portable", world.device)
     if why:
         announce(f"dtype auto: {dtype}, {why}")
@@ -51,7 +51,7 @@ def settle(config: Config, world: World) -> Config:
 
 
 def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
-    """The run's; a warning names those of the model's own run where they are others."""
+    """The run's reduction chunks; logs a warning if those of the model's own run differ."""
     folder = Path(config.model)
     own = read_config(folder).reduction_chunks if folder.is_dir() else 1
     parallel = config.parallel
@@ -64,7 +64,7 @@ def _chunks(config: PretrainConfig | RLConfig, world: World) -> int:
 
 
 def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
-    """The settings that name a model, with its folder instead; rank 0 downloads what is not there."""
+    """The settings that name a model, replaced by its folder; rank 0 downloads what is missing."""
     settings = ("model", "tokenizer", "teacher", "kl_reference", "reference", "reward_model")
     named = {name: str(getattr(config, name)) for name in settings if hasattr(config, name)}
     if named.get("kl_reference") in ("start", "average"):
@@ -75,9 +75,9 @@ def _folders(config: PretrainConfig | RLConfig, world: World) -> dict[str, str]:
 
 
 def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
-    """Arithmetic, dtype and tokenizer of the run that is resumed; empty where there is none.
+    """Arithmetic, dtype and tokenizer of the run that is resumed; empty if there is none.
 
-    Raises UserError where it is another command's.
+    Raises UserError if it is another command's run.
     """
     path = Path(config.output) / CONFIG
     if not config.resume or not path.is_file():
@@ -85,7 +85,7 @@ def recorded_settings(config: PretrainConfig | RLConfig) -> dict[str, str]:
     try:
         values = tomllib.loads(path.read_text())
     except (ValueError, RecursionError):
-        return {}  # open_run says so
+        return {}  # open_run reports it
     refuse_other_command(config.output, values, config)
     names = ("arithmetic", "dtype", "tokenizer")
     return {name: str(values[name]) for name in names if values.get(name, "auto") != "auto"}

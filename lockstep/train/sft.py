@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: a pretraining run whose loss counts the assistant's tokens."""
+"""Fine-tuning on conversations: a pretraining run whose loss counts only the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lockstep.train.validation import validation_rows
 def finetune(config: SFTConfig, progress: Progress | None = None, on_metrics: OnMetrics | None = None) -> Path:
     """Trains the model in `config.model` on the conversations in `config.data`; returns the run's folder.
 
-    Its checkpoints carry the chat template. Under torchrun all ranks call it and rank 0 writes; it calls
+    Its checkpoints include the chat template. Under torchrun, all ranks call it and rank 0 writes; it calls
     `on_metrics(step, metrics)` after every step. Raises UserError for bad input.
     """
     validate_run(config, SFTConfig)
@@ -65,12 +65,12 @@ def _sft(config: SFTConfig, world: World, progress: Progress | None, on_metrics:
 def _steps(config: SFTConfig, sources: Sequence[tuple[DataSource, float]], loader: RowLoader) -> int:
     streams = [s.data for s, _ in sources if isinstance(s, ConversationSource) and s.streamed]
     if streams:
-        raise UserError(f"{streams[0]}: a stream's length is not known, so epochs cannot be counted; give --steps")
+        raise UserError(f"{streams[0]}: the length of a stream is unknown, so epochs cannot be counted; give --steps")
     return loader.steps_of(config.epochs)
 
 
 def conversation_sources(config: SFTConfig, data: str) -> list[tuple[DataSource, float]]:
-    """What `data` holds, each with its weight. Raises UserError for tokens that are no conversations'."""
+    """The sources in `data`, each with its weight. Raises UserError for tokens that are not from conversations."""
     sources: list[tuple[DataSource, float]] = []
     for name, weight in parse_data(data):
         if not is_token_folder(name):
@@ -88,8 +88,8 @@ def chat_template(
     sources: Sequence[tuple[DataSource, float]],
     held_out: Sequence[tuple[DataSource, float]],
 ) -> ChatTemplate | None:
-    """The file given, or what the data was tokenized with, which the tokenizer then carries along; else the one beside
-    the tokenizer.
+    """The template given, or that which the data was tokenized with, which is then saved with the tokenizer; else the
+    one in the tokenizer's folder.
 
     Raises UserError for training or validation data that was tokenized with another one.
     """

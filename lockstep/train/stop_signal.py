@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the run is saved, and ends."""
+"""SIGTERM and SIGINT: the run saves a checkpoint and ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.parallel.world import AXES
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EVERY = 4
-"""Calls of `asking` of which one asks the other ranks."""
+"""One in this many calls of `asking` asks the other ranks."""
 
 
 def _nothing() -> None:
@@ -31,19 +31,19 @@ def _nothing() -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended what ran in `StopSignal.interrupts`. Whoever lets a Ctrl-C through lets this through, too."""
+    """A signal ended what ran in `StopSignal.interrupts`. Code that lets a Ctrl-C through also lets this through."""
 
 
 class StopSignal:
-    """Notes the signals while it is open. A context manager.
+    """Records the signals while it is open. A context manager.
 
-    The loop asks `agreed` once a step. The first signal is answered by a warning, and from it on a thread counts
-    `seconds`: whatever the main thread waits for then, the process ends with exit code 124. A second signal ends it at
-    once, with 128 + its number. Outside of the main thread, where Python cannot take signals, nothing is noted.
+    The loop calls `agreed` once per step. The first signal logs a warning and starts a timer of `seconds`, after which
+    the process ends with exit code 124, whatever the main thread is waiting for. A second signal ends it at once, with
+    128 + its number. Outside the main thread, where Python cannot handle signals, nothing is recorded.
     """
 
     def __init__(self, seconds: float, saved: Callable[[], int | None] = _nothing):
-        """saved: the step of the newest whole checkpoint, for whoever reads that the time was too short; None: none."""
+        """saved: the step of the newest complete checkpoint, for the message if the time was too short; None: none."""
         self.seconds, self._saved = seconds, saved
         self.received = 0
         self._interrupts = self._within = False
@@ -52,7 +52,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            # C code that never returns to Python holds up a Python handler, but not this: the byte is sent at once.
+            # C code that never returns to Python blocks a Python handler, but not this: the byte is sent at once.
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -67,20 +67,20 @@ class StopSignal:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._descriptor)
             self._writer.close()
-        # Its thread may outlive the run by a moment, and what it holds with it: process groups must go before Python.
+        # Its thread may briefly outlive the run with what it references: process groups must go before Python ends.
         self._saved = _nothing
 
     def agreed(self, world: World) -> int:
-        """The signal that any rank has received, the same on all of them; 0: none."""
+        """The signal that any rank has received, the same on all ranks; 0: none."""
         counts = world.sum([float(self.received == number) for number in SIGNALS], AXES)
         return next((int(number) for number, count in zip(SIGNALS, counts) if count), 0)
 
     @contextmanager
     def interrupts(self, at_once: bool = True) -> Iterator[None]:
-        """Within it the first signal, or one that has come before, ends what the main thread does, by Interrupted.
+        """Within this context, the first signal, or an earlier one, interrupts the main thread with Interrupted.
 
-        Only for what no other rank computes with this one, and what leaves nothing half done. at_once: False where it
-        begins with what ranks compute together, `held`.
+        Only for work that no other rank takes part in, and that leaves nothing half done. at_once: False if it begins
+        with something that ranks compute together, in `held`.
         """
         self._within, self._interrupts = True, at_once
         try:
@@ -91,7 +91,7 @@ class StopSignal:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within `interrupts`, what must not be ended on this rank alone: a signal waits until it is done, or until
+        """Within `interrupts`, for work that must not end on this rank alone: a signal waits until it is done, or until
         `asking` ends it on all ranks."""
         self._interrupts = False
         yield
@@ -99,9 +99,9 @@ class StopSignal:
         self._interrupt()
 
     def asking(self, group: dist.ProcessGroup) -> Callable[[], None]:
-        """What the ranks of `group` call, all equally often, in what they compute together within `held`.
+        """A function that all ranks of `group` call equally often in what they compute together within `held`.
 
-        Now and then it asks whether any of them has a signal, and then raises Interrupted on all of them.
+        Every few calls it checks whether any of them has a signal, and then raises Interrupted on all of them.
         """
         calls = itertools.count()
 
@@ -116,16 +116,16 @@ class StopSignal:
         return ask
 
     def error(self, number: int, step: int, output: str) -> RunStopped:
-        """What ends the run once `step` is saved, or before its first (0): with exit code 128 + the signal's number."""
+        """The error that ends the run once `step` is saved (0: in its first step), with exit code 128 + the signal."""
         name = signal.Signals(number).name
-        ended = f"after step {step}, which is saved; continue it with --resume"
+        ended = f"after step {step}, which is saved; resume it with --resume"
         if step == 0:
-            ended = "in its first step, before which there is nothing to save; --resume begins it again"
+            ended = "in its first step, before there was anything to save; --resume starts it again"
         return RunStopped(f"{output}: {name} ended the run {ended}", exit_code=128 + number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Replaces a handler that would end the process."""
-        # The watching thread may come later, and whoever is interrupted asks at once.
+        # The watching thread may be later, and interrupted code asks at once.
         self.received = self.received or number
         self._interrupt()
 
@@ -142,7 +142,7 @@ class StopSignal:
             if not first:
                 os._exit(128 + byte[0])
             first, self.received = False, byte[0]
-            # Threads of their own: whoever cannot write to the terminal holds up neither deadline nor second signal.
+            # Separate threads: a blocked terminal must hold up neither the deadline nor a second signal.
             for work in (self._deadline, self._say):
                 threading.Thread(target=work, daemon=True).start()
         self._reader.close()
@@ -158,11 +158,11 @@ class StopSignal:
     def _deadline(self) -> None:
         if not self._ended.wait(self.seconds):
             step = self._saved()
-            there = "It has no whole checkpoint, and --resume begins it again"
+            there = "It has no complete checkpoint; --resume starts it again"
             if step is not None:
-                there = f"Its newest whole checkpoint is of step {step}, and --resume continues from there"
+                there = f"Its newest complete checkpoint is from step {step}; --resume continues from there"
             log.critical(
-                "%s came %.0f s ago (faults.stop_seconds) and the run has not come to its end; it is left as it is. "
+                "%s came %.0f s ago (faults.stop_seconds) and the run has not ended; exiting now. "
                 "%s; --checkpoint.every N saves every N steps",
                 signal.Signals(self.received).name,
                 self.seconds,

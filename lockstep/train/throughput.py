@@ -1,4 +1,4 @@
-"""How fast a run goes, as metrics."""
+"""Metrics of a run's speed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class Throughput:
-    """Turns a step's rows and times into tokens a second, TFLOP/s and, where it is known, the share of the peak."""
+    """Turns a step's rows and times into tokens per second, TFLOP/s and, if known, the share of the peak."""
 
     def __init__(self, config: ModelConfig, world: World, dtype: torch.dtype):
         self.config, self.world = config, world
-        # Measured by one rank, while the others wait for it.
+        # Measured by one rank while the others wait for it.
         self.peak = peak_flops(world.device, dtype) * world.size if world.is_main else 1.0
 
     def metrics(self, batch: StepRows, timeline: Timeline) -> dict[str, float]:
-        """Of the current step, over all ranks; memory and times are this rank's. Called by every rank."""
+        """Metrics of the current step over all ranks; memory and times are this rank's. Called by every rank."""
         seconds = timeline.elapsed()
         own = [n for rows in batch.microbatches for row in rows for n in document_lengths(row)]
         (flops,) = self.world.sum([training_flops(self.config, own)], ("data_replicate", "data_shard"))
@@ -38,5 +38,5 @@ class Throughput:
 
 
 def document_lengths(row: Row) -> list[int]:
-    """Of the row's sequences, but not of the padding that may be its last."""
+    """The lengths of the row's sequences, without the padding that may be the last one."""
     return row.lengths if row.scored[-row.lengths[-1] :].any() else row.lengths[:-1]

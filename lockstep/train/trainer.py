@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches forward and backward, then clip and update."""
+"""One optimizer step: forward and backward over micro-batches, then clip and update."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
 
 
 class Trainer:
-    """The model, its optimizer and the number of updates made. Without a `world` it is this process's alone.
+    """The model, its optimizer and the number of updates. Without a `world`, it trains in this process alone.
 
-    `beside`: further parameters that a loss reads, such as a value head's, by name; trained and saved with the model's.
-    Every rank holds them whole, and all ranks see different data.
+    `beside`: further parameters that a loss uses, such as a value head's, by name; trained and saved with the model's.
+    Every rank has them unsharded, and all ranks see different data.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Trainer:
         self.balance = ExpertBalance(model, config, self.world)
         self.updates = 0
         self.skipped_steps = 0
-        """Steps whose loss or gradient was not finite, which changed nothing."""
+        """Steps whose loss or gradient was not finite, which left the weights unchanged."""
         self.skipped_in_a_row = 0
         self.timeline = Timeline()
         shared = self.world.expert * self.world.degrees["tensor"] > 1
@@ -81,11 +81,11 @@ class Trainer:
     ) -> dict[str, float]:
         """Accumulates the gradient of the summed losses, then updates the weights once.
 
-        `loss_of` returns a micro-batch's share of the step's loss: a sum whose weights add up to 1 over the whole
-        step, over all ranks, so that how it was cut into micro-batches does not matter. Every rank brings the same
-        number of micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer as they are,
-        on all ranks alike, and counts as skipped. Raises RunStopped where only the gradient is not finite and updates
-        in the backward have changed weights already.
+        `loss_of` returns a micro-batch's share of the step's loss: a sum whose weights add up to 1 over the whole step
+        and all ranks, so that the split into micro-batches does not matter. Every rank passes the same number of
+        micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer unchanged on all ranks,
+        and counts as skipped. Raises RunStopped if only the gradient is not finite and updates in the backward have
+        already changed weights.
         """
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
@@ -118,7 +118,7 @@ class Trainer:
     def accumulate(
         self, microbatches: Sequence[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
     ) -> list[float]:
-        """Adds the gradients of all micro-batches; returns the losses that this rank has computed."""
+        """Accumulates the gradients of all micro-batches; returns the losses that this rank computed."""
         if isinstance(self.model, Pipeline):
             each = self.optimizer.gradients.end_microbatch if self.config.deterministic_layout else None
             with self.timeline.span("forward and backward"):
@@ -131,7 +131,7 @@ class Trainer:
             with self.timeline.span("forward"):
                 share = loss_of(self._scoring_model(), microbatch)
             losses.append(share.item())
-            # Weights are changed within the backward: whether the step counts is decided before, by all ranks.
+            # The backward changes weights: all ranks decide before it whether the step counts.
             if self.config.optimizer_in_backward and not math.isfinite(self._sum(losses)):
                 self._reshard()
                 return losses
@@ -144,7 +144,7 @@ class Trainer:
 
     @torch.no_grad()
     def _sum_beside(self) -> None:
-        """Makes the gradients of what is beside the model the sums over all ranks, in the order of FSDP's."""
+        """Sums the gradients of the parameters beside the model over all ranks, in FSDP's order."""
         group = dist.group.WORLD if self.world.mesh is not None else None
         if group is None:
             return
@@ -153,23 +153,23 @@ class Trainer:
             parameter.grad = tree_sum(gather_rows(own[None], group).unbind())
 
     def _order(self) -> AbstractContextManager[None]:
-        """In which gradients, and what losses are made of, are summed."""
+        """The order in which gradients and losses are summed."""
         if not self.config.deterministic_layout:
             return nullcontext()
         return one_order(max(self.model.config.reduction_chunks, 1))
 
     def _sum(self, losses: list[float]) -> float:
-        """Of all ranks' losses."""
+        """The sum of all ranks' losses."""
         if not self.config.deterministic_layout:
             return self.world.sum([sum(losses)])[0]
         # Ranks that share a micro-batch all have its loss.
         shared = self.world.coordinate("tensor") or self.world.coordinate("context")
         everyone = [loss for of_rank in self.world.gather([] if shared else losses) for loss in of_rank]
-        # Rounded once, so in no order; what is not finite it refuses to add.
+        # Rounded once, so independent of the order; it refuses to add what is not finite.
         return math.fsum(everyone) if all(map(math.isfinite, everyone)) else math.nan
 
     def _scoring_model(self) -> ScoringModel:
-        """The model, which a loss calls by itself where it is whole."""
+        """The model, which a loss calls itself if it is not a pipeline."""
         assert isinstance(self.model, ScoringModel)
         return self.model
 
@@ -177,7 +177,7 @@ class Trainer:
     def evaluate(
         self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
     ) -> float:
-        """The summed losses without a gradient; as for `step`, over all ranks, and equally many on each."""
+        """The summed losses without gradients; as in `step`, over all ranks, with equally many on each."""
         losses: list[float] = []
         with self.timeline.span("validation"), self._order():
             if isinstance(self.model, Pipeline):
@@ -190,7 +190,7 @@ class Trainer:
 
     @contextmanager
     def evaluating(self, model: TrainableModel) -> Iterator[None]:
-        """Within it `evaluate` is of another model, laid out as the trainer's own."""
+        """Within this context, `evaluate` uses another model, laid out like the trainer's own."""
         own, self.model = self.model, model
         try:
             yield
@@ -198,17 +198,17 @@ class Trainer:
             self.model = own
 
     def _reshard(self) -> None:
-        """Lets gathered weights go after a forward that no backward follows."""
+        """Frees gathered weights after a forward without a backward."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def counts(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the tensors; JSON-able."""
+        """What a checkpoint keeps in addition to the tensors; JSON-serializable."""
         return {name: getattr(self, name) for name in _COUNTS} | self.balance.state()
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """The inverse of `counts`. Raises for what is no number, and nothing changes."""
+        """The inverse of `counts`. Raises, changing nothing, if one is not a number."""
         found = {name: int(counts.get(name, 0)) for name in _COUNTS}
         self.balance.load_state(counts)
         for name, count in found.items():

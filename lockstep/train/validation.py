@@ -1,4 +1,4 @@
-"""Rows of data that is not trained on."""
+"""Rows of held-out data."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def validation_rows(
     world: World,
     kind: type[Rows] = Rows,
 ) -> StepRows | None:
-    """This rank's share of the rows that every validation measures; None where there are no `sources`.
+    """This rank's share of the rows that every validation measures; None if there are no `sources`.
 
-    The same `validation_tokens` tokens each time, or all there are, for any number of ranks: rows without documents
-    fill the micro-batches up, for every rank must have equally many. Raises UserError for data without a target.
+    The same `validation_tokens` tokens each time, or all there are, for any number of ranks: micro-batches are filled
+    up with rows without documents, since every rank must have equally many. Raises UserError for data without a target.
     """
     if not sources:
         return None
@@ -36,8 +36,8 @@ def validation_rows(
         plans.append(rows.plan())
     targets = sum(rows.targets(plan) for plan in plans)
     if not targets:
-        raise UserError(f"validation_data {config.validation_data}: holds nothing to predict; give other data")
-    # A micro-batch's loss has bits of its own: those of all layouts are the same with `deterministic_layout`.
+        raise UserError(f"validation_data {config.validation_data}: contains nothing to predict; give other data")
+    # A loss's bits depend on the micro-batches, which are the same in all layouts with `deterministic_layout`.
     most = len(plans) if config.train.deterministic_layout else -(-len(plans) // world.data_size)
     size = min(max(1, config.train.tokens_per_microbatch // length), most)
     together = size * world.data_size

@@ -21,12 +21,12 @@ Place = tuple[slice, ...]
 def map_whole_matrices(
     function: Callable[[Tensor], Tensor], parts: Sequence[Tensor], placed: Sequence[Tensor]
 ) -> list[Tensor]:
-    """`function` of each matrix, of which `parts` has what this rank holds; returns what it holds of the results.
+    """Applies `function` to each matrix; `parts` are this rank's parts of them; returns its parts of the results.
 
-    `placed` tells how each matrix lies: a DTensor of its shape and placements, or a plain tensor for a matrix that
-    this process has whole. The ranks of a mesh take the matrices in turn, so none computes another's work; all must
-    call this with the same matrices in the same order. `function` keeps the shape. Of stacked matrices, which it takes
-    each by itself, ranks that hold whole ones keep those.
+    `placed` says how each matrix is laid out: a DTensor with its shape and placements, or a plain tensor for a matrix
+    that this process has completely. The ranks of a mesh take turns with the matrices, so no work is done twice; all
+    must call this with the same matrices in the same order. `function` keeps the shape. It handles stacked matrices
+    separately, so ranks that have complete ones keep those.
     """
     results: list[Tensor] = list(parts)
     sharded: dict[DeviceMesh, list[int]] = defaultdict(list)
@@ -36,7 +36,7 @@ def map_whole_matrices(
         else:
             results[index] = function(parts[index])
     for mesh, indices in sharded.items():
-        with unset_fake_temporarily():  # a dry run's: meshes are made of real numbers
+        with unset_fake_temporarily():  # in a dry run: meshes need real numbers
             group = (mesh._flatten() if mesh.ndim > 1 else mesh).get_group()
         size = mesh.size()
         places_of = {i: _places(placed[i].shape, mesh, placed[i].placements, group) for i in indices}  # type: ignore[attr-defined]
@@ -59,9 +59,9 @@ def _map_batch(
     places: list[list[Place]],
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """At most as many matrices as ranks: matrix i is rank i's to compute. `places[i][r]` is rank r's part of it."""
+    """At most as many matrices as ranks: rank i computes matrix i. `places[i][r]` is rank r's part of it."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    # Of equal copies the first is sent.
+    # Of identical copies, the first is sent.
     sent = [part if places[i].index(places[i][rank]) == rank else part[:0] for i, part in enumerate(parts)]
     sent += [parts[0][:0]] * (size - len(parts))
     mine = places[rank] if rank < len(places) else []
@@ -88,7 +88,7 @@ def _exchange(sent: list[Tensor], sizes: list[int], group: dist.ProcessGroup) ->
 
 
 def _holds_matrices(shape: torch.Size, places: list[Place]) -> bool:
-    """Whether a tensor is cut between its stacked matrices alone, on every rank."""
+    """Whether a tensor is split only between its stacked matrices, on every rank."""
     cut = [tuple(s.stop - s.start for s in place[1:]) for place in places]
     return len(shape) > 2 and all(sizes == tuple(shape[1:]) for sizes in cut)
 
@@ -101,9 +101,9 @@ def _numel(place: Place) -> int:
 def _places(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup
 ) -> list[Place]:
-    """Which part of a tensor each rank of the group holds."""
+    """Which part of a tensor each rank of the group has."""
     places = []
-    with unset_fake_temporarily():  # a dry run's mesh has real numbers
+    with unset_fake_temporarily():  # in a dry run, the mesh has real numbers
         for rank in dist.get_process_group_ranks(group):
             coordinate = [int(c) for c in (mesh.mesh == rank).nonzero()[0]]
             local, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, coordinate, placements)

@@ -60,7 +60,7 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
     assert "0 different" in result.stdout and "largest ratio on a first inner step: 1.0" in result.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["parity_tokens_different"] == 0
     again = run("rl", *options)
-    assert again.returncode == 2 and "already holds a run" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 2 and "already contains a run" in again.stderr and "Traceback" not in again.stderr
     assert run("generate", "--model", str(tmp_path / "run"), "--prompt", "a", "--max-tokens", "2").returncode == 0
 
 
@@ -183,13 +183,14 @@ def test_as_many_ranks_as_the_tensor_degree_must_run(command, model_folder, monk
     arguments = [*command, "--model", str(model_folder)]
     assert main([*arguments, "--parallel.tensor", "2"]) == 2
     assert (
-        "parallel.tensor is 2, and the number of ranks 1; start torchrun --nproc-per-node 2" in capsys.readouterr().err
+        "parallel.tensor is 2, but the number of ranks is 1; start torchrun --nproc-per-node 2"
+        in capsys.readouterr().err
     )
     assert main([*arguments, "--parallel.tensor", "3"]) == 2
     assert "parallel.tensor is 3; give 1, 2, 4 or 8" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(arguments) == 2
-    assert "parallel.tensor is 1, and the number of ranks 2; give --parallel.tensor 2, or" in capsys.readouterr().err
+    assert "parallel.tensor is 1, but the number of ranks is 2; give --parallel.tensor 2, or" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -300,7 +301,7 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
     run = tmp_path / "run"
     begun = tomllib.loads((run / "config.toml").read_text())
     assert main(["pretrain", "--output", str(run), "--resume", "--steps", "2"]) == 0
-    assert "resumes with other settings than before: steps 2, was 1" in caplog.text
+    assert "resumes with different settings: steps 2, was 1" in caplog.text
     assert "learning_rate" not in caplog.text and "dtype" not in caplog.text
     now = tomllib.loads((run / "config.toml").read_text())
     assert now == begun | {"steps": 2, "resume": True}
@@ -311,13 +312,13 @@ def test_resuming_takes_the_settings_of_the_run_and_says_what_the_command_line_c
     caplog.clear()
     arguments = ["pretrain", f"--output={run}", "--resume", "--config", str(tmp_path / "more.toml")]
     assert main([*arguments, "--train.learning-rate", "0.003"]) == 0
-    assert "before: steps 3, was 2; train.learning_rate 0.003, was 0.002" in caplog.text
+    assert "settings: steps 3, was 2; train.learning_rate 0.003, was 0.002" in caplog.text
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "data is empty, which stands for the standard library's own source, too little for llama3:8b"),
+        ([], "data is empty, so the standard library's source would be used, which is too little for llama3:8b"),
         (["--data", __file__], 'tokenizer is "byte", whose 258 tokens are too few for llama3:8b'),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_rank_that_was_killed_is_the_cause_and_not_the_one_that_lost_it(tmp_pa
         process.join(PATIENCE)
     assert main(["why", str(run)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("the run has ended: rank 1 stopped in step ") and "is gone without a word" in said
+    assert said.startswith("the run has ended: rank 1 stopped in step ") and "is gone: it was killed" in said
     assert main(["why", str(run), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["held_up_by"] == ["rank_1"]

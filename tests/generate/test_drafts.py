@@ -542,7 +542,7 @@ def test_a_smaller_model_of_the_same_vocabulary_guesses(tmp_path, monkeypatch):
     layers.generate(prompts, params)
     assert engine.statistics == layers.statistics, "the same weights guess the same"
     save_model(build_model(dataclasses.replace(CONFIG, vocab_size=61), "float32"), tmp_path / "other")
-    with pytest.raises(UserError, match="vocabulary of 61 tokens, the model one of 60"):
+    with pytest.raises(UserError, match="vocabulary of 61 tokens, but the model has 60"):
         Engine(model, EngineConfig(draft="model", draft_model=str(tmp_path / "other")))
 
 
@@ -573,9 +573,9 @@ def first_layers_of_its_own(model):
 @pytest.mark.parametrize(
     "settings_of_engine, said",
     [
-        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's own takes from 1 to 2"),
+        ({"draft": "layers"}, "draft_layers is 0; a draft of the model's own layers takes from 1 to 2"),
         ({"draft": "layers", "draft_layers": 3}, "draft_layers is 3"),
-        ({"draft": "model"}, "draft_model names no folder"),
+        ({"draft": "model"}, "draft_model is empty"),
         ({"draft": "model", "draft_model": "/no/such/folder"}, "no/such/folder"),
     ],
 )

@@ -418,7 +418,7 @@ def test_an_interrupt_at_any_line_of_a_step_changes_no_later_result():
         ([], {}, "prompt is empty"),
         ([1, 120], {}, "token 120 at position 1"),
         ([1] * 510, {"max_tokens": 10}, "exceed the context of 512"),
-        ([1] * 300, {"max_tokens": 10}, "never fit in the cache of 256 tokens"),
+        ([1] * 300, {"max_tokens": 10}, "do not fit in the cache of 256 tokens"),
         ([1], {"stop": ("x",)}, "need a tokenizer"),
         ([1], {"temperature": -1.0}, "temperature is -1.0"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
@@ -447,7 +447,7 @@ def test_impossible_requests_are_refused_by_name(prompt, params, message):
         ("top_k", 2.5, "a whole number"),
         ("stop_token_ids", 5, "a tuple of whole numbers"),
         ("stop_token_ids", ("x",), "a tuple of whole numbers"),
-        ("stop", 5, "a string, or a tuple of them"),
+        ("stop", 5, "a string, or a tuple of strings"),
     ],
 )
 def test_a_request_with_a_value_of_another_type_is_refused_by_name(name, value, rule):

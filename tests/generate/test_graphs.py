@@ -122,7 +122,7 @@ def test_the_ladder_holds_powers_of_two_and_the_largest_batch(size):
 
 
 def test_graphs_on_the_cpu_are_refused_when_the_engine_starts():
-    with pytest.raises(UserError, match='cuda_graphs is "full", but the model is on the cpu'):
+    with pytest.raises(UserError, match='cuda_graphs is "full", but the model is on cpu'):
         Engine(MODEL, EngineConfig(cuda_graphs="full"))
 
 

@@ -17,7 +17,7 @@ def test_nothing_is_sampled_until_the_weights_are_there_again():
     assert engine._weights._panels
     engine.weights_away()
     assert not engine._weights._panels and not engine._weights._current
-    with pytest.raises(RuntimeError, match="the engine's weights are away; call weights_changed"):
+    with pytest.raises(RuntimeError, match="the engine's weights were released; call weights_changed"):
         engine.generate([[1, 2, 3]], params)
     engine.weights_changed(1)
     after = engine.generate([[1, 2, 3]], params)
@@ -28,5 +28,5 @@ def test_nothing_is_sampled_until_the_weights_are_there_again():
 def test_cuda_graphs_which_hold_addresses_are_refused():
     engine = Engine(build_model(preset("qwen3:micro", 64), dtype=torch.float32, seed=0))
     engine.config.cuda_graphs = "full"
-    with pytest.raises(UserError, match="leave engine.cuda_graphs out"):
+    with pytest.raises(UserError, match="remove engine.cuda_graphs"):
         engine.weights_away()

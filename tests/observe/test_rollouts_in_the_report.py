@@ -81,10 +81,7 @@ def test_a_token_has_a_colour_for_each_figure_that_is_known_of_it(tmp_path):
     assert [(style.get("--r"), style.get("--rn")) for style in styles[:3]] == [(None, None), (None, "0.5"), ("1", None)]
     assert [style.get("--dn") for style in styles] == [None, None, "1", None, None, None], "any difference is shown"
     assert styles[0]["--a"] == "1" and styles[3]["--an"] == "0.5"
-    assert (
-        "log-probability -2 · advantage 1 · difference of trainer and generator 0 · entropy 1"
-        in (page.tokens[1][0]["title"])
-    )
+    assert "log-probability -2 · advantage 1 · trainer minus generator 0 · entropy 1" in (page.tokens[1][0]["title"])
     offered = [attrs["value"] for tag, attrs in page.elements if tag == "option"]
     assert offered == ["l", "a", "e", "d", "r"], "there is no teacher"
     assert channels(shown_steps(run))["e"] == "entropy"
@@ -141,7 +138,7 @@ def test_the_first_a_middle_and_the_last_step_are_shown_or_those_that_are_asked_
     assert [one.step for one in shown_steps(run, (3, 2))] == [3, 2]
     ranked = [shown.rollout["advantage"] for shown in shown_steps(run, (2,))[0].rollouts]
     assert ranked == [0.5, -0.5] * 4, "the best and the worst of four groups"
-    with pytest.raises(UserError, match="no rollouts of step 12; there are some of 11"):
+    with pytest.raises(UserError, match="no rollouts of step 12; it has rollouts of 11"):
         write_report(run, steps=(1, 12))
 
 

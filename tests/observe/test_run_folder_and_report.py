@@ -21,7 +21,7 @@ from tests.parallel.launch import launch
 
 def test_a_folder_is_never_taken_from_its_owner(tmp_path):
     run = open_run(str(tmp_path / "run"), "a = 1\n")
-    with pytest.raises(UserError, match=r"already holds a run.*--resume.*--overwrite"):
+    with pytest.raises(UserError, match=r"already contains a run.*--resume.*--overwrite"):
         open_run(str(tmp_path / "run"), "a = 2\n")
     assert (run.path / "config.toml").read_text() == "a = 1\n"
     open_run(str(tmp_path / "run"), "a = 3\n", overwrite=True)
@@ -34,7 +34,7 @@ def test_a_folder_is_never_taken_from_its_owner(tmp_path):
     with pytest.raises(UserError, match="is not empty and is not a run's folder"):
         open_run(str(tmp_path / "thesis"), "", overwrite=True)
     (run.path / "notes.txt").write_text("weeks of work")
-    with pytest.raises(UserError, match=r"run: holds what no run wrote \(notes.txt\); move it"):
+    with pytest.raises(UserError, match=r"run: contains files that no run wrote \(notes.txt\); move them"):
         open_run(str(tmp_path / "run"), "", overwrite=True)
     assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "config.toml", "notes.txt"]
     with pytest.raises(UserError, match="is a file"):
@@ -123,7 +123,7 @@ def _open_on_two_ranks(output):
 def test_where_the_main_rank_is_refused_all_are(tmp_path):
     assert launch(2, _open_on_two_ranks, str(tmp_path / "run")) == [None, None]
     first, second = launch(2, _open_on_two_ranks, str(tmp_path / "run"))
-    assert first == second and "already holds a run" in first
+    assert first == second and "already contains a run" in first
 
 
 def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
@@ -132,7 +132,7 @@ def test_a_resumed_run_says_which_settings_have_changed(tmp_path, caplog):
     open_run(str(tmp_path / "run"), toml.format("./run", 4, "true"), resume=True)
     assert not caplog.messages
     open_run(str(tmp_path / "run"), toml.format("run", 5, "true").replace("0.1", "0.2"), resume=True)
-    assert "other settings than before: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
+    assert "different settings: steps 5, was 4; train.learning_rate 0.2, was 0.1" in caplog.text
 
 
 def test_damaged_lines_of_the_metrics_do_not_keep_a_run_from_resuming(tmp_path, caplog):

@@ -192,11 +192,15 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
     ("degrees", "others", "said"),
     [
         ({"pipeline": 2, "context": 2}, {}, "works with parallel.pipeline or with parallel.context, not with both"),
-        ({"data_shard": 3}, {}, "there are 3 data-parallel ranks, give a power of two"),
+        ({"data_shard": 3}, {}, "data-parallel ranks must be a power of two and is 3"),
         ({"data_replicate": 4}, {}, "parallel.data_replicate must be 1 or 2 and is 4"),
         ({"data_shard": 4}, {"reduce_gradients": "step"}, 'leave parallel.reduce_gradients at "auto"'),
-        ({"data_shard": 4}, {"device": torch.device("cuda")}, "up to 2 GPUs so far, not for 4"),
-        ({"tensor": 2}, {"device": torch.device("cuda")}, "2 only works on CPUs so far, not for cuda"),
+        ({"data_shard": 4}, {"device": torch.device("cuda")}, "up to 2 GPUs so far, not 4"),
+        (
+            {"tensor": 2},
+            {"device": torch.device("cuda")},
+            "with parallel.tensor 2 only works on CPUs so far, not on cuda",
+        ),
         ({"data_shard": 4}, {}, "does not work with parallel.full_dtensor over data-parallel ranks"),
     ],
 )
@@ -212,7 +216,7 @@ def test_more_tensor_ranks_than_key_value_heads_are_refused_where_their_gradient
     shape = preset(name, 131)
     degrees = dict.fromkeys(AXES, 1) | {"tensor": 2 * shape.num_kv_heads}
     model = Decoder(shape, torch.float32, "meta")
-    said = rf"fewer key-value heads \({shape.num_kv_heads}\) is not for models of this family"
+    said = rf"fewer key-value heads \({shape.num_kv_heads}\) does not work with this model family"
     with pytest.raises(UserError, match=said):
         refuse_other_order(World(torch.device("cpu"), degrees=degrees), model)
     model = Decoder(preset("qwen3:micro", 131), torch.float32, "meta")

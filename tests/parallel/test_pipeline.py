@@ -115,7 +115,9 @@ def test_layers_are_split_by_work_or_by_name(layers, stages, settings, expected)
 
 
 def test_splits_that_cannot_be_are_refused():
-    with pytest.raises(UserError, match=r"4 stages needs as many layers, but the model has 3; lower parallel.pipeline"):
+    with pytest.raises(
+        UserError, match=r"4 stages needs at least as many layers, but the model has 3; lower parallel.pipeline"
+    ):
         split_layers(3, 4, ParallelConfig())
     with pytest.raises(UserError, match=r'no stage can begin with "norm"; name layers.1 to layers.5'):
         split_layers(6, 2, ParallelConfig(pipeline_split="norm"))
@@ -142,7 +144,7 @@ def test_the_bubble_is_that_of_the_papers():
     "text, complaint",
     [
         ("0F0,0B0\n", r"has 1 lines, but the pipeline 2 ranks"),
-        ("0F0,0X0\n1F0,1B0\n", r'line 1, field 2: "0X0" is no action; write the stage'),
+        ("0F0,0X0\n1F0,1B0\n", r'line 1, field 2: "0X0" is not an action; write the stage'),
         ("0F0\n1F0,1B0\n", r"stage 0 must run micro-batch 0 forward once \(F\) and backward once"),
         ("0F0,0B0,1F0\n1B0\n", r"stage 1 is on lines \[1, 2\]"),
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", r"last stage must run its forwards in the order of the micro-batches"),
@@ -159,12 +161,12 @@ def test_a_table_that_cannot_run_is_refused_with_its_place(tmp_path, text, compl
 @pytest.mark.parametrize(
     "settings, count, complaint",
     [
-        ({"pipeline_schedule": "1f1b"}, 3, r'3 micro-batches a rank, but .* "1f1b" on 4 ranks needs 4 or more'),
+        ({"pipeline_schedule": "1f1b"}, 3, r'3 micro-batches per rank, but .* "1f1b" on 4 ranks needs 4 or more'),
         ({"pipeline_schedule": "dualpipev"}, 7, r"needs 8 or more"),
         ({"pipeline_schedule": "interleaved"}, 9, r"needs a multiple of 4"),
         ({"pipeline_schedule": "zbw"}, 4, r'"zbw" is unknown. Did you mean "zbv"'),
         ({"pipeline_schedule": "interleaved", "pipeline_stages_per_rank": 1}, 4, r"needs 2 or more"),
-        ({"pipeline_schedule": "zbv", "reshard_after_forward": "always"}, 4, r"halves of backward"),
+        ({"pipeline_schedule": "zbv", "reshard_after_forward": "always"}, 4, r"halves of the backward"),
         ({"pipeline_schedule": "nowhere.csv"}, 4, r"nowhere.csv cannot be read"),
     ],
 )

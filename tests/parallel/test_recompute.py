@@ -116,7 +116,7 @@ def test_a_budget_recomputes_as_many_layers_as_it_must():
     for kept in (0, 1, 3, 4):
         budget = 4 * hidden.nbytes + (kept + 0.5) * layer
         assert _counts(RecomputeConfig("budget", budget_gib=budget / 2**30))[0] == 8 - kept + 1  # once to measure
-    with pytest.raises(UserError, match="does not hold the inputs of 4 layers.* give at least"):
+    with pytest.raises(UserError, match="does not fit the inputs of 4 layers.* give at least"):
         _counts(RecomputeConfig("budget", budget_gib=3 * hidden.nbytes / 2**30))
 
 

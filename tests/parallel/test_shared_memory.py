@@ -133,7 +133,7 @@ def come_late():
     world, group = opened()
     assert shared_memory.share_memory(group, timedelta(milliseconds=200))
     if world.rank == 0:
-        with pytest.raises(RuntimeError, match=r"rank 1 did not come within 0:00:00\.2"):
+        with pytest.raises(RuntimeError, match=r"rank 1 did not arrive within 0:00:00\.2"):
             gather_rows(torch.ones(4), group)
         with pytest.raises(RuntimeError, match="memory is closed"):
             gather_rows(torch.ones(4), group)
@@ -168,7 +168,7 @@ def exchange_in_two_threads():
         first.start()
         while not shared_memory.memory_of(group, torch.ones(1))._busy.locked():
             time.sleep(0.001)
-        with pytest.raises(RuntimeError, match="two threads exchange with the same group"):
+        with pytest.raises(RuntimeError, match="two threads use the exchange of the same group"):
             gather_rows(torch.ones(4), group)
         world.barrier()
         first.join()

@@ -212,7 +212,7 @@ def refuse_few_chunks():
     from lockstep.parallel.row_product import row_product
 
     world = open_world(TENSOR, "cpu")
-    with pytest.raises(ValueError, match="1 chunks of a product are fewer than its 2 ranks"):
+    with pytest.raises(ValueError, match="1 chunks of a product are not a multiple of its 2 ranks"):
         row_product(torch.ones(4, 8), torch.ones(3, 8), 1, world.mesh.get_group("tensor"))
     close_world(world)
 
@@ -225,11 +225,11 @@ def test_a_degree_that_does_not_divide_the_model_is_refused_with_those_that_do()
     shape = preset("qwen3:micro", 258)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 4 attention heads, 2 key-value .*set it to 1 or 2"):
         refuse_impossible(shape, {"tensor": 3}, TENSOR)
-    with pytest.raises(UserError, match=r"tensor 8 leaves a rank none of the 9 tokens"):
+    with pytest.raises(UserError, match=r"tensor 8 leaves a rank with none of the 9 tokens"):
         shape = dataclasses.replace(preset("qwen3:micro", 9), num_heads=8, num_kv_heads=8, reduction_chunks=8)
         refuse_impossible(shape, {"tensor": 8}, ParallelConfig(tensor=8))
     shape = preset("qwen3:micro", 258)
-    with pytest.raises(UserError, match=r"reduction_chunks 1 are too few for parallel.tensor 2"):
+    with pytest.raises(UserError, match=r"reduction_chunks 1 is too small for parallel.tensor 2"):
         refuse_impossible(shape, {"tensor": 2}, TENSOR)
     refuse_impossible(dataclasses.replace(shape, reduction_chunks=2), {"tensor": 2}, TENSOR)
 

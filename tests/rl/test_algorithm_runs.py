@@ -240,7 +240,7 @@ def test_the_same_number_of_other_tokens_is_another_vocabulary(tmp_path, folders
     train_bpe(["quite another text, of other words and letters " * 50], bpe_tokenizer.vocab_size).save(other)
     (other / "byte_tokenizer.json").unlink(missing_ok=True)
     config = _config(tmp_path / "run", model, kl_coefficient=0.1, kl_reference=str(other))
-    with pytest.raises(UserError, match="other tokens under its numbers"):
+    with pytest.raises(UserError, match="other tokens for the same ids"):
         reinforce(config, EvenBytes())
 
 

@@ -184,11 +184,11 @@ def test_a_tracker_that_never_returns_holds_nothing_up(tmp_path, caplog, monkeyp
         for step in range(2, 10) if stuck_in != "close" else ():
             writer.write(step, {"loss": 1.0})
     never.set()
-    said = ["observe.wandb has not ended within 0.1 s, and is left behind"]
+    said = ["observe.wandb did not finish within 0.1 s and is abandoned"]
     if stuck_in != "close":
         step, slow = (7, 3) if stuck_in == "write" else (6, 4)  # one has been taken to be written
-        said.insert(0, f"observe.wandb is 5 steps behind at step {step}, and is given no more until it takes some")
-        said.append(f"observe.wandb was too slow for {slow} steps, which it does not show")
+        said.insert(0, f"observe.wandb is 5 steps behind at step {step}, and drops steps until it catches up")
+        said.append(f"observe.wandb was too slow: {slow} steps are missing in it")
     assert len(caplog.messages) == len(said)
     assert all(message.startswith(start) for message, start in zip(caplog.messages, said))
     assert [m["step"] for m in read_metrics(run.metrics)] == list(range(1, 10 if stuck_in != "close" else 2))

@@ -198,7 +198,7 @@ def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, env
 def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_save(folder, model_folder, steps):
     ended = Ended(folder, settings(folder, model_folder, "Vowels"), "sample", steps)
     assert ended.end(signal.SIGINT) == [130]
-    assert "SIGINT ended the run in its first step, before which there is nothing to save" in ended.said
+    assert "SIGINT ended the run in its first step, before there was anything to save" in ended.said
     assert not (folder / "run").exists() if steps < 0 else checkpoints(folder / "run") == []
 
 

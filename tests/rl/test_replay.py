@@ -221,7 +221,7 @@ def test_damaged_rollouts_and_metrics_are_named(tmp_path, run, spoil):
             replay(tmp_path / "run", 2, Half())
         path.write_bytes(whole)
     (tmp_path / "run/metrics.jsonl").write_bytes(b'{"loss": 1}\n' + whole)
-    with pytest.raises(UserError, match="metrics.jsonl:1: no metrics of a step"):
+    with pytest.raises(UserError, match="metrics.jsonl:1: not the metrics of a step"):
         replay(tmp_path / "run", 2, Half())
 
 

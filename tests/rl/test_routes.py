@@ -390,7 +390,7 @@ def test_a_server_says_the_routes_that_an_engine_here_says(tmp_path):
     assert all(choice["routes"] != other["routes"] for choice, other in zip(answer["choices"], whole["choices"]))
     assert not any("routes" in choice for choice in without["choices"])
     assert wrong.status_code == 400 and "return_routes" in wrong.text
-    assert alone.status_code == 400 and "give return_token_ids: true with it" in alone.json()["error"]["message"]
+    assert alone.status_code == 400 and "also set return_token_ids: true" in alone.json()["error"]["message"]
 
 
 @pytest.mark.slow

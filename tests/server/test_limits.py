@@ -111,7 +111,7 @@ def test_prompts_and_n_have_limits(limited):
 
         assert refused(prompt=[1] * 31)["code"] == "context_length_exceeded"
         assert "this server allows 4" in refused(prompt="x", n=5)["message"]
-        assert "6 sequences, but the server takes 5" in refused(prompt=["x", "y"], n=3)["message"]
+        assert "6 sequences, but the server allows 5" in refused(prompt=["x", "y"], n=3)["message"]
 
 
 def test_too_many_requests_or_sequences_get_429_and_when_to_come_back(limited):

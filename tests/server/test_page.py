@@ -82,7 +82,7 @@ def test_a_conversation_streams_its_answer_and_the_next_question_is_asked_with_i
     said = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     assert browser.execute_script("return messages[1].content") == said and said
     notes = [element.text for element in browser.find_elements("class name", "note")]
-    assert notes == ["cut at its limit of tokens"]
+    assert notes == ["stopped at the token limit"]
     _say(browser, "more")
     _wait(browser, lambda: _answered(browser))
     roles = browser.execute_script("return messages.map((message) => message.role)")
@@ -134,7 +134,7 @@ def test_a_refusal_is_shown_and_a_key_is_sent_where_the_server_asks_for_one(chat
         assert browser.find_element("id", "said").get_property("value") == "hello"
         _set(browser, key="wrong")
         _say(browser, "")
-        _wait(browser, lambda: _texts(browser, "error")[2:] == ["The server does not take this API key."])
+        _wait(browser, lambda: _texts(browser, "error")[2:] == ["The server does not accept this API key."])
         browser.find_element("id", "key").clear()
         browser.find_element("id", "key").send_keys("k1\t")
         _wait(browser, lambda: browser.title == "small")

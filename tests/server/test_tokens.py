@@ -132,9 +132,9 @@ def test_samples_that_were_begun_elsewhere_go_on_as_they_would_have(server, stop
         ({"begun": [[1]]}, "of all 2"),
         ({"seed": None}, "and a seed"),
         ({"prompt": PROMPTS}, "one prompt"),
-        ({"begun": [[1] * 4, [1]]}, "max_tokens, which counts them, is 3"),
+        ({"begun": [[1] * 4, [1]]}, "max_tokens, including them, is 3"),
         ({"begun": [[10**6], []]}, "outside the vocabulary"),
-        ({"begun": [[1] * 3, [1] * 3]}, "have ended"),
+        ({"begun": [[1] * 3, [1] * 3]}, "are finished"),
     ],
     ids=str,
 )

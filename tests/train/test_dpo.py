@@ -130,7 +130,7 @@ def test_a_reference_that_was_damaged_is_computed_again(tmp_path, model_folder, 
     )
     assert found == computed
     said = [r.getMessage() for r in caplog.records if "reference.safetensors" in r.getMessage()]
-    assert [line.endswith("it is computed again") for line in said] == [True] * (damage is not _gone)
+    assert [line.endswith("recomputing it") for line in said] == [True] * (damage is not _gone)
 
 
 def test_a_reference_that_cannot_be_kept_is_said(tmp_path, model_folder):
@@ -138,7 +138,7 @@ def test_a_reference_that_cannot_be_kept_is_said(tmp_path, model_folder):
     file = prefer(config) / "reference.safetensors"
     file.unlink()
     file.mkdir()
-    with pytest.raises(UserError, match="reference.safetensors: cannot be written .* move away what is there"):
+    with pytest.raises(UserError, match="reference.safetensors: cannot be written .* move the existing file"):
         prefer(replace(config, resume=True, steps=2))
 
 

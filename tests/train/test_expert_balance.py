@@ -99,7 +99,7 @@ def test_an_expert_without_tokens_is_called_dead(caplog):
     with caplog.at_level(logging.WARNING):
         metrics = trainer.balance.end_step(updated=True)
     assert metrics["experts/dead"] >= 1 and metrics["alarm/dead_experts"] == 1
-    assert "had no token for 20 steps" in caplog.text
+    assert "got no token for 20 steps" in caplog.text
 
 
 def test_a_bias_rises_for_an_expert_with_less_than_the_mean():
@@ -136,7 +136,7 @@ def test_a_run_writes_the_load_of_each_expert_and_resumes_with_it(tmp_path):
     every = CheckpointConfig(every=2, asynchronous=False)
     metrics = run("whole", checkpoint=every)
     assert all(m["experts/load_max"] >= m["experts/load_mean"] >= 1 for m in metrics)
-    assert "Load of the experts" in (tmp_path / "whole" / "report.html").read_text()
+    assert "Expert load" in (tmp_path / "whole" / "report.html").read_text()
     loads = [json.loads(line) for line in (tmp_path / "whole" / "expert_load.jsonl").read_text().splitlines()]
     assert [line["step"] for line in loads] == [1, 2, 3, 4]
     for line, m in zip(loads, metrics):

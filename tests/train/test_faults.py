@@ -117,8 +117,8 @@ def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, capl
     )
     run = pretrain(config, documents)
     messages = [r.getMessage() for r in caplog.records]
-    spikes = [m for m in messages if "the loss spikes" in m]
-    assert spikes and any("and on with the data after the spike" in m for m in messages)
+    spikes = [m for m in messages if "loss spike of" in m]
+    assert spikes and any("continuing with the data after the spike" in m for m in messages)
     metrics = read_metrics(run / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, 61))
     # Whole steps of data were passed over: those from the checkpoint to the spike.
@@ -144,7 +144,7 @@ def test_a_resumed_run_finds_spikes_from_its_first_steps_on(tmp_path, caplog, mo
     pretrain(_config(tmp_path, **changes))
     caplog.clear()
     pretrain(_config(tmp_path, **changes, steps=10, resume=True))
-    assert "the loss spikes" in caplog.text
+    assert "loss spike of" in caplog.text
 
 
 @pytest.mark.parametrize("ranks, number", [pytest.param(1, signal.SIGINT, marks=pytest.mark.slow), (2, signal.SIGTERM)])
@@ -188,8 +188,8 @@ def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, r
 @pytest.mark.parametrize(
     ("saved", "there"),
     [
-        ("None", "It has no whole checkpoint, and --resume begins it again"),
-        ("40", "Its newest whole checkpoint is of step 40, and --resume continues from there"),
+        ("None", "It has no complete checkpoint; --resume starts it again"),
+        ("40", "Its newest complete checkpoint is from step 40; --resume continues from there"),
     ],
 )
 def test_what_does_not_end_within_its_deadline_is_ended_and_told_what_is_left(saved, there):

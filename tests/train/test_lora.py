@@ -315,7 +315,7 @@ def test_fine_tuning_resumes_with_the_same_bits_and_saves_the_adapter_alone(tmp_
     assert len(first) == 28 and all(torch.equal(second[name], value) for name, value in first.items())
     assert main(["parity", "--model", str(whole), "--tokens", "200"]) == 0
     assert "Tokens different  : 0" in capsys.readouterr().out
-    with pytest.raises(UserError, match="is an adapter of rank 4 already"):
+    with pytest.raises(UserError, match="is already an adapter of rank 4"):
         finetune(_sft(tmp_path, whole, output=str(tmp_path / "more")))
     # Without a rank the adapter itself is trained on.
     more = finetune(_sft(tmp_path, whole, output=str(tmp_path / "more"), lora=LoraConfig(), steps=1, dtype=dtype))
@@ -351,7 +351,7 @@ def test_a_run_is_not_resumed_with_another_adapter(tmp_path, model_folder, other
 def test_biases_of_a_frozen_router_do_not_move():
     shape = preset("deepseek_v3:micro", 128)
     model = build_model(replace(shape, lora=lora_of(shape, 2, 16.0, ("o_proj",))), "float32")
-    with pytest.raises(UserError, match="router_bias_rate moves weights of the base"):
+    with pytest.raises(UserError, match="router_bias_rate changes weights of the base"):
         Trainer(model, TrainConfig(router_bias_rate=0.1), 1)
 
 

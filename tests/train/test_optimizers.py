@@ -64,8 +64,8 @@ def test_a_schedule_file_is_interpolated_and_held_at_its_ends(tmp_path):
         ("1,0.1\n", "line 1: the header must be step,learning_rate"),
         ("step,learning_rate\n1,0.1\n\nfast,0.2\n", "line 4: 'fast,0.2' is not step,learning_rate"),
         ("step,learning_rate\n5,0.1\n5,0.2\n", "line 3: step 5 does not come after step 5"),
-        ("step,learning_rate\n5,-0.1\n", "line 2: the learning rate must be 0 or more"),
-        ("step,learning_rate\n", "holds no steps"),
+        ("step,learning_rate\n5,-0.1\n", "line 2: the learning rate must be the last column, and 0 or more"),
+        ("step,learning_rate\n", "has no steps"),
     ],
 )
 def test_a_schedule_file_that_cannot_be_followed_is_refused_by_file_and_line(tmp_path, text, message):
@@ -115,7 +115,7 @@ def test_rules_set_what_a_parameter_is_trained_by_and_survive_a_file(tmp_path):
 @pytest.mark.parametrize(
     "rule, message",
     [
-        ("layers.9.* frozen=true", "no parameter is named so"),
+        ("layers.9.* frozen=true", "no parameter has such a name"),
         ("* frozen=true", "freeze every parameter"),
         ("*norm* lr=1", 'unknown key "lr"'),
         ("*norm* optimizer=muon", "is not a matrix"),

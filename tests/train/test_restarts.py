@@ -69,7 +69,7 @@ def test_a_restarted_run_resumes_and_neither_refuses_nor_overwrites_itself(start
 def test_what_another_start_has_left_is_refused_by_every_attempt(start):
     start(0, torchrun="one")
     for attempt in (0, 1):
-        with pytest.raises(UserError, match="already holds a run"):
+        with pytest.raises(UserError, match="already contains a run"):
             start(attempt, torchrun="two")
     # And overwritten by a restart where the first attempt has not come so far.
     assert start(1, torchrun="two", overwrite=True) == [1, 2, 3, 4]

@@ -147,7 +147,7 @@ def test_a_run_that_resumes_with_other_settings_says_which(tmp_path, model_folde
     train_reward_model(_reward_config(tmp_path, model_folder, "run", steps=1))
     with caplog.at_level(logging.WARNING, logger="lockstep"):
         run = train_reward_model(_reward_config(tmp_path, model_folder, "run", steps=2, centering=0.5, resume=True))
-    assert "resumes with other settings than before: steps 2, was 1; centering 0.5, was 0.0" in caplog.text
+    assert "resumes with different settings: steps 2, was 1; centering 0.5, was 0.0" in caplog.text
     assert len(_metrics(run)) == 2
 
 

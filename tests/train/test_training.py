@@ -129,7 +129,7 @@ def test_a_folder_with_a_run_is_refused(tmp_path):
     data.write_text("abc " * 500)
     config = _config(tmp_path, "run", data=str(data), steps=1)
     pretrain(config)
-    with pytest.raises(UserError, match="already holds a run.*--resume.*--overwrite"):
+    with pytest.raises(UserError, match="already contains a run.*--resume.*--overwrite"):
         pretrain(config)
     config.overwrite = True
     pretrain(config)

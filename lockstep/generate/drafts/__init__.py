@@ -1,4 +1,4 @@
-"""Guesses at the tokens that come next: faster where they are good, and the same bits in any case."""
+"""Guesses at the next tokens: faster if they are good, and the same bits in any case."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 def make_draft(config: EngineConfig, model: Decoder, history: HistoryDraft | None = None) -> Draft | None:
     """What `config.draft` asks for. Raises UserError, naming the setting, for one that does not fit the model.
 
-    history: earlier completions of the same prompts, where `auto` looks first.
+    history: earlier completions of the same prompts, which `auto` looks up first.
     """
     if config.draft == "layers":
         return ModelDraft(first_layers(model, config.draft_layers), config)
@@ -39,12 +39,12 @@ def make_draft(config: EngineConfig, model: Decoder, history: HistoryDraft | Non
 
 def _draft_model(config: EngineConfig, model: Decoder) -> Decoder:
     if not config.draft_model:
-        raise UserError('engine.draft is "model", but engine.draft_model names no folder; give one, or draft "ngram"')
+        raise UserError('engine.draft is "model", but engine.draft_model is empty; set it, or use draft "ngram"')
     draft = load_model(config.draft_model, dtype=str(model.dtype).removeprefix("torch."), device=str(model.device))
     theirs, ours = draft.config.vocab_size, model.config.vocab_size
     if theirs != ours:
         raise UserError(
-            f"engine.draft_model {config.draft_model} has a vocabulary of {theirs} tokens, the model one of {ours}; "
-            "a draft takes the same tokenizer"
+            f"engine.draft_model {config.draft_model} has a vocabulary of {theirs} tokens, but the model has {ours}; "
+            "a draft model needs the same tokenizer"
         )
     return draft

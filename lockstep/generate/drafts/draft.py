@@ -1,4 +1,4 @@
-"""What a draft is: a guess at the tokens that come next, which the engine checks in one pass."""
+"""The interface of a draft: it guesses the next tokens, which the engine checks in one pass."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lockstep.generate.sequence import Sequence
 
 
 class Draft(Protocol):
-    """Guesses what the model is about to draw. Subclass it, and pass yours as `Engine(..., draft=...)`.
+    """Guesses what the model will draw next. Subclass it, and pass yours as `Engine(..., draft=...)`.
 
-    A guess changes no result, only how soon it comes: the engine keeps those that equal its own draws. On several
-    ranks each has one, and all must propose alike.
+    A guess never changes a result, only how soon it comes: the engine keeps the guesses that equal its own draws. With
+    several ranks, each has a draft, and all must propose the same tokens.
     """
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
-        """Up to `counts[i]` tokens to follow `sequences[i].tokens`; fewer, or none, where it knows no better."""
+        """Up to `counts[i]` tokens to follow `sequences[i].tokens`; fewer, or none, if it has no good guess."""
         ...
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
@@ -24,16 +24,16 @@ class Draft(Protocol):
         return None
 
     def ended(self, sequence: Sequence) -> None:
-        """It gets no more tokens, as its `finish_reason` says. Keep nothing of it longer than that."""
+        """The sequence gets no more tokens, for its `finish_reason`. Drop everything kept for it."""
         return None
 
     def weights_changed(self) -> None:
-        """From here on the model has other weights."""
+        """From now on, the model has other weights."""
         return None
 
 
 class FirstOf(Draft):
-    """The first of several that proposes anything for a sequence is taken."""
+    """Uses, for each sequence, the first of several drafts that proposes anything."""
 
     def __init__(self, *drafts: Draft):
         self.drafts = drafts

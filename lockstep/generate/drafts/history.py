@@ -1,4 +1,4 @@
-"""Guesses from earlier completions of the same prompt: in reinforcement the policy moves little between epochs."""
+"""Guesses from earlier completions of the same prompt: in reinforcement, the policy changes little between epochs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lockstep.generate.drafts.draft import Draft
 from lockstep.generate.sequence import Sequence
 
 BEGIN = -1
-"""Stands before each completion, where no token does."""
+"""Precedes each completion; equal to no token."""
 PROMPT = 64
-"""Tokens whose memory the book-keeping of a prompt takes."""
+"""The bookkeeping of a prompt takes as much memory as this many tokens."""
 
 
 class SuffixAutomaton:
-    """Every substring of some texts, and how often each occurs (Blumer et al. 1985).
+    """All substrings of some texts, and how often each occurs (Blumer et al. 1985).
 
-    A state is a set of substrings that end in the same places; following a token from it is one look-up.
+    A state is a set of substrings that end at the same positions; following a token from it is one lookup.
     """
 
     def __init__(self, texts: Iterable[ListLike[int]]):
         self.following: list[dict[int, int]] = [{}]
         self.suffix: list[int] = [-1]
-        """The state of the longest suffix that occurs elsewhere too."""
+        """The state of the longest suffix that also occurs elsewhere."""
         self.length: list[int] = [0]
         self.count: list[int] = [0]
         for text in texts:
@@ -49,12 +49,12 @@ class SuffixAutomaton:
         return self.following[state][token], matched + 1
 
     def likeliest(self, state: int) -> int | None:
-        """The token that followed most often; None where no text goes on."""
+        """The token that followed most often; None if no text continues."""
         following = self.following[state]
         return max(following, key=lambda token: self.count[following[token]], default=None)
 
     def _extended(self, last: int, token: int) -> int:
-        """The state of the text so far, which is `last`'s longest substring, and `token`."""
+        """The state of the text so far, which is the longest substring of `last`, followed by `token`."""
         known = self.following[last].get(token)
         if known is not None:
             return self._of_length(last, known, token)
@@ -66,7 +66,7 @@ class SuffixAutomaton:
         return state
 
     def _of_length(self, before: int, state: int, token: int) -> int:
-        """The part of `state` that is no longer than `before` and `token`: its own state, made where there is none."""
+        """The part of `state` that is no longer than `before` and `token`: its own state, created if there is none."""
         if self.length[before] + 1 == self.length[state]:
             return state
         part = self._new_state(dict(self.following[state]), self.length[before] + 1)
@@ -85,10 +85,10 @@ class SuffixAutomaton:
 
 
 class HistoryDraft(Draft):
-    """Goes on as the last completions of the same prompt did, most of which agree with what was sampled so far.
+    """Continues as most of the recent completions of the same prompt did that agree with what was sampled so far.
 
-    It remembers the newest `per_prompt` completions of each prompt, and `capacity` tokens of completions in all, where
-    a prompt counts as `PROMPT` more; the prompts longest unseen go first. The idea is that of SRT (arXiv 2601.09083)
+    It remembers the newest `per_prompt` completions of each prompt, and `capacity` tokens of completions in all, with
+    `PROMPT` more per prompt; least recently seen prompts are evicted first. The idea comes from SRT (arXiv 2601.09083)
     and DAS (2511.13841).
     """
 
@@ -98,10 +98,10 @@ class HistoryDraft(Draft):
         self._size = 0
         self._places: WeakKeyDictionary[Sequence, _Place] = WeakKeyDictionary()
         self._automata: WeakValueDictionary[bytes, SuffixAutomaton] = WeakValueDictionary()
-        """Of prompts that are being continued, whose sequences hold them."""
+        """Automata of prompts that are being continued; their sequences hold the references."""
 
     def remember(self, prompt: ListLike[int], completion: ListLike[int]) -> None:
-        """Takes a completion in, as if it had been sampled here."""
+        """Adds a completion, as if it had been sampled here."""
         self._remember(_key(prompt), completion)
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
@@ -147,7 +147,7 @@ class HistoryDraft(Draft):
         return proposal
 
     def _automaton(self, key: bytes) -> SuffixAutomaton | None:
-        """Made when the prompt comes again, of what is remembered then."""
+        """Built when the prompt comes again, from what is remembered at that time."""
         automaton = self._automata.get(key)
         if automaton is None and key in self._completions:
             automaton = SuffixAutomaton((BEGIN, *completion) for completion in self._completions[key])
@@ -173,5 +173,5 @@ class _Place:
 
 
 def _key(prompt: ListLike[int]) -> bytes:
-    """A digest: two prompts that shared one would only guess badly."""
+    """A digest: a collision of two prompts would only cause bad guesses."""
     return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""How many tokens to propose for each sequence: those that raise the tokens a second, by what was accepted lately."""
+"""How many tokens to propose for each sequence: as many as raise throughput, given recent acceptance."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from lockstep.generate.sequence import Sequence
 
 MEMORY = 0.97
-"""Of what is known about acceptance, the share that is kept when another token has been checked."""
+"""Decay of the acceptance statistics per checked token."""
 FIRST_CHANCE = 0.7
 PRIOR = 8
-"""Checked tokens that what is known of all sequences counts as, beside those of one's own."""
+"""Checked tokens that the statistics over all sequences count as, next to a sequence's own."""
 MARGIN = 1.03
-"""Of the tokens a second without guesses, what is to be expected with them: less is lost in chance."""
+"""Guess only if the expected throughput is this multiple of that without guesses: less is noise."""
 LONGEST_REST = 32
-"""Steps without a guess after which a few sequences try again."""
+"""Steps without a guess, after which a few sequences try again."""
 REST_WITHOUT_A_GUESS = 8
-"""The same where the draft had none."""
+"""The same if the draft had no guess."""
 WAKING = 0.75
-"""Of the sequences for which guesses did not pay: with fewer, rows cost less."""
+"""Fraction of the number of sequences at which guesses did not pay: with fewer, rows cost less."""
 GROWTH = 2
-"""A step of more rows than any that was timed has at most so many times as many."""
+"""A step has at most this many times the rows of the largest step that was timed."""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class Acceptance:
         self.checked = self.checked * kept + checked
 
     def chance(self, prior: float, weight: float) -> float:
-        """That the next token is drawn, where `prior` counts as so many checked tokens."""
+        """The probability that the next token is drawn, with `prior` counting as `weight` checked tokens."""
         return (self.accepted + weight * prior) / (self.checked + weight)
 
 
 class StepTimes:
-    """Seconds of a decode step by its rows, from the steps that have run: a row more is not free at every size."""
+    """Seconds of a decode step by its rows, from the steps that have run: another row is not free at every size."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -60,22 +60,22 @@ class StepTimes:
             self._seconds.insert(place, seconds)
         elif seconds < self._seconds[place]:
             self._seconds[place] = seconds
-        else:  # what lasts is no disturbance: a longer context, or other work on the machine
+        else:  # what persists is not noise: a longer context, or other work on the machine
             self._seconds[place] += 0.1 * (seconds - self._seconds[place])
 
     @property
     def fewest_rows(self) -> int:
-        """Of a step that has run; 0 before the first."""
+        """The fewest rows of a step that has run; 0 before the first."""
         return self._rows[0] if self._rows else 0
 
     @property
     def most_rows(self) -> int:
-        """Of a step that may be tried."""
+        """The most rows of a step that may be tried."""
         return GROWTH * self._rows[-1] if self._rows else 0
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """Between two sizes that have run the line through them; beyond the largest the same slope."""
-        # More rows take no less time: a faster one of more rows says that the slower one was disturbed.
+        """Interpolated linearly between sizes that have run, and extrapolated with the average slope beyond them."""
+        # More rows never take less time: if a step of more rows was faster, the slower one was disturbed.
         known = np.minimum.accumulate(self._seconds[::-1])[::-1]
         inside = np.interp(rows, self._rows, known)
         if len(self._rows) < 2:
@@ -85,10 +85,10 @@ class StepTimes:
 
 
 class DraftLengths:
-    """Chooses lengths, and learns from what came of them.
+    """Chooses lengths, and learns from the results.
 
-    The chance that a sequence's guess holds for j tokens is its acceptance rate to the power of j. Of all tokens that
-    may be proposed in a step the likeliest are taken, as many as make the expected tokens a second most.
+    The probability that a sequence's guess holds for j tokens is its acceptance rate to the power of j. Of all tokens
+    that could be proposed in a step, the likeliest are taken, as many as maximize the expected tokens per second.
     """
 
     def __init__(self, most: int):
@@ -98,15 +98,15 @@ class DraftLengths:
         self._own: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
         self._rest = self._rested = self._paid_not_for = 0
         self._guessing = 0.0
-        """Seconds that choosing and guessing take for a token of every sequence."""
+        """Seconds that choosing and guessing take for one token of every sequence."""
 
     def rests(self, sequences: int) -> bool:
-        """Whether nothing is to be chosen in this step, since it did not pay lately with about as many sequences."""
+        """Whether to skip guessing in this step, since it did not pay recently with about as many sequences."""
         self._rested += 1
         return self._rested <= self._rest and sequences > self._paid_not_for * WAKING
 
     def choose(self, sequences: ListLike[Sequence], limits: ListLike[int], rows: int, room: int) -> list[int]:
-        """Tokens for each sequence, at most `limits[i]` and `room` in all, in a step of `rows` rows without them."""
+        """Tokens to guess per sequence, at most `limits[i]` and `room` in all; `rows`: the step's rows without them."""
         none = [0] * len(sequences)
         room = min(room, self.times.most_rows - rows, sum(limits))
         if room <= 0:
@@ -118,7 +118,7 @@ class DraftLengths:
         return self._trial(sequences, limits, room) if self._rest == LONGEST_REST else none
 
     def guessed(self, asked: ListLike[int], proposed: int, seconds: float, sequences: int) -> None:
-        """These tokens were asked for, and so many came; choosing and guessing took so long for all sequences."""
+        """`asked` tokens were requested and `proposed` came; choosing and guessing for all sequences took `seconds`."""
         each = seconds * sequences / sum(asked)
         self._guessing += (each - self._guessing) * (0.2 if self._guessing else 1.0)
         if proposed:
@@ -152,7 +152,7 @@ class DraftLengths:
         return np.bincount(order[:taken] // self.most, minlength=len(sequences))
 
     def _trial(self, sequences: ListLike[Sequence], limits: ListLike[int], room: int) -> list[int]:
-        """Two tokens for one sequence in 16, those with the most to go: texts begin to repeat themselves."""
+        """Two tokens for one sequence in 16, those with the most tokens left: texts begin to repeat themselves."""
         order = sorted(range(len(sequences)), key=lambda place: -limits[place])
         counts = [0] * len(sequences)
         for place in order[: 1 + len(sequences) // 16]:
@@ -162,6 +162,6 @@ class DraftLengths:
 
 
 def _weights(sequences: ListLike[Sequence]) -> np.ndarray:
-    """What a token of each is worth: more where more are to come, for the step ends with its longest sequence."""
+    """The value of a token of each: higher if more are to come, since the longest sequence determines the end."""
     left = np.array([s.params.max_tokens - s.sampled for s in sequences], dtype=np.float64)
     return np.clip(left / left.mean(), 0.5, 2.0)

@@ -1,4 +1,4 @@
-"""Guesses of a smaller model, or of the model's own first layers, drawn as the model itself will draw."""
+"""Guesses from a smaller model, or from the model's own first layers, drawn as the model itself will draw."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lockstep.model import Decoder
 
 
 def first_layers(model: Decoder, count: int) -> Decoder:
-    """A model of the first `count` layers, with the embedding, norm and head of the whole: nothing is copied."""
+    """A model of the first `count` layers, with the embedding, norm and head of the full model: nothing is copied."""
     if not 1 <= count < model.config.num_layers:
         raise UserError(
-            f"engine.draft_layers is {count}; a draft of the model's own takes from 1 to "
-            f"{model.config.num_layers - 1} of its {model.config.num_layers} layers"
+            f"engine.draft_layers is {count}; a draft of the model's own layers takes from 1 to "
+            f"{model.config.num_layers - 1} of its {model.config.num_layers}"
         )
     lora = model.config.lora
     if lora is not None:
@@ -40,9 +40,9 @@ def first_layers(model: Decoder, count: int) -> Decoder:
 
 
 class ModelDraft(Draft):
-    """Decodes with `model`, a few steps ahead of each sequence, with the draws that the sequence itself will have.
+    """Decodes with `model` a few steps ahead of each sequence, with the draws that the sequence itself will have.
 
-    It has a cache of its own, as large in tokens as the engine's. Where a model is cut over ranks they all call it.
+    It has its own cache, with as many tokens as the engine's. If a model is sharded over ranks, all of them call it.
     """
 
     def __init__(self, model: Decoder, config: EngineConfig):
@@ -54,7 +54,7 @@ class ModelDraft(Draft):
         self._arrays = BatchArrays(config.max_sequences)
         self._slots = list(range(config.max_sequences))
         self._own: dict[Sequence, Sequence] = {}
-        """Of each of the engine's sequences the one here: its tokens, and then guesses."""
+        """The draft's own sequence for each of the engine's: its tokens, followed by guesses."""
 
     def propose(self, sequences: ListLike[Sequence], counts: ListLike[int]) -> list[list[int]]:
         self._release(s for s in list(self._own) if s.finish_reason is not None)
@@ -68,7 +68,7 @@ class ModelDraft(Draft):
             own.computed = 0
 
     def _make_room(self, sequence: Sequence, count: int, asked: ListLike[Sequence]) -> bool:
-        """Brings its own sequence up to its tokens; False where so many more never fit, or do not now."""
+        """Brings the draft's own sequence up to date; False if `count` more tokens do not fit, ever or at present."""
         length = len(sequence.tokens) + count
         if length > self.model.config.max_positions:
             return False
@@ -97,7 +97,7 @@ class ModelDraft(Draft):
                 self._allocator.release(page)
 
     def _draw(self, pending: list[Sequence]) -> None:
-        """One more token for each, their other tokens computed first where they are not."""
+        """Draws one more token for each, after computing those of their tokens that are not computed yet."""
         while pending:
             chunks, budget = [], self._budget
             for sequence in pending:

@@ -1,4 +1,4 @@
-"""Guesses from the sequence itself: what followed its last tokens when they stood there before."""
+"""Guesses from the sequence itself: what followed its last tokens when they occurred before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.generate.sequence import Sequence
 
 
 class NGramDraft(Draft):
-    """Looks the last tokens up in prompt and output: the longest match of at most `longest`, and of these the latest.
+    """Looks up the last tokens in prompt and output: the longest match of at most `longest`, and the latest of these.
 
     A match of fewer than `shortest` tokens proposes nothing. After prompt lookup decoding (Saxena 2023).
     """
@@ -31,13 +31,13 @@ class NGramDraft(Draft):
         for length in self.lengths:
             if start := text.after.get(tuple(tokens[-length:])):
                 following = tokens[start : start + count]
-                # What repeats with a period shorter than the guess goes on repeating.
+                # What repeats with a period shorter than the guess is assumed to keep repeating.
                 return (following * (-(-count // len(following))))[:count]
         return []
 
 
 class _Text:
-    """Where each n-gram of a growing text was followed last."""
+    """Where each n-gram of a growing text was last followed by a token."""
 
     def __init__(self) -> None:
         self.after: dict[tuple[int, ...], int] = {}

@@ -1,7 +1,7 @@
-"""Speculative decoding: a step computes guessed tokens too, and keeps those that equal its own draws.
+"""Speculative decoding: a step also computes guessed tokens, and keeps those that equal its own draws.
 
-A row's bits depend on its sequence's tokens up to it, and a draw on (seed, index) and these bits. So the tokens and
-log-probabilities are those of decoding one by one: nothing is rejected by chance, and nothing drifts.
+A row's bits depend only on its sequence's tokens up to it, and a draw only on (seed, index) and these bits. So tokens
+and log-probabilities are those of decoding one by one: no rejection sampling, and no drift.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lockstep.generate.sequence import Sequence
 
 
 class Speculation:
-    """Adds guesses to a step's chunks, and keeps count of them.
+    """Adds guesses to a step's chunks, and counts them.
 
-    rows: those that a step may have at most; group: the ranks that share the model, of which the first one decides.
+    rows: the most rows of a step; group: the ranks that share the model, of which the first one decides.
     """
 
     def __init__(self, draft: Draft, vocab: int, rows: int, most: int, group: dist.ProcessGroup | None):
@@ -35,7 +35,7 @@ class Speculation:
         self._guessing = 0.0
 
     def extend(self, chunks: ListLike[Chunk], scheduler: Scheduler) -> None:
-        """Guesses for the sequences that are sampled in this step, as far as rows and free pages go."""
+        """Guesses for the sequences that are sampled in this step, as far as rows and free pages allow."""
         self._guessing = 0.0
         resting = self.lengths.rests(len(chunks))
         if resting and self._group is None:
@@ -44,7 +44,7 @@ class Speculation:
         sampled = [chunk for chunk in chunks if chunk.is_sampled]
         rows = sum(chunk.count for chunk in chunks)
         sequences = [chunk.sequence for chunk in sampled]
-        # The last token of a sequence is drawn, and never computed.
+        # The last token of a sequence is drawn but never computed.
         limits = [s.params.max_tokens - s.sampled - 1 for s in sequences]
         none = [0] * len(sequences)
         counts = self._agreed(none if resting else self.lengths.choose(sequences, limits, rows, self._rows - rows))
@@ -64,10 +64,10 @@ class Speculation:
             self.draft.verified(chunk.sequence, len(chunk.guess), accepted)
 
     def timed(self, chunks: ListLike[Chunk], seconds: float) -> tuple[float, float]:
-        """A step has taken so long. Those that compute prompts say nothing of what a row costs in decoding.
+        """Records how long a step took. Steps that compute prompts do not tell what a row costs in decoding.
 
-        Returns the seconds of the step and its guessing, and what one without guesses takes; (0, 0) where it had none,
-        or where no step of as few rows has run so far.
+        Returns the seconds of the step including its guessing, and what a step without guesses takes; (0, 0) if it had
+        none, or if no step of as few rows has run so far.
         """
         if any(chunk.count > 1 for chunk in chunks):
             return 0.0, 0.0
@@ -77,7 +77,7 @@ class Speculation:
         return (self._guessing + seconds, plain) if plain and rows > len(chunks) else (0.0, 0.0)
 
     def _agreed(self, counts: list[int]) -> list[int]:
-        """Those of the group's first rank: its clock is not that of the others."""
+        """The counts of the group's first rank: the ranks' clocks differ."""
         if self._group is None or not counts:
             return counts
         told = torch.tensor(counts)
@@ -86,7 +86,7 @@ class Speculation:
         return agreed
 
     def _usable(self, sequence: Sequence, proposal: Iterable[int], most: int) -> list[int]:
-        """The proposal up to what is no token, or would be the last one: nothing is computed after that."""
+        """The proposal up to the first non-token, or a token that would be the last: nothing is computed after it."""
         tokens = [operator.index(token) for token in islice(proposal, most)]
         ends = (place for place, t in enumerate(tokens) if not 0 <= t < self._vocab or t in sequence.stop_ids)
         return tokens[: next(ends, most)]

@@ -1,4 +1,4 @@
-"""One JSON line a request, its id in the answer's header, and its times in the metrics."""
+"""One JSON line per request, the request's id in the response header, and its times in the metrics."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep.generate.server.metrics import Metrics
 
 RECORD = "lockstep.record"
-"""Where the scope of a request holds its record."""
+"""The key of a request's record in its scope."""
 DISCONNECTED = 499
-"""Status of a request whose client went away before the answer began, as nginx has it."""
+"""Status of a request whose client disconnected before the response began, as in nginx."""
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger("lockstep.access")
@@ -25,7 +25,7 @@ logger = logging.getLogger("lockstep.access")
 
 @dataclass
 class RequestRecord:
-    """What is known of a request; the routes fill it in."""
+    """What is known about a request; filled in by the routes."""
 
     request_id: str
     started: float = field(default_factory=time.perf_counter)
@@ -36,7 +36,7 @@ class RequestRecord:
     first_token: float | None = None
     """Seconds from the start."""
     aborted: str | None = None
-    """Why it ended before its time: disconnected, deadline, shutdown or failure."""
+    """Why it ended early: disconnected, deadline, shutdown or failure."""
 
     @property
     def seconds(self) -> float:
@@ -49,7 +49,7 @@ def record_of(request: Request) -> RequestRecord:
 
 
 class AccessLog:
-    """The outermost layer: sees every request and how it ended."""
+    """The outermost layer: logs every request and how it ended."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app = app
@@ -75,7 +75,7 @@ class AccessLog:
 
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         status = record.status or (DISCONNECTED if record.aborted == "disconnected" else 500)
-        # The route's pattern, not the path: a client must not be able to make a new time series.
+        # The route's pattern, not the path: a client must not be able to create new time series.
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.finished(route, status, record.aborted)
         line = {

@@ -1,4 +1,4 @@
-"""From prompts to an answer: the way through the engine that both routes share."""
+"""From prompts to a response: the path through the engine that both routes share."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from lockstep.generate.server.text import GrowingText, StopString
 from lockstep.generate.server.watch import EventStream
 
 LONG_TEXT = 4096
-"""Characters of a request's texts together, from which on they are tokenized outside the event loop's thread: above a
-millisecond or so."""
+"""Characters of all texts of a request; from this many, which take about a millisecond, they are tokenized outside the
+event loop's thread."""
 LONG_ANSWER = 4096
-"""Tokens. Such answers are written one at a time."""
+"""In tokens. Longer responses are serialized one at a time."""
 
 
 async def encode(service: Service, texts: list[str], field: str) -> list[list[int]]:
-    """Tokens of a request's texts, nothing added to them. Raises ApiError for one that is too long in any case."""
+    """Tokens of a request's texts, with nothing added. Raises ApiError for a text that is certainly too long."""
     for text in texts:
         check_text(service, len(text), field)
     if sum(map(len, texts)) < LONG_TEXT:
         return [service.tokenizer.encode(text) for text in texts]
-    # A batch, be it of one: it keeps no offsets, and other threads run meanwhile.
+    # A batch, even of one text: it keeps no offsets, and other threads run meanwhile.
     return await in_turn(service.turns.tokenizing, partial(service.tokenizer.encode_batch, texts))
 
 
 def check_text(service: Service, characters: int, field: str) -> None:
-    """Before a text costs any work. Raises ApiError where not even the longest tokens make it short enough."""
+    """Called before a text costs any work. Raises ApiError if not even the longest tokens make it short enough."""
     limit = _longest_prompt(service)
     if characters > limit * service.tokenizer.longest_token:
         message = f"a prompt of {characters} characters has more than the {limit} tokens that this server allows"
@@ -59,7 +59,10 @@ async def answer(
     chat: bool,
     begun: Sequence[Completion] = (),
 ) -> Response:
-    """Samples the prompts and answers, streamed if the body says so. begun: of one prompt, what samples go on after."""
+    """Samples the prompts and responds, streamed if the body says so.
+
+    begun: with a single prompt, the beginnings that its samples continue.
+    """
     _check_length(service, prompts, max_tokens, "messages" if chat else "prompt")
     params = body.sampling_params(max_tokens, top_logprobs or 0)
     reply = Reply(
@@ -78,7 +81,7 @@ async def answer(
     steps = _steps(service, record, prompts, params, begun)
     if not body.stream:
         return await _whole(service, reply, record, steps)
-    # The first step yields nothing: from there on the request is accepted, and the answer may begin.
+    # The first step yields nothing: after it, the request is accepted, and the response can begin.
     await anext(steps)
     with_usage = bool(body.stream_options and body.stream_options.include_usage)
     chunks = _chunks(reply, record, steps, with_usage)
@@ -86,12 +89,12 @@ async def answer(
 
 
 def check_count(service: Service, prompts: int, n: int) -> None:
-    """Before the prompts cost any work. Raises ApiError for more than the server ever takes."""
+    """Called before the prompts cost any work. Raises ApiError for more than the server ever accepts."""
     if n > service.config.max_n:
         raise ApiError(400, f"n is {n}; this server allows {service.config.max_n}", "n")
     limit = service.limits.max_sequences
     if prompts * n > limit:
-        message = f"{prompts} prompts times n are {prompts * n} sequences, but the server takes {limit}; ask for fewer"
+        message = f"{prompts} prompts times n are {prompts * n} sequences, but the server allows {limit}; ask for fewer"
         raise ApiError(400, message, "n" if n > 1 else "prompt")
 
 
@@ -117,7 +120,7 @@ async def _steps(
     params: SamplingParams,
     begun: Sequence[Completion],
 ) -> AsyncGenerator[list[Piece], None]:
-    """An empty list once the engine has accepted the prompts, then what each of its steps adds to the choices."""
+    """Yields an empty list once the engine has accepted the prompts, then what each step adds to the choices."""
     stop_ids = set(params.ending_ids(service.engine.model.config.eos_token_ids))
     stop = [StopString(text) for text in params.stop]
     choices = [_Choice(GrowingText(service.tokenizer, stop, stop_ids)) for _ in range(len(prompts) * params.n)]
@@ -144,7 +147,7 @@ async def _steps(
 
 
 class _Choice:
-    """A sample on its way."""
+    """A sample in progress."""
 
     def __init__(self, text: GrowingText):
         self.text = text
@@ -170,7 +173,7 @@ def _piece(service: Service, choices: list[_Choice], n: int, prompt_event: Promp
     text = choice.text.push(event.token_id, last)
     if last:
         service.metrics.sample_finished(time.perf_counter() - choice.first_token, choice.tokens)
-    # A stop string may be complete only where the last, broken character is written out.
+    # A stop string may be completed only when the last, broken character is written out.
     reason = "stop" if last and choice.text.stopped else event.finish_reason
     return Piece(index, position, choice.tokens == 1, text, [event], [offset], reason)
 
@@ -188,7 +191,7 @@ async def _whole(
                     choices[piece.index].add(piece)
     ordered = [choices[index] for index in sorted(choices)]
     usage = usage_of(record.prompt_tokens, record.completion_tokens)
-    # Log-probabilities of many long samples are hundreds of thousands of entries.
+    # The log-probabilities of many long samples are hundreds of thousands of entries.
     long = record.completion_tokens > LONG_ANSWER
     write = partial(reply.answer, ordered, usage)
     content = await (in_turn(service.turns.writing, write) if long else asyncio.to_thread(write))

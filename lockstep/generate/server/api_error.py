@@ -1,4 +1,4 @@
-"""What a client is told when a request fails, in OpenAI's shape."""
+"""The error responses that clients get, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_err
 
 
 class ApiError(Exception):
-    """An answer other than 200. `param` names the field at fault, `code` is for programs."""
+    """A response other than 200. `param` names the field at fault; `code` is for programs."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ def too_busy(message: str) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down; ask another one", code="shutting_down")
+    return ApiError(503, "the server is shutting down; use another one", code="shutting_down")
 
 
 def engine_failed() -> ApiError:
-    return ApiError(503, "the engine has failed; restart the server, its log says why", code="engine_failed")
+    return ApiError(503, "the engine has failed; the server's log says why; restart it", code="engine_failed")
 
 
 def not_finite() -> ApiError:
-    # The official clients repeat a request after 500 unless they are told not to.
+    # The official clients retry a request after 500 unless they are told not to.
     return ApiError(
         500,
         "the logits of this request are not finite; other requests continue. Check the weights, or load others",

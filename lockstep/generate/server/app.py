@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP routes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from lockstep.model import check_token_ids
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat can continue to the end of the context."""
 LONG_CHAT = 64
-"""Messages, from which on a chat is rendered in a turn, however short they are."""
+"""Messages; chats with at least this many are rendered in turn, however short they are."""
 
 routes = APIRouter()
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application: routes, and around them keys, limits and the access log."""
+    """The application: the routes, wrapped by keys, limits and the access log."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -63,7 +63,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _described(body: type[BaseModel]) -> dict[str, Any]:
-    # The body is read by hand, bounded and before anything else sees it, so FastAPI has to be told its schema.
+    # The body is read by hand, with a limit and before anything else sees it, so FastAPI has to be given its schema.
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, definition in schema.pop("$defs", {}).items():
         schema = _inlined(schema, f"#/components/schemas/{name}", definition)
@@ -80,7 +80,7 @@ def _inlined(node: Any, reference: str, definition: dict[str, Any]) -> Any:
 
 @routes.post("/v1/completions", openapi_extra=_described(CompletionRequest))
 async def completions(request: Request) -> Response:
-    """Continues one or several prompts, given as text or as tokens."""
+    """Continues one or more prompts, given as text or as tokens."""
     return await _watched(request, _complete)
 
 
@@ -96,7 +96,7 @@ async def _complete(service: Service, request: Request, data: bytes) -> Response
 
 @routes.post("/v1/chat/completions", openapi_extra=_described(ChatRequest))
 async def chat_completions(request: Request) -> Response:
-    """The assistant's next message."""
+    """Returns the assistant's next message."""
     return await _watched(request, _chat)
 
 
@@ -131,7 +131,7 @@ async def _chat(service: Service, request: Request, data: bytes) -> Response:
 
 @routes.get("/", include_in_schema=False)
 async def page(request: Request) -> Response:
-    """A conversation in the browser."""
+    """A chat page for the browser."""
     return page_response()
 
 
@@ -152,7 +152,7 @@ async def model(request: Request, name: str) -> Response:
 
 @routes.get("/health")
 async def health(request: Request) -> Response:
-    """200 while requests are taken."""
+    """200 while requests are accepted."""
     service = _service(request)
     if service.engine_loop.failure is not None:
         raise engine_failed()
@@ -163,20 +163,20 @@ async def health(request: Request) -> Response:
 
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Metrics for Prometheus."""
     return Response(_service(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @routes.post("/admin/weights", openapi_extra=_described(WeightsRequest))
 async def weights(request: Request) -> Response:
-    """Loads other weights while requests run."""
+    """Loads other weights while requests are running."""
     service = _service(request)
     return json_response(await update_weights(service, parse_body(await _read(service, request), WeightsRequest)))
 
 
 @routes.get("/admin/model")
 async def description(request: Request) -> Response:
-    """What decides the bits of an answer, and how much the server takes on: for a run that samples here."""
+    """What determines the bits of a response, and the server's limits: for a run that samples here."""
     return json_response(describe(_service(request)))
 
 
@@ -204,7 +204,7 @@ def _check_model(service: Service, name: str | None) -> None:
 async def _watched(
     request: Request, work: Callable[[Service, Request, bytes], Coroutine[Any, Any, Response]]
 ) -> Response:
-    """What `work` makes of the body, given up where the client goes away, or the request takes too long."""
+    """Runs `work` on the body; cancels it if the client disconnects or the request takes too long."""
     service = _service(request)
     data = await _read(service, request)
     return await watch(request, work(service, request, data), service.config.request_seconds, service.limits.aborting)
@@ -226,14 +226,14 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
 
 
 def _begun(service: Service, body: CompletionRequest, prompts: int, max_tokens: int) -> list[Completion]:
-    """The samples that are gone on with, whose log-probabilities the client has."""
+    """The samples to continue, whose log-probabilities the client already has."""
     if body.begun is None:
         return []
     if prompts > 1:
         raise ApiError(400, f"begun needs exactly one prompt, not {prompts}", "begun")
     for tokens in body.begun:
         if len(tokens) > max_tokens:
-            message = f"begun has {len(tokens)} tokens of a sample, but max_tokens, which counts them, is {max_tokens}"
+            message = f"begun has {len(tokens)} tokens of a sample, but max_tokens, including them, is {max_tokens}"
             raise ApiError(400, message, "begun")
         if tokens:
             check_token_ids(tokens, service.engine.model.config.vocab_size, "begun")
@@ -261,7 +261,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return ApiError(500, "an error of the server's own; its log says more").response()
+    return ApiError(500, "internal error; see the server's log").response()
 
 
 HANDLERS = {

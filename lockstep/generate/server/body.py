@@ -1,4 +1,4 @@
-"""A request's body: bounded before it is parsed, and errors that name the field."""
+"""A request's body: limited in size before it is parsed, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lockstep.generate.server.api_error import ApiError
 Body = TypeVar("Body", bound=BaseModel)
 
 MOST = {",": 2**18, '"': 2**17, ":": 2**15, "[": 2**14, "{": 2**15}
-"""Of each of JSON's characters in a body, those in its texts included: parsing holds up every other client, for some
-0.05 µs a number and 1 to 2 µs a text, list or object."""
+"""The most of each of JSON's characters in a body, including those in its strings: parsing blocks every other client,
+for about 0.05 µs per number and 1 to 2 µs per string, list or object."""
 LARGE = 2**14
-"""Bytes. Below, parsing takes no time to speak of."""
+"""In bytes. Parsing a smaller body takes negligible time."""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Raises ApiError: 415 for another content type than JSON's, 413 beyond `max_bytes`."""
+    """Raises ApiError: 415 for a content type other than JSON's, 413 for more than `max_bytes`."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Also keeps pages in a browser out: without asking first, they may send forms and plain text only.
+    # Also keeps out pages in a browser: without asking first, they can only send forms and plain text.
     if content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
     too_large = ApiError(
@@ -44,16 +44,16 @@ async def parse_in_turn(data: bytes, kind: type[Body], parsing: asyncio.Lock) ->
     if len(data) < LARGE:
         return parse_body(data, kind)
     async with parsing:
-        # One body in a turn of the event loop: whoever asks for little is answered between two large ones.
+        # One body per turn of the event loop: small requests are answered between two large ones.
         await asyncio.sleep(0)
         return parse_body(data, kind)
 
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
-    """Raises ApiError for what holds too many values, is no JSON or not a `kind`."""
+    """Raises ApiError if the body has too many values, is not JSON, or is not a `kind`."""
     for character, most in MOST.items():
         if data.count(character.encode()) > most:
-            message = f"the body has the character {character} more than {most} times; ask for less in one request"
+            message = f"the body contains the character {character} more than {most} times; send less in one request"
             raise ApiError(413, message)
     try:
         return kind.model_validate_json(data)

@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, with an end to every wait for the client."""
+"""A client's connection: uvicorn's, with a timeout for every wait for the client."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 READ = 2**16
-"""Bytes of a body that are taken in one turn of the event loop."""
+"""Bytes of a body that are read in one turn of the event loop."""
 READ_UNKNOWN = 2**10
-"""Of what may come in chunks of one byte, 16 µs for each of them."""
+"""The same for input that may come in chunks of one byte, at 16 µs each."""
 
 
 def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
-    """A protocol for uvicorn that closes a connection at once where the client
+    """A protocol for uvicorn that closes a connection at once if the client
 
-    - has not sent a whole request, head and body, within `seconds` (0: no limit),
+    - has not sent a complete request, head and body, within `seconds` (0: no limit),
     - has not read what was written for that long,
-    - is one more than `most`.
+    - exceeds `most` connections.
 
-    uvicorn itself bounds the head's size and the time between requests.
+    uvicorn itself limits the size of the head and the time between requests.
     """
 
     class BoundedConnection(H11Protocol):
@@ -29,7 +29,7 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            # Whatever the kernel does not take at once counts as unread: no answer piles up here.
+            # Whatever the kernel does not accept at once counts as unread: no response piles up here.
             transport.set_write_buffer_limits(high=0)
             self._read_at_once(READ_UNKNOWN)
             if len(self.connections) > most:
@@ -45,7 +45,7 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._watch_reading()
-            # What a body of known length still lacks (h11 keeps it to itself), and nothing of what follows it.
+            # The rest of a body of known length (private to h11), and nothing of what follows it.
             left = getattr(self.conn._reader, "_remaining", 0)
             self._read_at_once(min(READ, left) or READ_UNKNOWN)
 
@@ -63,7 +63,7 @@ def bounded_connections(seconds: float, most: int) -> type[asyncio.Protocol]:
             self._written_in_time()
 
         def _read_at_once(self, most: int) -> None:
-            self.transport.max_size = most  # type: ignore[attr-defined]  # asyncio's own transports read so much
+            self.transport.max_size = most  # type: ignore[attr-defined]  # asyncio's own transports read this much
 
         def _watch_reading(self) -> None:
             cycle: Any = self.cycle

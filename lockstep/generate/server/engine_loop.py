@@ -1,7 +1,7 @@
-"""The engine in a thread of its own, and the bridge to asyncio.
+"""The engine in its own thread, and the bridge to asyncio.
 
-Only that thread touches the engine. Commands reach it through a queue and run between steps; what a step sampled goes
-back to the event loop in one call. Without work the thread sleeps on the queue.
+Only that thread touches the engine. Commands reach it through a queue and run between steps; what a step sampled is
+passed back to the event loop in one call. Without work, the thread sleeps on the queue.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from lockstep.generate.server.api_error import ApiError, engine_failed, not_fini
 
 Result = TypeVar("Result")
 PromptEvent = tuple[int, TokenEvent]
-"""Which of the prompts, and a token sampled for it."""
+"""The position of the prompt, and a token sampled for it."""
 
 logger = logging.getLogger("lockstep.server")
 
 
 class Generation:
-    """One client's prompts on their way through the engine."""
+    """One client's prompts in the engine."""
 
     def __init__(self, prompts: list[list[int]], params: SamplingParams, begun: Sequence[Completion] = ()):
         self.prompts = prompts
         self.params = params
         self.begun = begun
-        """What the samples go on after; of one prompt alone."""
+        """The beginnings that the samples continue; only with a single prompt."""
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unfinished = len(prompts) * params.n
         self.received: asyncio.Queue[list[PromptEvent] | ApiError] = asyncio.Queue()
         self.request_ids: list[int] = []
-        """The engine's; the engine's thread alone reads and writes them."""
+        """The engine's ids; only the engine's thread reads and writes them."""
 
     async def events(self) -> AsyncGenerator[list[PromptEvent], None]:
-        """What each step sampled, until all samples have ended. Raises ApiError if the engine fails or shuts down."""
+        """Yields what each step sampled until all samples have ended. Raises ApiError if the engine fails or stops."""
         while self.unfinished:
             batch = await self.received.get()
             if isinstance(batch, ApiError):
@@ -60,7 +60,7 @@ class Generation:
 
 @dataclass
 class _Owner:
-    """Whose an engine's request is, and how many of its samples still run."""
+    """The owner of an engine's request, and how many of its samples are unfinished."""
 
     generation: Generation
     position: int
@@ -73,7 +73,7 @@ class EngineLoop:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.failure: BaseException | None = None
-        """What a step raised; from then on every request is refused."""
+        """What a step raised; from then on, every request is refused."""
         self.generations: set[Generation] = set()
         self._owners: dict[int, _Owner] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class EngineLoop:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after the step that it is in."""
+        """Ends the thread after its current step."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -93,7 +93,7 @@ class EngineLoop:
     async def generation(
         self, prompts: list[list[int]], params: SamplingParams, begun: Sequence[Completion] = ()
     ) -> AsyncIterator[Generation]:
-        """Queues the prompts, all or none. Leaving the context frees whatever they still hold before the next step.
+        """Queues all of the prompts or none. On leaving the context, their resources are freed before the next step.
 
         Raises UserError for a prompt that can never be computed, ApiError if the engine has failed.
         """
@@ -114,7 +114,7 @@ class EngineLoop:
         self._commands.put(functools.partial(self._call, function, future))
         return await future
 
-    # From here on: the engine's thread.
+    # From here on, everything runs in the engine's thread.
 
     def _run(self) -> None:
         running = True
@@ -123,14 +123,14 @@ class EngineLoop:
                 running = self._take_commands()
                 if self._has_work():
                     self._hand_out(self.engine.step())
-            except BaseException as error:  # a panic of a library too: those who wait for the step must hear of it
+            except BaseException as error:  # including a library's panic: whoever waits for the step must be told
                 self._give_up(error)
 
     def _has_work(self) -> bool:
         return self.engine.has_work and self.failure is None
 
     def _take_commands(self) -> bool:
-        """Runs what is queued, waiting where there is nothing else to do; False when it is time to end."""
+        """Runs what is queued, and blocks if there is nothing else to do; False when the thread should end."""
         try:
             command = self._commands.get(block=not self._has_work())
             while command is not None:
@@ -150,7 +150,7 @@ class EngineLoop:
                 generation.request_ids.append(request_id)
                 ended = sum(sample.finish_reason is not None for sample in self.engine.samples(request_id))
                 if ended == generation.params.n:
-                    raise UserError("begun: all of these samples have ended; ask for those that have not")
+                    raise UserError("begun: all of these samples are finished; send unfinished ones")
                 generation.unfinished -= ended
                 self._owners[request_id] = _Owner(generation, position, generation.params.n - ended)
         except BaseException as error:
@@ -176,7 +176,7 @@ class EngineLoop:
             result = function(self.engine)
         except UserError as error:
             failure = error
-        except BaseException as error:  # it may have changed the engine half
+        except BaseException as error:  # it may have left the engine half changed
             self._give_up(error)
             failure = engine_failed()
         self._post(_settle, future, result, failure)
@@ -199,7 +199,7 @@ class EngineLoop:
             self._post(_deliver, batches)
 
     def _give_up(self, error: BaseException) -> None:
-        logger.error("the engine has failed; requests are refused until a restart", exc_info=error)
+        logger.error("the engine has failed; requests are refused until the server is restarted", exc_info=error)
         self.failure = error
         request_ids = list(self._owners)
         generations = {owner.generation for owner in self._owners.values()}
@@ -207,7 +207,7 @@ class EngineLoop:
         for generation in generations:
             generation.request_ids = []
             self._post(generation.fail, ApiError(500, "the engine has failed on this request", code="engine_failed"))
-        with contextlib.suppress(Exception):  # it may be in any state, and other ranks gone
+        with contextlib.suppress(Exception):  # it may be in any state, and other ranks may be gone
             for request_id in request_ids:
                 self.engine.abort(request_id)
 
@@ -222,7 +222,7 @@ def _deliver(batches: dict[Generation, list[PromptEvent]]) -> None:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():  # who waited for it has gone
+    if future.done():  # the waiting task is gone
         return
     if error is None:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""Who may ask: the API key of /v1 and /metrics, the admin key of /admin; without a key, this machine alone."""
+"""Access: the API key for /v1 and /metrics, the admin key for /admin; without a key, only this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.generate.server.api_error import ApiError
 
 
 class RequireKeys:
-    """Refuses requests without the key of their routes, before anything of their body is read."""
+    """Refuses requests without the key for their route, before any of their body is read."""
 
     def __init__(self, app: ASGIApp, api_key: str, admin_key: str):
         self._app = app
@@ -25,8 +25,8 @@ class RequireKeys:
         await (error.response() if error else self._app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> ApiError | None:
-        # The path that the router goes by. That of request.url is put together with the Host header, which may say
-        # anything: with "x#" in it, no path would be left to ask a key for.
+        # The path that the router uses. That of request.url is built with the Host header, which can contain anything:
+        # with "x#" in it, there would be no path left to require a key for.
         path = request.scope["path"]
         if not self._api_key and not _is_loopback(request.headers.get("host", "")):
             return _foreign_host()
@@ -48,13 +48,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def _foreign_host() -> ApiError:
-    # A page in a browser reaches this machine under a name of its own that it lets point here.
-    return ApiError(403, "without an API key this server answers only to localhost; ask http://127.0.0.1", code="host")
+    # A web page can reach this machine under its own host name, by letting that name point here (DNS rebinding).
+    return ApiError(403, "without an API key, this server only answers on localhost; use http://127.0.0.1", code="host")
 
 
 def _compare(request: Request, key: str, name: str) -> ApiError | None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Header text is Latin-1 of the bytes sent. compare_digest takes the same time wherever the two differ.
+    # Header text is the bytes sent, as Latin-1. compare_digest takes the same time wherever the two differ.
     if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
         return None
     message = f"send the {name} in the header Authorization: Bearer KEY"

@@ -1,4 +1,4 @@
-"""How much is taken on at the same time; what goes beyond is refused at once, to be sent again later."""
+"""Limits on concurrent work; requests beyond them are refused at once, to be sent again later."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Limits:
         self.requests = 0
         self.sequences = 0
         self.draining = False
-        """The server is shutting down: nothing new is taken on."""
+        """The server is shutting down: no new requests are accepted."""
         self.aborting = asyncio.Event()
-        """Nor does anything go on."""
+        """Running requests are aborted as well."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """A place among the requests. Raises ApiError (429, or 503 when shutting down)."""
+        """Holds a slot for a request. Raises ApiError (429, or 503 when shutting down)."""
         if self.draining:
             raise shutting_down()
         if self.requests >= self.max_requests:
-            raise too_busy(f"{self.requests} requests are being answered, the server's limit; try again later")
+            raise too_busy(f"{self.requests} requests are in progress, the server's limit; try again later")
         self.requests += 1
         try:
             yield
@@ -44,10 +44,10 @@ class Limits:
 
     @contextmanager
     def places(self, count: int) -> Iterator[None]:
-        """Places for `count` sequences. Raises ApiError (429) if they are taken."""
+        """Holds slots for `count` sequences. Raises ApiError (429) if there are not enough."""
         if self.sequences + count > self.max_sequences:
             raise too_busy(
-                f"{self.sequences} sequences run or wait and {count} more exceed the server's limit of "
+                f"{self.sequences} sequences are running or waiting, and {count} more exceed the server's limit of "
                 f"{self.max_sequences}; try again later"
             )
         self.sequences += count
@@ -59,8 +59,8 @@ class Limits:
 
 @dataclass
 class Turns:
-    """Held for work on a large request, of each kind one at a time: threads that take turns at Python's lock, or at a
-    core, hold up the event loop, the longer the more of them there are. Small requests do not wait for them."""
+    """Locks held for work on large requests, one at a time of each kind: threads that compete for the GIL or a core
+    delay the event loop, the longer the more of them there are. Small requests do not wait for them."""
 
     parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -69,9 +69,9 @@ class Turns:
 
 
 async def in_turn(turn: asyncio.Lock, work: Callable[[], Result]) -> Result:
-    """What `work` returns, called in a thread while the turn is held.
+    """Calls `work` in a thread while the turn is held; returns its result.
 
-    A wait for the turn can be given up, the work cannot: the turn is held until it has ended, whoever waits for it.
+    Waiting for the turn can be cancelled, but the work cannot: the turn is held until it has ended.
     """
     await turn.acquire()
     working = asyncio.ensure_future(asyncio.to_thread(work))
@@ -79,21 +79,21 @@ async def in_turn(turn: asyncio.Lock, work: Callable[[], Result]) -> Result:
     def ended(_: object) -> None:
         turn.release()
         if not working.cancelled():
-            working.exception()  # as seen: the one who waited may be gone
+            working.exception()  # marks it as retrieved: the waiting task may be gone
 
     working.add_done_callback(ended)
     return await asyncio.shield(working)
 
 
 class LimitRequests:
-    """Lets a request for work through only where there is a place for it, and keeps the place until it is answered."""
+    """Lets a request for work through only if there is a free slot, which it holds until it is answered."""
 
     def __init__(self, app: ASGIApp, limits: Limits):
         self._app = app
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # New weights and health checks must get through however much work there is.
+        # Weight updates and health checks must get through however much work there is.
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the engine's state as it is then, and counts and times of requests."""
+"""Metrics for Prometheus: the engine's current state, and counts and times of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PER_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class EngineCollector(Collector):
-    """Reads the engine when asked; single numbers, so no lock against its thread is needed."""
+    """Reads the engine when scraped; single numbers, so no lock against its thread is needed."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -26,9 +26,9 @@ class EngineCollector(Collector):
         prompt_tokens = done.prompt_tokens_computed + done.prompt_tokens_reused
         gauges = [
             ("sequences_running", "Sequences in the engine's batch.", len(engine.scheduler.running)),
-            ("sequences_waiting", "Sequences that wait for a place or for cache pages.", len(engine.scheduler.waiting)),
+            ("sequences_waiting", "Sequences waiting for a slot or for cache pages.", len(engine.scheduler.waiting)),
             ("cache_pages_total", "Pages of the key-value cache.", pages),
-            ("cache_pages_used", "Pages that a sequence holds.", pages - engine.allocator.num_free),
+            ("cache_pages_used", "Pages in use by sequences.", pages - engine.allocator.num_free),
             (
                 "prefix_hit_rate",
                 "Share of all prompt tokens that were found in the cache.",
@@ -41,11 +41,11 @@ class EngineCollector(Collector):
             ("prompt_tokens_reused", "Prompt tokens that were found in the cache.", done.prompt_tokens_reused),
             ("tokens_sampled", "Tokens sampled.", done.tokens_sampled),
             ("tokens_guessed", "Tokens that a draft proposed.", done.tokens_guessed),
-            ("guesses_accepted", "Those of them that were drawn.", done.guesses_accepted),
+            ("guesses_accepted", "Proposed tokens that were drawn.", done.guesses_accepted),
             ("runs_guessed", "Runs of guesses, at most one per sequence and step.", done.runs_guessed),
-            ("guessed_seconds", "Of decode steps with guesses, the guessing included.", done.guessed_seconds),
-            ("unguessed_seconds", "What their tokens would have taken one by one.", done.unguessed_seconds),
-            ("preemptions", "Sequences that gave up their pages and were computed anew.", done.preemptions),
+            ("guessed_seconds", "Seconds in decode steps with guesses, including the guessing.", done.guessed_seconds),
+            ("unguessed_seconds", "Seconds their tokens would have taken one by one.", done.unguessed_seconds),
+            ("preemptions", "Sequences that gave up their pages and were recomputed.", done.preemptions),
             ("steps", "Forward passes.", done.steps),
         ]
         for name, help_text, value in gauges:
@@ -64,17 +64,17 @@ class Metrics:
             "lockstep_requests", "Requests by route and status.", ["route", "status"], registry=self._registry
         )
         self._aborted = Counter(
-            "lockstep_requests_aborted", "Requests ended before their time.", ["reason"], registry=self._registry
+            "lockstep_requests_aborted", "Requests that ended early.", ["reason"], registry=self._registry
         )
         self._first_token = Histogram(
             "lockstep_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "Time from a request's arrival to its first token.",
             buckets=FIRST_TOKEN_BUCKETS,
             registry=self._registry,
         )
         self._per_token = Histogram(
             "lockstep_time_per_output_token_seconds",
-            "Between the tokens of a sample, averaged over the sample.",
+            "Time between the tokens of a sample, averaged over the sample.",
             buckets=PER_TOKEN_BUCKETS,
             registry=self._registry,
         )

@@ -1,4 +1,4 @@
-"""Request bodies: OpenAI's fields, ours beside them, and which fields are refused rather than ignored."""
+"""Request bodies: OpenAI's fields, additional ones, and which fields are refused rather than ignored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.generate.server.api_error import ApiError
 LARGEST = 2**31 - 1
 Item = TypeVar("Item")
 Strictly = Annotated[list[Item], Field(fail_fast=True)]
-"""A list that is refused at its first wrong item: a million of them would be a million errors."""
+"""A list that is refused at its first wrong item: a million wrong items would be a million errors."""
 Prompts = Annotated[list[Item], Field(max_length=4096, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -28,7 +28,7 @@ IGNORED = {
     "store",
     "user",
 }
-"""Fields that change nothing in the answer."""
+"""Fields that do not affect the response."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
@@ -43,7 +43,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-"""Fields of OpenAI's that are not supported, with the values that ask for nothing."""
+"""OpenAI's fields that are not supported, with the values that have no effect."""
 
 
 class Options(BaseModel):
@@ -55,7 +55,7 @@ class Options(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """What both routes take."""
+    """The fields of both routes."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
@@ -75,7 +75,7 @@ class SamplingRequest(BaseModel):
     stream_options: Options | None = None
     return_token_ids: bool | None = None
     return_routes: Literal["digest", "whole"] | None = Field(
-        None, description="digest or whole: the experts of each token, beside its id (return_token_ids)"
+        None, description="digest or whole: the experts of each token, in addition to its id (return_token_ids)"
     )
 
     def check_fields(self) -> None:
@@ -85,22 +85,20 @@ class SamplingRequest(BaseModel):
             if name in IGNORED or value is None or any(_same(value, v) for v in NEUTRAL.get(name, ())):
                 continue
             if name in NEUTRAL:
-                raise ApiError(400, f"{name} is not supported here; leave it out", name[:64], "unsupported_parameter")
+                raise ApiError(400, f"{name} is not supported here; remove it", name[:64], "unsupported_parameter")
             hint = closest(name[:64], [*known, *NEUTRAL])
-            raise ApiError(
-                400, f"unknown field {name[:64]!r}.{hint or ' Leave it out'}", name[:64], "unknown_parameter"
-            )
+            raise ApiError(400, f"unknown field {name[:64]!r}.{hint or ' Remove it'}", name[:64], "unknown_parameter")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", "stream_options")
         if self.return_routes and not self.return_token_ids:
             raise ApiError(
                 400,
-                "return_routes has the routes of the token ids that are returned; give return_token_ids: true with it",
+                "return_routes returns the routes of the returned token ids; also set return_token_ids: true",
                 "return_routes",
             )
         if self.temperature and self.temperature < 0.01:
             raise ApiError(
-                400, "temperature is below 0.01; give 0, which takes the likeliest token, or more", "temperature"
+                400, "temperature is below 0.01; use 0, which selects the likeliest token, or more", "temperature"
             )
 
     def sampling_params(self, max_tokens: int, top_logprobs: int) -> SamplingParams:
@@ -128,7 +126,7 @@ class CompletionRequest(SamplingRequest):
         description="a string, a list of token ids, or up to 4096 strings or lists of token ids"
     )
     logprobs: int | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a number from 0 to {MAX_TOP_LOGPROBS}; true is for chats"
+        None, ge=0, le=MAX_TOP_LOGPROBS, description=f"a number from 0 to {MAX_TOP_LOGPROBS}; true is only for chats"
     )
     best_of: int | None = Field(None, ge=1, le=LARGEST)
     begun: Prompts[Strictly[TokenId]] | None = Field(
@@ -141,11 +139,11 @@ class CompletionRequest(SamplingRequest):
             message = f"begun has the tokens of {len(self.begun)} samples; give those of all {self.n or 1}, and a seed"
             raise ApiError(400, message, "begun")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(400, "best_of other than n is not supported here; leave it out", "best_of")
+            raise ApiError(400, "best_of other than n is not supported here; remove it", "best_of")
 
 
 class TextPart(BaseModel):
-    """A piece of a message."""
+    """A part of a message."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["text"]
@@ -161,7 +159,7 @@ class Message(BaseModel):
     name: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As templates expect it, the content in one string."""
+        """The message as templates expect it, with the content in one string."""
         content = self.content
         text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
@@ -181,7 +179,7 @@ class ChatRequest(SamplingRequest):
             for name, value in (message.model_extra or {}).items():
                 if value not in (None, [], {}):
                     where = f"messages.{position}.{name[:64]}"
-                    raise ApiError(400, f"{where} is not supported here; leave it out", "messages")
+                    raise ApiError(400, f"{where} is not supported here; remove it", "messages")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -1,4 +1,4 @@
-"""Answers and chunks of a stream in OpenAI's shapes, with tokens and weights' versions beside the text."""
+"""Responses and stream chunks in OpenAI's formats, with token ids and weight versions next to the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class Piece:
-    """What a step added to one choice, or all steps together."""
+    """What one step, or all steps together, added to a choice."""
 
     index: int
     prompt: int
@@ -37,7 +37,7 @@ class Piece:
 
 @dataclass
 class Reply:
-    """What all objects of one answer have in common, and what the client wants in them."""
+    """What all objects of one response have in common, and what the client wants in them."""
 
     id: str
     created: int
@@ -50,7 +50,7 @@ class Reply:
     token_ids: bool
 
     def answer(self, pieces: list[Piece], usage: dict[str, int]) -> str:
-        """The whole answer to a request that is not streamed, as JSON."""
+        """The complete response to a request that is not streamed, as JSON."""
         return self._object([self._choice(piece, "message") for piece in pieces], chunk=False, usage=usage)
 
     def chunk(self, piece: Piece, with_usage: bool) -> str:
@@ -59,16 +59,16 @@ class Reply:
         return server_sent_event(self._object([self._choice(piece, "delta")], True, piece.first, **more))
 
     def usage_chunk(self, usage: dict[str, int]) -> str:
-        """The last event of a stream that is to end with its usage."""
+        """The last event of a stream that was asked to end with its usage."""
         return server_sent_event(self._object([], chunk=True, first=False, usage=usage))
 
     def shows(self, piece: Piece) -> bool:
-        """Whether a chunk of it would tell the client anything."""
+        """Whether a chunk with this piece would contain anything for the client."""
         exact = self.token_ids or self.top_logprobs is not None
         return bool(piece.text or piece.finish_reason or (exact and piece.events))
 
-    # JSON is written token by token: json.dumps holds every other thread up until it is done, and a tree of hundreds of
-    # thousands of objects does so again when it is counted as garbage.
+    # JSON is written token by token: json.dumps blocks every other thread until it is done, and garbage collection of a
+    # tree of hundreds of thousands of objects does so again.
 
     def _object(self, choices: list[str], chunk: bool, first: bool = True, **more: Any) -> str:
         kind = "text_completion"
@@ -112,7 +112,7 @@ class Reply:
         return _with(lists, "top_logprobs", top if self.top_logprobs else "null")
 
     def _by_name(self, event: TokenEvent) -> dict[str, float | None]:
-        """The likeliest tokens and the sampled one. Of tokens with equal text, the less likely go by their ids."""
+        """The likeliest tokens and the sampled one. Of tokens with equal text, the less likely are named by id."""
         names: dict[str, float | None] = {}
         listed = list(event.top_logprobs)
         if event.token_id not in dict(listed):
@@ -139,12 +139,12 @@ class Reply:
 
 
 def server_sent_event(content: str) -> str:
-    """Of an object in JSON."""
+    """An object in JSON as a server-sent event."""
     return f"data: {content}\n\n"
 
 
 def _with(values: dict[str, Any], name: str, value: str) -> str:
-    """An object in JSON, of which one value is JSON already."""
+    """An object in JSON, one value of which is already JSON."""
     return f'{json.dumps(values)[:-1]}, "{name}": {value}}}'
 
 
@@ -157,5 +157,5 @@ def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def _number(logprob: float) -> float | None:
-    # JSON has no infinity; null is what a reader cannot mistake for a number.
+    # JSON has no infinity; null cannot be mistaken for a number.
     return logprob if math.isfinite(logprob) else None

@@ -1,4 +1,4 @@
-"""From a configuration to a running server, and its orderly end."""
+"""From a configuration to a running server, and its graceful shutdown."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from lockstep.observe import start_line
 from lockstep.parallel import World, apply_compile
 
 SECONDS_TO_READ = 5
-"""What clients are given to read the ends of their answers once the last has been sampled or aborted."""
+"""Time for clients to read the rest of their responses once the last one has been sampled or aborted."""
 
 logger = logging.getLogger("lockstep.server")
 
 
 def build_engine(config: ServeConfig, folder: Path, world: World | None = None) -> Engine:
-    """Loads model and tokenizer of `folder`, over several ranks this one's part. Raises UserError for what lacks."""
+    """Loads the model (with several ranks, this rank's part) and tokenizer of `folder`.
+
+    Raises UserError for missing files.
+    """
     model = open_model(folder, config.dtype, config.device, config.arithmetic, world, config.parallel.reduction_chunks)
     apply_compile(model, config.compile)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
@@ -45,7 +48,7 @@ def build_engine(config: ServeConfig, folder: Path, world: World | None = None) 
 
 
 def build_service(config: ServeConfig, folder: Path, engine: Engine | None = None) -> Service:
-    """The chat template of `folder` and what is served with it. Raises UserError for a folder that lacks something."""
+    """The service for the model in `folder`, with its chat template. Raises UserError if the folder is incomplete."""
     engine = engine or build_engine(config, folder)
     assert engine.tokenizer is not None
     engine.weights_changed(step_of(folder) or 0)
@@ -54,11 +57,11 @@ def build_service(config: ServeConfig, folder: Path, engine: Engine | None = Non
 
 
 def serve(config: ServeConfig, folder: Path, world: World) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code. Ranks other than 0 compute with it until it ends."""
+    """Serves until SIGTERM or SIGINT; returns the exit code. Ranks other than 0 compute with rank 0 until it ends."""
     world.on_main(lambda: _require_address(config.host, config.port))
     engine = build_engine(config, folder, world)
     if not world.is_main:
-        # torchrun sends signals to all ranks: rank 0 says when its last request has been answered.
+        # torchrun sends signals to all ranks: rank 0 tells the others when its last request has been answered.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         follow(engine)
@@ -79,7 +82,7 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
     answers = "completions and chats" if service.template else "completions; chats need a chat_template.jinja in it"
     logger.info("%s is model %r, context %d tokens: %s", folder, service.model_name, service.context, answers)
     server = Server(service)
-    # What is loaded by now is never garbage: looking through it would hold up every client for a tenth of a second.
+    # What is loaded by now is never garbage: traversing it would block every client for a tenth of a second.
     gc.collect()
     gc.freeze()
     with _access_lines():
@@ -89,7 +92,7 @@ def _serve(config: ServeConfig, folder: Path, engine: Engine, ranks: int) -> int
 
 @contextmanager
 def _access_lines() -> Iterator[None]:
-    """Meanwhile every request is a line of JSON on stdout."""
+    """Within this context, every request is logged as a line of JSON on stdout."""
     lines, access = logging.StreamHandler(sys.stdout), logging.getLogger("lockstep.access")
     lines.setFormatter(logging.Formatter("%(message)s"))
     access.addHandler(lines)
@@ -102,7 +105,7 @@ def _access_lines() -> Iterator[None]:
 
 
 def _require_address(host: str, port: int) -> None:
-    """Raises UserError, before a model is loaded, where nothing can listen there."""
+    """Raises UserError, before a model is loaded, if the server cannot listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         socket.create_server((host, port), family=family).close()
@@ -112,7 +115,7 @@ def _require_address(host: str, port: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with an end in three parts: refuse what is new, finish what runs, abort the rest.
+    """uvicorn with a shutdown in three steps: refuse new requests, finish running ones, abort the rest.
 
     The socket stays open meanwhile, so that a health check sees 503 and not a broken connection.
     """
@@ -127,7 +130,7 @@ class Server(uvicorn.Server):
                 http=bounded_connections(config.client_seconds, config.max_connections),
                 ws="none",
                 loop="asyncio",
-                h11_max_incomplete_event_size=2**16,  # of a request's head, which comes in parts
+                h11_max_incomplete_event_size=2**16,  # for a request's head, which arrives in parts
                 access_log=False,
                 log_config=None,
                 server_header=False,
@@ -143,7 +146,7 @@ class Server(uvicorn.Server):
         await super().startup(*arguments, **keywords)  # type: ignore[arg-type]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the end, a second one aborts what still runs. Called by the signal's handler."""
+        """The first signal begins the shutdown, a second one aborts what still runs. Called by the signal handler."""
         if self._event_loop is None:
             self.should_exit = True
         else:

@@ -22,7 +22,7 @@ class Service:
 
     config: ServeConfig
     folder: Path
-    """Of the weights the server began with."""
+    """The folder of the weights the server started with."""
     model_name: str
     engine: Engine
     tokenizer: Tokenizer
@@ -41,5 +41,5 @@ class Service:
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer together."""
+        """The most tokens of prompt and response together."""
         return min(self.engine.model.config.max_positions, self.engine.allocator.num_pages * ops.PAGE)

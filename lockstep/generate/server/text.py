@@ -1,4 +1,4 @@
-"""Text of sampled tokens as it grows, ending before a stop string of which no part is ever shown."""
+"""The growing text of sampled tokens, which ends before a stop string; no part of the stop string is ever shown."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from lockstep.data import ByteTokenizer, StreamDecoder, Tokenizer
 
 
 class StopString:
-    """Looked for as a text grows, in time that does not grow with its own length (Knuth, Morris and Pratt 1977)."""
+    """Searches for itself in a growing text, in time independent of its own length (Knuth, Morris and Pratt 1977)."""
 
     def __init__(self, text: str):
         self.text = text
         self._shorter = [0]
-        """By how many characters match: how many then match of a later beginning."""
+        """For each number of matched characters, the length of the next shorter match (the KMP failure function)."""
         for character in text[1:]:
             self._shorter.append(self.advance(self._shorter[-1], character))
 
     def advance(self, matched: int, character: str) -> int:
-        """How many of its first characters end the text, once `character` is there; fewer than all did before."""
+        """How many of its first characters the text ends with after `character`; `matched`: before it, not all."""
         while matched and self.text[matched] != character:
             matched = self._shorter[matched - 1]
         return matched + (self.text[matched] == character)
@@ -28,7 +28,7 @@ class StopString:
 class GrowingText:
     """The text of one sample.
 
-    `stop_ids` are tokens that end it and have no text of their own; `length` counts the characters decoded so far.
+    `stop_ids` are tokens that end it and have no text; `length` counts the characters decoded so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[StopString], stop_ids: Collection[int]):
@@ -42,7 +42,7 @@ class GrowingText:
         """A stop string was found."""
 
     def push(self, token: int, last: bool) -> str:
-        """What may be shown once `token` is there; everything up to the end or the stop string if it is the last."""
+        """The text that can be shown after `token`; if it is the last, everything up to the end or the stop string."""
         new = "" if last and token in self._stop_ids else self._decoder.push(token)
         if last:
             new += self._decoder.finish()
@@ -52,13 +52,13 @@ class GrowingText:
         text = self._held + new
         found = self._found(new)
         self.stopped = found is not None
-        # What is held back may turn out to begin a stop string.
+        # What is held back may turn out to be the beginning of a stop string.
         shown = len(text) - (0 if last else max(self._matched, default=0)) if found is None else len(self._held) + found
         self._held = text[shown:]
         return text[:shown]
 
     def _found(self, new: str) -> int | None:
-        """Where in `new` the first stop string begins, negative where before it."""
+        """Where in `new` the first stop string begins, negative if before it."""
         found = []
         for number, stop in enumerate(self._stop):
             for position, character in enumerate(new, 1):
@@ -70,12 +70,12 @@ class GrowingText:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text for people; `token_id:N` where it has none of its own (special tokens, parts of a character)."""
+    """A token's readable text; `token_id:N` if it has none of its own (special tokens, parts of a character)."""
     return _own_text(tokenizer, token) or f"token_id:{token}"
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
-    """A token's UTF-8 bytes, where they are known."""
+    """A token's UTF-8 bytes, if they are known."""
     if isinstance(tokenizer, ByteTokenizer):
         return [token] if token < 256 else None
     text = _own_text(tokenizer, token)
@@ -84,6 +84,6 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> list[int] | None:
 
 @lru_cache(maxsize=2**18)
 def _own_text(tokenizer: Tokenizer, token: int) -> str:
-    """Empty where a token has none. An answer with log-probabilities names the same tokens again and again."""
+    """Empty if a token has none. Cached: a response with log-probabilities names the same tokens again and again."""
     text: str = tokenizer.decode([token])
     return "" if "\N{REPLACEMENT CHARACTER}" in text else text

@@ -1,4 +1,4 @@
-"""Work for a client that may go away, or whose time may be up: then the work is cancelled at once."""
+"""Work for a client, which is cancelled at once if the client disconnects or its time is up."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ async def watch(
     aborting: asyncio.Event,
     reads_body: bool = False,
 ) -> Result:
-    """What `work` returns, if it does so while the client is there and within `limit_seconds` of the request's start.
+    """Returns the result of `work`, if it ends while the client is connected and within `limit_seconds` of the start.
 
-    aborting: set where the server ends without what still runs. reads_body: `work` reads the request's body, and
-    notices by itself when the client goes away; else the body must have been read. 0 seconds: no limit. Raises
-    ClientGone, or ApiError (408, or 503 when aborting).
+    aborting: set when the server aborts running requests. reads_body: `work` reads the request's body, and notices by
+    itself when the client disconnects; otherwise the body must have been read. 0 seconds: no limit. Raises ClientGone,
+    or ApiError (408, or 503 when aborting).
     """
     record = record_of(request)
     task = asyncio.ensure_future(work)
@@ -53,7 +53,7 @@ async def watch(
             raise shutting_down()
         record.aborted = "deadline"
         raise deadline_passed(limit_seconds)
-    except asyncio.CancelledError:  # by the server's end, for a client that stopped reading
+    except asyncio.CancelledError:  # by the server's shutdown, for a client that stopped reading
         record.aborted = "shutdown"
         raise
     finally:
@@ -64,7 +64,7 @@ async def watch(
 
 
 def deadline_passed(limit_seconds: float) -> ApiError:
-    # The official clients repeat a request after 408 unless they are told not to.
+    # The official clients retry a request after 408 unless they are told not to.
     return ApiError(
         408,
         f"the request took longer than {limit_seconds} seconds, the server's limit; ask for fewer tokens",
@@ -79,9 +79,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. What goes wrong after the first is told in an event of its own, without `[DONE]`.
+    """Server-sent events. An error after the first event is sent as its own event, without `[DONE]`.
 
-    `source`, which the events are made of, is closed whatever happens, even before the first event.
+    `source`, from which the events are made, is closed whatever happens, even before the first event.
     """
 
     media_type = "text/event-stream"
@@ -110,7 +110,7 @@ class EventStream(Response):
             except ClientGone:
                 return
             except ApiError as error:
-                # First of all the sequences end: the client may not even read this.
+                # First end the sequences: the client may not even read this.
                 await self._events.aclose()
                 await self._source.aclose()
                 await _send_part(send, server_sent_event(json.dumps(error.body())), more=True)

@@ -1,4 +1,4 @@
-"""New weights into a running engine, between two steps, without dropping a request."""
+"""Loads new weights into a running engine between two steps, without dropping a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.model import arithmetic_of
 
 
 async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, Any]:
-    """Loads them in place. Raises UserError, the old weights untouched, for a folder that does not fit."""
+    """Loads them in place. Raises UserError, leaving the old weights untouched, for a folder that does not fit."""
     folder = _folder(service, wanted)
 
     def load(engine: Engine) -> dict[str, Any]:
@@ -34,7 +34,7 @@ async def update_weights(service: Service, wanted: WeightsRequest) -> dict[str, 
 
 
 def describe(service: Service) -> dict[str, Any]:
-    """The model's shape and all else that its bits depend on but the weights; and the server's limits."""
+    """The model's shape and everything else except the weights that its bits depend on, and the server's limits."""
     engine, config = service.engine, service.config
     return {
         "shape": dataclasses.asdict(engine.model.config),
@@ -66,9 +66,9 @@ def _folder(service: Service, wanted: WeightsRequest) -> Path:
         except (OSError, ValueError) as error:
             raise UserError(f"{wanted.path!r}: cannot be read ({error})") from error
     elif wanted.version is None:
-        raise UserError("give path, a model's folder, or version, a step of the served run")
+        raise UserError("give path (a model's folder) or version (a step of the served run)")
     elif step_of(service.folder) is None:
-        raise UserError("the server was not started from a run's folder, so versions have no folder; give path")
+        raise UserError("the server was not started from a run's folder, so it cannot find versions; give path")
     else:
         folder = service.folder.with_name(step_name(wanted.version))
     if not folder.is_dir():
