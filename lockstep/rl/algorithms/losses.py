@@ -46,7 +46,7 @@ def clip_weight(inputs: PolicyLossInputs, low: float, high: float) -> Loss:
 
 
 def reinforce(inputs: PolicyLossInputs) -> Loss:
-    """−A · log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740, section 2.2); with A = 1 the negative likelihood."""
+    """−A · log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740, section 2.2); with A = 1, the likelihood loss."""
     none = torch.zeros_like(inputs.advantages, dtype=torch.bool)
     return -inputs.advantages * inputs.log_probs, none
 
