@@ -1,4 +1,4 @@
-"""Rollouts that are sampled before their step is due, while the steps before it are trained."""
+"""Rollouts that are sampled before their step is due, while earlier steps are trained."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lockstep.rl.prompts import PromptLoader
 from lockstep.rl.rollouts import Rollout
 
 Draw = Callable[[Sequence[Example], int, int, Sampler, int], list[Rollout]]
-"""Rollouts of these examples for a step, in one of its rounds, from this sampler, of so many groups."""
+"""Arguments: examples, step, round of the step, sampler, number of groups wanted."""
 
 
 class Drawn(NamedTuple):
-    """A round of a step."""
+    """One round of a step."""
 
     examples: list[Example]
-    """All that were asked."""
+    """All that were requested."""
     rollouts: list[Rollout]
     """Of the groups that were wanted; a group's number is that of its example."""
     places: list[int]
-    """Of the examples, in the order of the whole run."""
+    """Positions of the examples in the order of the whole run."""
 
 
 class Ahead:
     """Draws each step's rollouts, its first round up to `depth` steps before it is due.
 
-    Steps are drawn with the prompts, and trained, in their order, whatever takes how long. A step's prompts are asked
-    once version `step - 1 - depth` of the weights is there, so that no token is older: that is the promise of
-    `actors.max_staleness`.
+    Steps get their prompts, and are trained, in order, however long each takes. A step's prompts are requested once
+    weights version `step - 1 - depth` is available, so no token is older: that is what `actors.max_staleness`
+    guarantees.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class Ahead:
         recorded: bool = False,
         oversampling: float = 1.0,
     ):
-        """count: prompts of a step. remembering: makes samplers that keep what they were asked; none with depth 0.
-        at_once: whether `draw` asks all samples of a step by one `generate`, and not one after the other.
-        recorded: whether `draw` returns what another run has sampled, as old as that run allowed.
-        oversampling: prompts that are asked for each one that is wanted.
+        """count: prompts per step. remembering: makes samplers that keep their requests; None with depth 0.
+        at_once: whether `draw` requests all samples of a step in one `generate`, not one after another.
+        recorded: whether `draw` returns what another run sampled, as stale as that run allowed.
+        oversampling: prompts requested for each one that is wanted.
         """
         self._draw, self._prompts, self._sampler = draw, prompts, sampler
         self._count, self.depth, self._remembering, self._at_once = count, depth, remembering, at_once
         self._recorded, self._oversampling = recorded, oversampling
         self._begun: dict[int, _Begun] = {}
         self._owed: list[int] = []
-        """Places of prompts that were under way when the run was saved: they are asked before others."""
+        """Positions of prompts that were in flight when the run was saved: they are requested before others."""
         self._kept: dict[str, Any] = {}
-        """Samples that were under way then."""
+        """Samples that were in flight then."""
         self._before: tuple[int, int, list[int], dict[int, _Begun]] = 0, 0, [], {}
-        """Before the step that is due was drawn: the prompts' position, what they had left out, `_owed`, `_begun`."""
+        """Before the current step was drawn: the prompts' position, what they had left out, `_owed`, `_begun`."""
 
     def begin(self, step: int, last: int) -> None:
-        """Asks for the first rounds of the steps up to `step + depth`, as far as there are so many."""
+        """Requests the first rounds of the steps up to `step + depth`, but not beyond `last`."""
         if self.depth:
             for later in range(step, min(step + self.depth, last) + 1):
                 if later not in self._begun:
@@ -73,13 +73,13 @@ class Ahead:
         self._before = self._prompts.position, self._prompts.left_out, list(self._owed), dict(self._begun)
 
     def take_back(self) -> None:
-        """The step that was begun last is drawn by the run that goes on from `state`, with the same prompts."""
+        """Undoes the last `begin`, so that a run resumed from `state` draws that step again with the same prompts."""
         self._prompts.position, self._prompts.left_out, self._owed, self._begun = self._before
 
     def drawn(self, step: int, extra_round: int, missing: int) -> Drawn:
-        """A step's round, of `missing` groups unless they were asked before.
+        """A step's round, of `missing` groups unless they were requested before.
 
-        Raises what drawing them raised, and LedgerError where a token is older than `depth` allows.
+        Raises what drawing them raised, and LedgerError if a token is older than `depth` allows.
         """
         if extra_round or step not in self._begun:
             places = self._take(missing)
@@ -95,19 +95,19 @@ class Ahead:
         oldest = min((min(rollout.versions or [rollout.version]) for rollout in rollouts), default=step)
         if oldest < step - 1 - self.depth and not self._recorded:
             raise LedgerError(
-                f"step {step} was sampled from weights of version {oldest}, older than actors.max_staleness "
-                f"{self.depth} allows; this is a bug of Lockstep"
+                f"step {step} was sampled from weights version {oldest}, older than actors.max_staleness "
+                f"{self.depth} allows; this is a bug in Lockstep"
             )
         return Drawn(asked, rollouts, places)
 
     def wait(self, version: int) -> None:
-        """Until all that older weights than this version sample has come, or has failed."""
+        """Waits until all that weights older than this version sample has arrived, or failed."""
         for step, begun in self._begun.items():
             if step <= version + self.depth:
                 begun.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Steps that are asked by now, and their samples: how many are ready, and how many are still sampled."""
+        """Steps requested so far, and their samples: how many are ready, and how many are still in flight."""
         if not self.depth:
             return {}
         begun = list(self._begun.values())
@@ -120,7 +120,7 @@ class Ahead:
         }
 
     def state(self) -> dict[str, Any]:
-        """What is under way, JSON-able: the places of its prompts, and their samples as far as they have come."""
+        """What is in flight, JSON-able: the positions of its prompts, and their samples so far."""
         samples = dict(self._kept)
         for begun in self._begun.values():
             samples |= begun.sampler.state()
@@ -130,18 +130,18 @@ class Ahead:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Its prompts are asked again before others, and where they are sampled ahead, their samples go on."""
+        """Its prompts are requested before others, and if steps are sampled ahead, their samples continue."""
         self._owed, self._kept = list(state["prompts"]), dict(state["samples"]) if self.depth else {}
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends what is in flight."""
         for begun in self._begun.values():
             begun.sampler.close()
         for begun in self._begun.values():
             begun.thread.join()
 
     def _take(self, wanted: int) -> list[int]:
-        """The places of the next prompts, for so many groups."""
+        """The positions of the next prompts, for this many groups."""
         count = math.ceil(round(self._oversampling * wanted, 6))  # 1.1 times 10 is 11
         owed, self._owed = self._owed[:count], self._owed[count:]
         return owed + (self._prompts.next_places(count - len(owed)) if len(owed) < count else [])
@@ -149,7 +149,7 @@ class Ahead:
     def _begin(self, step: int) -> None:
         assert self._remembering is not None
         places = self._take(self._count)
-        # A run that was saved with a larger depth has older ones.
+        # A run saved with a larger depth has older ones.
         young = {key: kept for key, kept in self._kept.items() if _oldest(kept, step) >= step - 1 - self.depth}
         sampler = self._remembering(young)
         if not self._owed:
@@ -157,13 +157,13 @@ class Ahead:
         examples = [self._prompts.at(place) for place in places]
         begun = _Begun(places, examples, sampler, lambda: self._draw(examples, step, 0, sampler, self._count))
         self._begun[step] = begun
-        # Else whether the next weights are there when its samples are asked would depend on who is faster.
+        # Otherwise it would be a race whether its samples are requested before the next weights arrive.
         while self._at_once and begun.thread.is_alive() and not sampler.asked.wait(0.02):
             pass
 
 
 def _oldest(samples: Sequence[dict[str, Any]], otherwise: int) -> int:
-    """The oldest version that any token of a request's samples comes from; `otherwise` where there is no token."""
+    """The oldest version that any token of a request's samples comes from; `otherwise` if there is no token."""
     return min((version for sample in samples for version in sample["versions"]), default=otherwise)
 
 
@@ -189,13 +189,13 @@ class _Begun:
         return not self.thread.is_alive()
 
     def samples(self) -> tuple[int, int]:
-        """Those that have ended, and those that go on: of a step that is ready none, for stragglers are stopped."""
+        """Finished and unfinished samples; a step that is ready has none of the latter, as stragglers are stopped."""
         ended, going_on = self.sampler.count()
         return ended, 0 if self.is_ready else going_on
 
     def wait(self) -> None:
         while self.thread.is_alive():
-            self.thread.join(0.1)  # so that signals are heard
+            self.thread.join(0.1)  # so that signals are handled
 
     def rollouts(self) -> list[Rollout]:
         self.wait()

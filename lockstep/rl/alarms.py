@@ -1,4 +1,4 @@
-"""Known ways in which a run fails, found in its metrics: each a sentence that names the cause and what to look at."""
+"""Known failure modes of a run, detected in its metrics: each a sentence that names the cause and what to check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.observe import log
 
 Metrics = Mapping[str, Any]
 PREFIX = "alarm/"
-"""Of a metric that is 1 at every step at which an alarm is raised."""
+"""Prefix of metrics that are 1 at every step that raises the alarm."""
 
 
 COMPARED = (
@@ -27,11 +27,11 @@ COMPARED = (
     "rollout/truncated",
     "policy/entropy",
 )
-"""What alarms read of earlier steps. Whole metrics are 10 KiB a step, which a long run would hold for each."""
+"""The metrics of earlier steps that alarms read. Keeping all of them would cost 10 KiB per step."""
 
 
 class Alarms:
-    """Watches a run's metrics from its beginning; `history` are those of the run that is resumed."""
+    """Watches a run's metrics from its first step; `history`: those of the run that is resumed."""
 
     def __init__(self, config: AlarmConfig, history: Sequence[Metrics] = (), learns_from_spread_alone: bool = True):
         self.config, self.history = config, [_kept(metrics) for metrics in history]
@@ -39,7 +39,7 @@ class Alarms:
         self._raised: dict[str, str] = {}
 
     def enter(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Warns of what this step's metrics raise, once until a step does not; returns `alarm/NAME` of each."""
+        """Warns about each alarm that this step raises and the step before did not; returns `alarm/NAME` of each."""
         now = {"step": step, **metrics}
         self._raised = alarms([*self.history, now], self.config, self.learns_from_spread_alone)
         for name, sentence in new_alarms(self._raised, self.history).items():
@@ -49,12 +49,12 @@ class Alarms:
         return found
 
     def ending(self) -> RunStopped | None:
-        """What the last step ends the run with, where `alarms.stop` names an alarm that it raised."""
+        """The error that ends the run, if `alarms.stop` names an alarm that the last step raised."""
         for name in self.config.stop:
             if sentence := self._raised.get(name):
                 return RunStopped(
-                    f"step {self.history[-1]['step']}: alarm {name}, which alarms.stop names: {sentence}. The run ends "
-                    "here; --resume goes back to the newest checkpoint",
+                    f"step {self.history[-1]['step']}: alarm {name}, which is in alarms.stop: {sentence}. The run ends "
+                    "here; --resume continues from the newest checkpoint",
                     exit_code=1,
                 )
         return None
@@ -67,8 +67,8 @@ def _kept(metrics: Metrics) -> Metrics:
 def alarms(history: Sequence[Metrics], config: AlarmConfig, learns_from_spread_alone: bool = True) -> dict[str, str]:
     """The alarms that the last step raises, with their sentences; none for a validation before the first step.
 
-    history: all metrics of the run so far, as its metrics.jsonl has them, whose values may be None. Nothing else is
-    known, so a resumed run raises what the uninterrupted one would.
+    history: all metrics of the run so far, as in its metrics.jsonl; values may be None. Nothing else is used, so a
+    resumed run raises the same alarms as an uninterrupted one.
     """
     if not history or "loss" not in history[-1]:
         return {}
@@ -102,10 +102,10 @@ def _reward_gap(history: Sequence[Metrics], steps: Sequence[Metrics], config: Al
     validations = [m for m in history if m.get("validation/reward") is not None]
     if not config.reward_gap or len(validations) < 2:
         return ""
-    # Between validations it stays as the last one found it.
+    # Between validations it stays what it was at the last one.
     steps = [m for m in steps if m["step"] <= validations[-1]["step"]]
     best = max(validations[:-1], key=lambda m: float(m["validation/reward"]))
-    # The steps around the best validation, of which those before the first step has none behind it.
+    # The steps up to the best validation; a validation before the first step uses the first window.
     until = max(int(best["step"]), config.window)
     before = [_reward(m) for m in steps if until - config.window < m["step"] <= until]
     now = [_reward(m) for m in steps[-config.window :]]
@@ -116,14 +116,14 @@ def _reward_gap(history: Sequence[Metrics], steps: Sequence[Metrics], config: Al
     if rise <= 0 or fall <= 0 or rise + fall <= config.reward_gap * spread:
         return ""
     return (
-        f"since the validation after step {best['step']} the mean reward has gone from {_mean(before):.3g} to "
-        f"{_mean(now):.3g} and that of validation from {best['validation/reward']:.3g} to "
+        f"since the validation after step {best['step']} the mean reward went from {_mean(before):.3g} to "
+        f"{_mean(now):.3g}, and the validation reward from {best['validation/reward']:.3g} to "
         f"{validations[-1]['validation/reward']:.3g}"
     )
 
 
 def _reward(metrics: Metrics) -> float:
-    """As validations measure it: without the charge for overlong completions."""
+    """As validations measure it: without the penalty for overlong completions."""
     return float(metrics["reward/mean"]) - float(metrics.get("reward/overlong/mean", 0.0))
 
 
@@ -132,14 +132,14 @@ def _length(steps: Sequence[Metrics], config: AlarmConfig) -> str:
     if not config.length or last is None or last <= config.length * max(first, 1.0):
         return ""
     cut = _mean([m["rollout/truncated"] for m in steps[-config.window :]])
-    return f"the mean length has gone from {first:.4g} to {last:.4g} tokens, and {100 * cut:.0f} % are cut off"
+    return f"the mean length went from {first:.4g} to {last:.4g} tokens, and {100 * cut:.0f} % are cut off"
 
 
 def _entropy(steps: Sequence[Metrics], config: AlarmConfig) -> str:
     first, last = _ends(steps, "policy/entropy", config.window)
     if not config.entropy or last is None or last >= config.entropy * first:
         return ""
-    return f"the entropy has gone from {first:.3g} to {last:.3g} nats per token"
+    return f"the entropy went from {first:.3g} to {last:.3g} nats per token"
 
 
 def _ratio(step: Metrics, config: AlarmConfig) -> str:
@@ -158,7 +158,7 @@ def _kl(step: Metrics, config: AlarmConfig) -> str:
 
 
 def _ends(steps: Sequence[Metrics], name: str, window: int) -> tuple[float, float | None]:
-    """The metric's mean over the first and over the last `window` steps; None for these where they overlap."""
+    """The metric's mean over the first and over the last `window` steps; None for the latter if they overlap."""
     values = [m[name] for m in steps if m.get(name) is not None and isfinite(m[name])]
     ends = values[:window], values[-window:]
     if len(values) < 2 * window:

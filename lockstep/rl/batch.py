@@ -1,4 +1,4 @@
-"""From graded rollouts to the micro-batches that the trainer steps on."""
+"""From graded rollouts to the micro-batches of a training step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.train.packing import PackedRow, predicting_states, target_log_prob
 
 @dataclass
 class PolicyBatch:
-    """One micro-batch: packed rollouts, whose targets are the sampled tokens."""
+    """One micro-batch of packed rollouts, whose targets are the sampled tokens."""
 
     rollouts: Sequence[Rollout]
     row: PackedRow
@@ -34,20 +34,20 @@ class PolicyBatch:
     """The generator's own, from sampling, before any cut."""
     advantages: Float[Tensor, "targets"]
     weights: Float[Tensor, "targets"]
-    """Share of each token in the loss; over the whole step they add up to 1, but for `loss_average = "budget"`."""
+    """Weight of each token in the loss; over the step they add up to 1, except with `loss_average = "budget"`."""
     reference_log_probs: Float[Tensor, "targets"] | None
     cut_log_probs: Float[Tensor, "targets"] | None = None
     """The generator's own under the cut distribution that the tokens were drawn from; None: nothing was cut."""
     old_values: Float[Tensor, "targets"] | None = None
-    """V of each token's state before the step, where there is a value function."""
+    """V of each token's state before the step, if there is a value function."""
     returns: Float[Tensor, "targets"] | None = None
-    """What the values are to become."""
+    """The targets of the values."""
     before_step: Float[Tensor, "targets"] | None = None
     """The trainer's log-probabilities in the first inner step, for off-policy corrections."""
     current: Bool[Tensor, "targets"] | None = None
-    """Which tokens were sampled from the weights that the step begins with; None: all."""
+    """Which tokens were sampled from the weights that the step starts with; None: all."""
     idle: bool = False
-    """Whether it only keeps a rank company that has none of the step's micro-batches left: it counts for nothing."""
+    """Whether it is a filler for a rank that has none of the step's micro-batches left: it contributes nothing."""
 
 
 def policy_batches(
@@ -59,8 +59,8 @@ def policy_batches(
 ) -> list[PolicyBatch]:
     """Packs rollouts into micro-batches of at most `budget` tokens, of whole completions.
 
-    budget: 0 stands for `train.tokens_per_microbatch`. version: of the weights that they are trained with; None: that
-    which sampled them all.
+    budget: 0 means `train.tokens_per_microbatch`. version: of the weights at the start of the step; None: the one that
+    sampled them all.
     """
     average = algorithm_of(config).loss_average
     weights = _weights(rollouts, average, config.max_new_tokens)
@@ -90,7 +90,7 @@ def policy_batches(
 
 
 def _weights(rollouts: Sequence[Rollout], average: Average, budget: int) -> list[Tensor]:
-    """Of each rollout's sampled tokens; the rows of an episode are one completion."""
+    """Weights of each rollout's sampled tokens; the rows of an episode are one completion."""
     episodes = episodes_of(rollouts)
     lengths = [[r.num_sampled for r in rows] for rows in episodes]
     whole = token_weights([sum(own) for own in lengths], average, budget)
@@ -98,10 +98,10 @@ def _weights(rollouts: Sequence[Rollout], average: Average, budget: int) -> list
 
 
 def packing_metrics(batches: Sequence[PolicyBatch]) -> dict[str, float]:
-    """How many micro-batches there are, and the shares of what goes through the model.
+    """The number of micro-batches, and fractions of what goes through the model.
 
-    `rollout/padding`: of the rows that are computed, those without a token. `rollout/prompt_tokens_shared`: of all
-    prompts' tokens, those that are not computed again.
+    `rollout/padding`: computed positions that hold no token. `rollout/prompt_tokens_shared`: prompt tokens that are not
+    recomputed.
     """
     rows = sum(len(batch.row.tokens) for batch in batches)
     left_out = sum(sum(batch.row.left_out or ()) for batch in batches)
@@ -115,7 +115,7 @@ def packing_metrics(batches: Sequence[PolicyBatch]) -> dict[str, float]:
 
 
 class PolicyLoss:
-    """The loss of a micro-batch, as `Trainer.step` calls it; keeps the metrics and the parity of one inner step."""
+    """The loss of a micro-batch, as called by `Trainer.step`; collects the metrics and the parity of an inner step."""
 
     def __init__(self, config: RLConfig, compare: bool, critic: ValueHead | None = None):
         self.temperature = config.temperature
@@ -130,7 +130,7 @@ class PolicyLoss:
         self.found: dict[str, list[float]] = {}
         """Each metric of each micro-batch."""
         self.weights: list[float] = []
-        """What each micro-batch's tokens weigh in the loss."""
+        """Total weight of each micro-batch's tokens in the loss."""
 
     def __call__(self, model: ScoringModel, batch: PolicyBatch) -> Tensor:
         with ops.recorded_routes() as recorded:
@@ -173,20 +173,20 @@ class PolicyLoss:
         self.weights.append(float(ops.total(batch.weights)))
         for name, value in metrics.items():
             self.found.setdefault(name, []).append(float(value))
-        # Ranks that share the row each have the whole loss, and the gradient of their own tokens: it counts once.
+        # Ranks that share a row each have the full loss, and the gradient of their own tokens: the loss counts once.
         return loss if shared is None or shared.is_first else loss - loss.detach()
 
     def _states(self, model: ScoringModel, batch: PolicyBatch) -> tuple[Tensor, ops.ReplayedRoutes | None]:
-        """Of the row's predictors, by the generator's routes where they are replayed."""
+        """Hidden states of the row's predicting positions, with the generator's routes if they are replayed."""
         if not self.router_replay:
             return predicting_states(model, batch.row), None
-        # What it would be without is measured on the first micro-batch alone: it takes another forward pass.
+        # The effect of replay is measured only on the first micro-batch: it takes another forward pass.
         self._without, measured = None, self._measured
         self._measured = True
         if self.compare and not measured:
             with torch.no_grad():
                 self._without = target_log_probs(model, batch.row, self.temperature)[0]
-        assert isinstance(model, Decoder)  # in a pipeline it is refused
+        assert isinstance(model, Decoder)  # refused with a pipeline
         replayed = routes_to_replay(batch.rollouts, batch.row, model.config)
         with ops.replayed_routes(replayed):
             return predicting_states(model, batch.row), replayed
@@ -197,7 +197,7 @@ class PolicyLoss:
         return max(self.found.get("policy/ratio_max", [0.0]))
 
     def metrics(self) -> dict[str, float]:
-        """Of all micro-batches so far, the sums as means over the tokens' weights; in whatever order they came."""
+        """Over all micro-batches so far, with sums as weighted means; the order in which they came does not matter."""
         # The weights of the other averages add up to 1, and dividing by their rounded sum would change bits.
         weight = math.fsum(self.weights) if self.algorithm.loss_average == "budget" else 1.0
         means = {name: _joined(name, values, weight or 1.0) for name, values in self.found.items()}
@@ -208,14 +208,14 @@ class PolicyLoss:
 
 
 def targets_of_others(row: PackedRow) -> SharedRows | None:
-    """The ranks that score the rest of a row's targets; None where all are here."""
+    """The ranks that score the rest of a row's targets; None if all are on this rank."""
     shared = getattr(row.attention, "shared_targets", None)
     assert shared is None or isinstance(shared, SharedRows)
     return shared
 
 
 def _note(rollouts: Sequence[Rollout], log_probs: Float[Tensor, "tokens"], entropies: Float[Tensor, "tokens"]) -> None:
-    """Enters what the trainer found of each token; its log-probabilities only where they are not the generator's."""
+    """Stores the trainer's results for each token; its log-probabilities only if they differ from the generator's."""
     lengths = [r.num_sampled for r in rollouts]
     for rollout, own, entropy in zip(rollouts, log_probs.split(lengths), entropies.split(lengths)):
         rollout.entropies, found = entropy.tolist(), own.tolist()

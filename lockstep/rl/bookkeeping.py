@@ -1,4 +1,4 @@
-"""What a reinforcement step reports: times, rollouts in figures, and whether it is time for a check."""
+"""What a reinforcement step reports: times, statistics of its rollouts, and whether it is time for a check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERCENTILES = (10, 50, 90)
 
 
 class Stopwatch:
-    """Seconds of a step's laps, and in all. A lap is also a phase of `timeline`; laps of one name add up."""
+    """Seconds of a step's laps, and in total. A lap is also a phase of `timeline`; laps of the same name add up."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -33,7 +33,7 @@ class Stopwatch:
         self._laps: dict[str, float] = {}
 
     def begin(self, lap: str, waits_for: str = "", patience: float = 0.0) -> None:
-        """Ends the lap before. `waits_for` and `patience` are the phase's, for whoever watches that it moves."""
+        """Starts a lap and ends the one before. `waits_for` and `patience` are the phase's, for the hang detection."""
         now = time.perf_counter()
         if self._lap:
             self._laps[self._lap] = self._laps.get(self._lap, 0.0) + now - self._last
@@ -42,12 +42,12 @@ class Stopwatch:
         self._timeline.enter(lap.removeprefix("time/"), waits_for, patience)
 
     def end(self) -> None:
-        """Ends the last lap; what follows in the step is no lap."""
+        """Ends the last lap; what follows in the step belongs to none."""
         self.begin("record")
         self._lap = ""
 
     def metrics(self) -> dict[str, float]:
-        """Seconds, and each lap's share of the step's."""
+        """Seconds, and each lap's share of the step."""
         whole = self._last - self._began
         shares = {lap.replace("time/", "time/share/"): seconds / whole for lap, seconds in self._laps.items()}
         return {**self._laps, "time/step": whole, **shares}
@@ -59,19 +59,19 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def accepted(parity: Parity, config: RLConfig, step: int, model: TrainableModel) -> Parity:
-    """Stops the run, or warns, where a step's log-probabilities or routes differ and should not. Raises ParityError."""
+    """Stops the run, or warns, if a step's log-probabilities or routes differ but should not. Raises ParityError."""
     if (parity.tokens_different or parity.routes_different) and config.on_parity_error != "measure":
         message = f"step {step}: {parity.in_words()}. " + in_words(model, parity.sequence)
         if config.on_parity_error == "stop":
-            raise ParityError(message + "; set on_parity_error = warn to continue regardless")
+            raise ParityError(message + "; set on_parity_error = warn to continue anyway")
         warnings.warn(message, stacklevel=2)
     return parity
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means over a step's rollouts, under the run's metric names; of rewards, over those that count.
+    """Means over a step's rollouts, by metric name; of rewards, over those that count.
 
-    A conversation of several rows counts once, but for its tokens.
+    A conversation of several rows counts once, except for its tokens.
     """
     episodes = episodes_of(rollouts)
     rows, rollouts = rollouts, [own[-1] for own in episodes]
@@ -106,8 +106,8 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-    """How many versions behind the weights were that sampled the tokens which `step` trains on: most, and the mean, and
-    where some are behind, the share of the tokens by how many."""
+    """How many versions behind the weights were that sampled the tokens of `step`: maximum and mean and, if any are
+    behind, the share of tokens by staleness."""
     behind = Counter(age for rollout in rollouts for age in rollout.staleness(step - 1))
     if not behind:
         return {"policy/staleness_max": 0.0}
@@ -120,7 +120,7 @@ def staleness_metrics(rollouts: Sequence[Rollout], step: int) -> dict[str, float
 
 
 def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
-    """Of conversations; nothing where there are none."""
+    """Metrics of conversations; empty if there are none."""
     held = [own[-1].conversation for own in episodes_of(rows) if own[-1].conversation is not None]
     if not held:
         return {}
@@ -139,9 +139,9 @@ def _conversations(rows: Sequence[Rollout]) -> dict[str, float]:
 
 
 def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) -> dict[str, float]:
-    """What `figures_of` finds of held-out completions as `validation/…`; the accuracy is pass@1.
+    """The results of `figures_of` for held-out completions as `validation/…`; the accuracy is pass@1.
 
-    Of several completions of each prompt also pass@k, of as many as there are, over the prompts that have so many.
+    With k completions per prompt, also pass@k over the prompts that have k.
     """
     samples = max(Counter(rows[-1].group for rows in episodes_of(rollouts)).values(), default=1)
     figures = figures_of(rollouts, environment)
@@ -159,40 +159,40 @@ def validation_metrics(rollouts: Sequence[Rollout], environment: Environment) ->
 
 
 def _means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of each named reward, over the rollouts that have it: all but those whose reward failed."""
+    """Mean of each named reward over the rollouts that have it: all but those whose reward failed."""
     graded = [r for r in rollouts if not r.failure]
     names = graded[0].rewards if graded else ()
     return {_escaped(name): sum(r.rewards[name] for r in graded) / len(graded) for name in names}
 
 
 def _escaped(name: str) -> str:
-    """A reward's name as a part of a metric's: without what would end the part, or what no log can show."""
+    """A reward's name as part of a metric's, without separators and unprintable characters."""
     return "".join(c if c.isprintable() and c not in "/%" else f"%{ord(c):02x}" for c in name)
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The values that 10, 50 and 90 % of all are not above (nearest rank)."""
+    """The 10th, 50th and 90th percentile (nearest rank)."""
     ordered = sorted(values)
     return {f"{name}_p{p}": float(ordered[math.ceil(p / 100 * len(ordered)) - 1]) for p in PERCENTILES}
 
 
 def _failures(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many rewards failed, by cause; nothing where none did."""
+    """How many rewards failed, by cause; empty if none did."""
     causes = Counter(r.failure for r in rollouts if r.failure)
     return {f"{prefix}/failed/{cause}": count for cause, count in sorted(causes.items())}
 
 
 def _routes(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of all steps of a run whose model has experts."""
+    """Totals over all steps of a run whose model has experts."""
     names = ("routes_checked", "routes_different") if compared else ()
     return {f"parity_{name}": sum(m[f"parity/{name}"] for m in compared) for name in names}
 
 
 def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dict[str, Any]:
-    """A run in figures, from its metrics: the first and last validation, all steps' comparison, and tokens."""
+    """A run's summary from its metrics: the first and last validation, the comparison over all steps, and tokens."""
     validations = [m for m in metrics if "validation/reward" in m]
     compared = [m for m in metrics if "parity/tokens_checked" in m]
-    ends = validations[0], validations[-1]  # whose rewards may all have failed
+    ends = validations[0], validations[-1]  # their rewards may all have failed
     measured = ("reward", "accuracy") if all("validation/accuracy" in each for each in ends) else ("reward",)
     rewards = sorted(
         {
@@ -205,7 +205,7 @@ def summarize(metrics: Sequence[Mapping[str, Any]], inner_steps: int = 1) -> dic
     return {
         **{f"{n}_before": validations[0][f"validation/{n}"] for n in measured},
         **{f"{n}_after": validations[-1][f"validation/{n}"] for n in measured},
-        # The environment's own name, where its reward has but one.
+        # The environment's own name if there is only one reward.
         "reward_name": rewards[0] if len(rewards) == 1 else "reward",
         "tokens": {
             "generated": sum(m.get("rollout/tokens", 0) for m in compared),

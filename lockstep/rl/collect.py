@@ -1,4 +1,4 @@
-"""Asking the generator: rollouts to train on, and held-out ones to judge by."""
+"""Rollouts from the generator: to train on, and held-out ones for validation."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def collect(
     numbers: Sequence[int] | None = None,
     first: int | None = None,
 ) -> list[Rollout]:
-    """`samples_per_prompt` completions of each example, or conversations about it, one group after the other.
+    """`samples_per_prompt` completions of each example, or conversations about it, one group after another.
 
-    numbers: those of the examples that are asked here, where others are asked elsewhere; None: all. first: so many of
-    them are enough, as for `Engine.generate`; None: all. The draws are a
-    function of (config.seed, step) and of the round of dynamic sampling, and in a conversation of its place in its
-    group and of the turn, whatever the engine's batches look like. Prompts become tokens by `rendering`; without one
-    they are encoded as they are. Conversations are held in the worker processes of `grader`, where it has any.
+    numbers: indices of the examples to request here, if others are requested elsewhere; None: all. first: how many of
+    these groups are enough, as for `Engine.generate`; None: all. The draws are a function of (config.seed, step) and
+    the round of dynamic sampling, and for a conversation also of its place in the group and the turn, whatever the
+    engine's batches look like. Prompts are tokenized by `rendering`; without one they are encoded as they are.
+    Conversations run in the worker processes of `grader`, if it has any.
     """
     rendering = rendering or Rendering(tokenizer)
     samples = config.samples_per_prompt
@@ -70,7 +70,7 @@ def collect(
 
 
 def _groups(examples: Sequence[Example], numbers: Sequence[int] | None) -> dict[int, Example]:
-    """The examples to ask, by their groups' numbers."""
+    """The examples to request, by group number."""
     return {number: examples[number] for number in (range(len(examples)) if numbers is None else numbers)}
 
 
@@ -80,10 +80,10 @@ def assign_rewards(
     config: RewardConfig | None = None,
     grader: Grader | None = None,
 ) -> list[Outcome]:
-    """Grades every rollout, with `grader` where one is given, else in this process; marks those whose reward failed.
+    """Grades every rollout, with `grader` if one is given, else in this process; marks those whose reward failed.
 
-    The rows of a conversation have its rewards: what `converse` returned, else the group's `grade`, else `reward` of
-    the last reply. One without a reply of the model counts in no case. Returns what the rewards came to, for
+    The rows of a conversation get its rewards: what `converse` returned, else the group's `grade`, else `reward` of
+    the last reply. One without a reply from the model never counts. Returns the outcomes of the rewards, for
     `refuse_too_many`. Raises UserError as `totals` does.
     """
     config = config or RewardConfig()
@@ -107,7 +107,7 @@ def assign_rewards(
 def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> None:
     """Adds the penalty of completions that use the last `share` of `limit` tokens, as a reward named `overlong`.
 
-    Of a conversation it is that of its longest reply.
+    For a conversation it is that of its longest reply.
     """
     for rows in episodes_of(rollouts) if share > 0 else ():
         penalty = overlong_penalty(max(rollout.longest_reply() for rollout in rows), limit, share)
@@ -117,9 +117,9 @@ def charge_overlong(rollouts: Sequence[Rollout], limit: int, share: float) -> No
 
 
 def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None:
-    """Advantages by `algorithm.advantage`; the rollouts stand group by group.
+    """Assigns advantages by `algorithm.advantage`; the rollouts are ordered by group.
 
-    Rewards, and `reference_logprobs`, `teacher_logprobs` and `values` where the algorithm takes them, have been
+    Rewards, and `reference_logprobs`, `teacher_logprobs` and `values` if the algorithm uses them, must have been
     assigned.
     """
     if algorithm.advantage == "teacher":
@@ -139,7 +139,7 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
         return
     for _, members in groupby(zip(episodes, charges_of_episodes), key=lambda member: member[0][0].group):
         group = list(members)
-        # A group alone: of one whose rewards failed in part, fewer are left than of others.
+        # One group at a time: if some rewards failed, groups differ in size.
         rewards = torch.tensor([[rows[0].reward - math.fsum(own) for rows, own in group]])
         for (rows, _), advantage in zip(group, _relative(rewards, algorithm)[0].tolist()):
             for rollout in rows:
@@ -150,7 +150,7 @@ def assign_advantages(rollouts: Sequence[Rollout], algorithm: Algorithm) -> None
 
 
 def _estimated(rows: Sequence[Rollout], charges: Sequence[float], algorithm: Algorithm) -> list[float]:
-    """By the values: an episode's reward is earned with its last token, the charges at their own."""
+    """Advantages from the values: an episode's reward counts at its last token, each charge at its own token."""
     values = [value for rollout in rows for value in rollout.values]
     rewards = [-charge for charge in charges]
     rewards[-1] += rows[0].reward
@@ -170,7 +170,7 @@ def _relative(rewards: Tensor, algorithm: Algorithm) -> Tensor:
 
 
 def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[float]]:
-    """What the KL divergence takes from the reward at each token."""
+    """What the KL divergence subtracts from the reward at each token."""
     if algorithm.kl_in == "loss" or algorithm.kl_coefficient == 0:
         return [[0.0] * r.num_sampled for r in rollouts]
     own, reference = (
@@ -182,7 +182,7 @@ def _charges(rollouts: Sequence[Rollout], algorithm: Algorithm) -> list[list[flo
 
 
 def _assign_to_rows(episodes: Sequence[Sequence[Rollout]], of_tokens: Sequence[list[float]]) -> None:
-    """Each episode's advantages, to its rows one after the other."""
+    """Splits each episode's advantages among its rows."""
     for rows, own in zip(episodes, of_tokens):
         ends = [0, *accumulate(rollout.num_sampled for rollout in rows)]
         _assign(rows, [own[start:end] for start, end in pairwise(ends)])
@@ -208,8 +208,8 @@ def evaluate(
 ) -> list[Rollout]:
     """Graded completions of held-out examples, or conversations about them, `validation_samples` of each.
 
-    They are sampled as in training, but for what `validation_temperature` and `validation_seed` say. The draws depend
-    on (seed, example) alone, so that two validations differ by the weights only. numbers: as for `collect`.
+    They are sampled as in training, except for `validation_temperature` and `validation_seed`. The draws depend only on
+    (seed, example), so two validations differ only by the weights. numbers: as for `collect`.
     """
     rendering, groups = rendering or Rendering(tokenizer), _groups(examples, numbers)
     seed = config.seed if config.validation_seed is None else config.validation_seed
@@ -235,7 +235,7 @@ def _sample(
     first: int | None = None,
 ) -> list[Rollout]:
     prompts = [encode_prompt(rendering, e, engine, config.max_new_tokens) for e in groups.values()]
-    # As many draws whoever asks: each is the first one, or a later one, of one stream.
+    # Drawn for all groups up to the last, so that a group's seed does not depend on which rank requests it.
     draws = np.random.default_rng(seed).integers(2**62, size=max(groups, default=-1) + 1).tolist()
     params = [sampling_params(config, environment, rendering, draws[group], samples) for group in groups]
     return [

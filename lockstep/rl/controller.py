@@ -84,17 +84,18 @@ def reinforce(
     """Trains `config.model` on `environment`, or the one that `config` names; returns the run's folder.
 
     Calls `on_metrics(step, metrics)` after the validation before the first step (step 0) and after every step. Raises
-    UserError for bad input, ParityError where trainer and generator disagree (unless set to warn), and RunStopped where
-    the run ends early.
+    UserError for bad input, ParityError if trainer and generator disagree (unless set to warn), and RunStopped if the
+    run ends early.
     """
     with ExitStack() as opened:
         return _reinforce(config, environment, progress, on_metrics, opened)
 
 
 def compute_again(config: RLConfig, environment: Environment | None, step: int, drawn: Draws | None) -> None:
-    """Makes `step` alone, from the checkpoint before it in `config.output`: metrics and rollouts are written there.
+    """Computes only `step`, from the checkpoint before it in `config.output`, and writes metrics and rollouts there.
 
-    Its rollouts are those of `drawn`, or sampled again without. Nothing is validated or saved. Raises as `reinforce`.
+    Its rollouts are those of `drawn`, or sampled again if that is None. No validation, no checkpoint. Raises as
+    `reinforce`.
     """
     with ExitStack() as opened:
         _reinforce(config, environment, Progress("replay", step, "step"), None, opened, step, drawn)
@@ -109,7 +110,7 @@ def _reinforce(
     only: int = 0,
     recorded: Draws | None = None,
 ) -> Path:
-    """The run, or `only` one step of it; `opened` closes its folder after it."""
+    """The run, or `only` one step of it; `opened` closes its folder at the end."""
     validate_run(config, RLConfig)
     is_given = environment is not None
     world = open_world(config.parallel, config.device)
@@ -169,9 +170,9 @@ def _reinforce(
     everyone = "the other ranks" if world.size > 1 else ""
 
     def judge(step: int) -> dict[str, Any]:
-        """Samples and grades the held-out examples; writes what came of them, and returns it in figures."""
+        """Samples and grades the held-out examples; writes the rollouts and returns their metrics."""
         patience = max(sampling.grading_seconds, sampling.start_seconds)
-        # Later ones are of weights that are not saved yet.
+        # Later validations use weights that are not saved yet.
         interrupts = nullcontext() if step else stop.interrupts(at_once=not sampling.together)
         with timeline.span("validation", sampling.waits_for, patience), suppress(Interrupted), interrupts:
             judged = sampling.evaluate(held_out)
@@ -187,7 +188,7 @@ def _reinforce(
     def save(step: int) -> None:
         """Saves the run as it is after `step`."""
         if config.actors.on_update == "finish":
-            # What is half done would go on with weights that it would not have had.
+            # Samples in flight would otherwise continue with weights that they would not have had.
             with timeline.span("generate", sampling.waits_for, sampling.seconds):
                 ahead.wait(step)
         state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
@@ -195,7 +196,7 @@ def _reinforce(
             checkpoints.save(step, state, last=step == config.steps)
 
     def give_up_if_stopped(step: int) -> None:
-        """Where a rank has a signal, ends the run as it was before `step`, of which nothing is in the weights yet."""
+        """If any rank received a signal, ends the run in its state before `step`, which has not changed the weights."""
         stopped_by = max(replicas.gather(stop.received))
         if not stopped_by:
             return
@@ -209,7 +210,7 @@ def _reinforce(
         raise stop.error(stopped_by, step - 1, config.output)
 
     announce_start(config, environment, model, world, start)
-    # All ranks watch what rank 0 has written, and come to the same.
+    # All ranks watch what rank 0 has written, and come to the same conclusion.
     before = world.from_main(lambda: read_metrics(run.metrics))
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
     bad_steps, clock = BadSteps(config.faults, run.path, tokenizer), time.perf_counter()
@@ -286,7 +287,7 @@ def _reinforce(
                     average.update()
                 stopwatch.begin("time/weight_sync", sampling.waits_for, sampling.start_seconds)
                 generators.new_weights(step)
-                timeline.message = f"weights of version {step}"
+                timeline.message = f"weights version {step}"
                 stopwatch.end()
 
                 given = (rollout for batch in batches for rollout in batch.rollouts)
@@ -311,7 +312,7 @@ def _reinforce(
                 world.on_main(partial(write_report, run.path, title_of(config)))
                 raise ending
 
-    # The last checkpoint may still be on its way to the disk.
+    # The last checkpoint may still be being written.
     world.barrier()
     if world.is_main and not only and (start < config.steps or not run.summary.is_file()):
         write_ending(config, world, run, generators, clock, prompts.shared(held_out))

@@ -33,50 +33,50 @@ NAME = "value_head"
 class ValueHead(nn.Module):
     """V of a state, in float32, from the hidden state that the next token is sampled from.
 
-    It begins as zero, so that the first step's advantages are sums of rewards. Its product is the model's own operator:
-    like a log-probability, a value has the same bits in any company, and so before and within the first inner step.
+    It is initialized to zero, so the first step's advantages are sums of rewards. It uses the model's own linear
+    operator: like a log-probability, a value has the same bits in any batch, hence before and in the first inner step.
     """
 
     def __init__(self, dim: int, device: str | torch.device = "cpu", detached: bool = False, counts: bool = True):
-        """counts: whether its gradients do; of tensor ranks, which all have all states, those of one are enough."""
+        """counts: whether its gradients count; all tensor ranks have all states, so those of one rank suffice."""
         super().__init__()
         self.counts = counts
         self.weight = nn.Parameter(torch.zeros(1, dim + 1, dtype=torch.float32, device=device))
-        """The last one is the bias, in units of `unit`: its gradient is summed as the others are, in one order."""
+        """The last one is the bias, in units of `unit`: its gradient is summed like the others, in one order."""
         self.unit = math.sqrt(dim)
-        """So the bias moves as far in a step as the rest together: of the first values' error most is their mean."""
+        """Lets the bias move as far per step as the rest together: most of the initial values' error is their mean."""
         self.detached = detached
-        """Whether the value's loss leaves the model alone."""
+        """Whether the value loss has no gradient into the model."""
 
     def forward(self, hidden: Float[Tensor, "states dim"]) -> Float[Tensor, "states"]:
         weight: Tensor = self.weight
         hidden = hidden.detach() if self.detached else hidden
         if not self.counts and torch.is_grad_enabled():
             weight = without_gradient(weight)
-            # In one order each rank takes its rows of a gradient that is the sum already (`exchange.sum_gathered`).
+            # In one-order mode each rank takes its rows of a gradient that is already summed (`exchange.sum_gathered`).
             hidden = hidden if one_order.is_asked() else without_gradient(hidden)
         return ops.linear(F.pad(hidden.float(), (0, 1), value=self.unit), weight)[:, 0]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """As the optimizer and checkpoints name them."""
+        """By their names in the optimizer and in checkpoints."""
         return {f"{NAME}.{name}": parameter for name, parameter in self.named_parameters()}
 
 
 def refuse_run_without_values(run: Path, config: RLConfig) -> None:
-    """Raises UserError where `run` was saved by an algorithm that has no value function to go on from."""
+    """Raises UserError if `run` was saved by an algorithm without a value function to resume from."""
     try:
         before = from_toml(run / CONFIG, RLConfig())
     except UserError:
-        return  # whether the checkpoint fits, its own reading says
+        return  # reading the checkpoint checks whether it fits
     if algorithm_of(before).advantage != "gae" and any(run.glob("checkpoints/step_*")):
         raise UserError(
-            f"{run}: a run of {before.algorithm} has no value head: {config.algorithm} needs a new run; give another "
-            "--output"
+            f"{run}: a run of {before.algorithm} has no value head, so {config.algorithm} cannot resume it; start a "
+            "new run with another --output"
         )
 
 
 def make_critic(config: RLConfig, model: TrainableModel, world: World | None = None) -> ValueHead | None:
-    """The value function of the run's algorithm; None where it has none."""
+    """The value function of the run's algorithm; None if it has none."""
     if algorithm_of(config).advantage != "gae":
         return None
     counts = world is None or world.coordinate("tensor") == 0
@@ -84,7 +84,7 @@ def make_critic(config: RLConfig, model: TrainableModel, world: World | None = N
 
 
 def train_settings(config: RLConfig) -> TrainConfig:
-    """The run's, in which the value head has its own learning rate; `train.rules` go before it."""
+    """The run's settings, with a separate learning rate for the value head; `train.rules` take precedence."""
     if algorithm_of(config).advantage != "gae":
         return config.train
     own = f"{NAME}.* learning_rate={config.value_learning_rate}"
@@ -99,9 +99,9 @@ def assign_values(
     replicas: Replicas | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """V of the state that each token was sampled in, by the weights before the step, which `model` has.
+    """V of the state in which each token was sampled, with the weights before the step, which `model` has.
 
-    Groups are shared out between `replicas`; None: all are scored here.
+    Groups are divided among `replicas`; None: all are scored here.
     """
 
     def values(row: PackedRow) -> Tensor:
@@ -113,7 +113,7 @@ def assign_values(
 
 
 def value_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How well the values before the step foretold what was earned; nothing without a value function."""
+    """How well the values before the step predicted the returns; empty without a value function."""
     values = [v for r in rollouts for v in r.values]
     returns = [x for r in rollouts for x in r.returns]
     return {"value/explained_variance": explained_variance(values, returns)} if values else {}

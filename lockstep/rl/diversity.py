@@ -1,24 +1,24 @@
-"""How different the completions of a prompt are from each other."""
+"""How much the completions of a prompt differ from each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 PAIRS = 32
-"""Of a group, compared at most: all of up to eight completions."""
+"""Most pairs compared per group: all pairs for up to eight completions."""
 
 
 def distinct_share(group: Sequence[Sequence[int]]) -> float:
-    """Different completions of a group as a share of all of them, by their tokens."""
+    """The fraction of a group's completions that are distinct, by their tokens."""
     return len({tuple(tokens) for tokens in group}) / len(group)
 
 
 def pairwise_overlap(group: Sequence[Sequence[int]]) -> float:
     """The mean overlap of two completions of a group: the Jaccard index |A ∩ B| / |A ∪ B| of their sets of bigrams.
 
-    A completion's bigrams are its pairs of consecutive tokens, its first token with its beginning included, so that one
-    of a single token has one. 1: all say the same; 0: no two tokens in a row are shared, and so for a group of one. Of
-    larger groups `PAIRS` pairs are compared: neighbours first, then every second one, and so on.
+    A completion's bigrams are its pairs of consecutive tokens, including a start marker with its first token, so a
+    single token has one. 1: all are the same; 0: no bigram is shared, also for a group of one. In larger groups `PAIRS`
+    pairs are compared: neighbors first, then those two apart, and so on.
     """
     bigrams = [set(zip([None, *tokens], tokens)) for tokens in group]
     overlaps = [_jaccard(bigrams[first], bigrams[second]) for first, second in _pairs(len(group))]

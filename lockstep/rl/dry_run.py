@@ -1,4 +1,4 @@
-"""A reinforcement run's memory and weight sync before they are paid for: rank 0, on tensors without values."""
+"""A reinforcement run's memory and weight sync, computed in advance for rank 0 on tensors without values."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ from lockstep.train.live_memory import LiveMemory
 from lockstep.train.packing import PackedRow, pack_scored, predicting_states, target_log_probs
 
 STAGES = TRAINING, SAMPLING, SYNC = ("training", "sampling", "weight sync")
-"""Of a step: what a rank does in turn."""
+"""The stages of a step on a rank."""
 
 
 @dataclass
 class RLDryRun:
-    """What was found. Memory is in bytes, of one rank."""
+    """The result. Memory is in bytes, of one rank."""
 
     trained: DryRun
     memory: dict[str, dict[str, int]]
-    """By what it is for, at the peak of each of `STAGES`; what is not held then is left out."""
+    """By purpose, at the peak of each of `STAGES`; what is not held then is left out."""
     transfer: ForeseenTransfer | None
-    """Of a weight sync to what the ranks sample from, or compute values with; None where there is no such copy."""
+    """For a weight sync to what the ranks sample from, or compute values with; None if there is no such copy."""
     generator: GeneratorDryRun | None = None
-    """Of generators in processes of their own."""
+    """For generators in separate processes."""
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes of each of `STAGES`, together."""
+        """Total bytes in each of `STAGES`."""
         return _peaks(self.memory)
 
     def text(self) -> str:
@@ -82,7 +82,7 @@ class RLDryRun:
         lines = [
             f"{found.world.size} ranks ({degrees or 'alone'})",
             f"{found.parameters / 1e9:.3f} B parameters in {found.dtype}",
-            f"about {found.microbatches} full micro-batches per rank and step, prompts not counted",
+            f"about {found.microbatches} full micro-batches per rank and step, not counting prompts",
             "",
             *_table("memory per rank, GiB", self.memory, stages),
             "",
@@ -100,30 +100,30 @@ class RLDryRun:
 
 @dataclass
 class GeneratorDryRun:
-    """What was found of a rank of each generator in processes of its own. Memory and weights are in bytes."""
+    """The result for one rank of each separate generator. Memory and weights are in bytes."""
 
     ranks: int
-    """Of each generator."""
+    """Ranks of each generator."""
     memory: dict[str, dict[str, int]]
-    """As `RLDryRun.memory`; it does not train."""
+    """As `RLDryRun.memory`, without training."""
     laid_out: int
-    """By that rank of the trainer, of one version of the weights."""
+    """Bytes that the trainer's rank lays out per version of the weights."""
     read: int
-    """Of these and other ranks' by a rank of a generator."""
+    """Bytes that a generator's rank reads, from this and other ranks of the trainer."""
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes of each of `STAGES`, together."""
+        """Total bytes in each of `STAGES`."""
         return _peaks(self.memory)
 
     def lines(self) -> list[str]:
         """A table for a terminal."""
         laid_out, read = self.laid_out / 2**20, self.read / 2**20
         return [
-            *_table(f"memory of each generator's rank, GiB ({self.ranks} of each)", self.memory, STAGES[1:]),
+            *_table(f"memory per generator rank, GiB ({self.ranks} ranks each)", self.memory, STAGES[1:]),
             "",
             f"the peak is {max(self.peaks.values()) / 2**30:.3f} GiB, in {max(STAGES[1:], key=self.peaks.__getitem__)}",
-            f"in a weight sync the trainer's rank lays out {laid_out:.1f} MiB, and a generator's reads {read:.1f} MiB",
+            f"a weight sync lays out {laid_out:.1f} MiB on that trainer rank, and reads {read:.1f} MiB on a generator rank",
         ]
 
 
@@ -145,18 +145,18 @@ def _gib(size: int | None) -> str:
 
 
 def foresee(config: RLConfig) -> RLDryRun:
-    """What a rank of `config.dry_run` ranks would need; neither data nor weights are read, so a preset will do.
+    """What a rank of `config.dry_run` ranks would need; neither data nor weights are read, so a preset is enough.
 
     Raises UserError for bad input.
     """
     validate(config)
     if config.actors.urls:
         raise UserError(
-            "a dry run does not know the servers of actors.urls; leave them out, and give actors.generators to count "
+            "a dry run cannot inspect the servers in actors.urls; remove them, and set actors.generators to compute "
             "the trainer's ranks without generators of their own"
         )
     config = replace(config, model=folder_if_model(config.model))
-    # The ranks are somewhere else, unless it is said that they are CPUs.
+    # The ranks are assumed to be elsewhere, on GPUs, unless the config says CPU.
     on_cpu = config.device == "cpu" or (config.dry_run == 1 and not config.device and not torch.cuda.is_available())
     dtype, why = choose_dtype(config.dtype, config.model, torch.device("cpu" if on_cpu else "cuda"))
     found = dry_run(replace(config, dtype=dtype), config.dry_run, on_cpu)  # type: ignore[arg-type]
@@ -166,14 +166,14 @@ def foresee(config: RLConfig) -> RLDryRun:
 
 
 def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
-    """Builds a rank of `ranks`, and takes it through a micro-batch and an update, and a forward of its generator.
+    """Builds one rank of `ranks`, and runs a micro-batch, an update, and a forward of its generator.
 
-    Of a pipeline it is the rank whose training needs most.
+    With a pipeline, it is the rank whose training needs the most memory.
 
-    With generators in processes of their own the forward is of a rank of those.
+    With separate generators, the forward is that of one of their ranks.
 
-    A micro-batch is `train.tokens_per_microbatch` tokens, all but the first of each completion sampled, or one
-    completion where that is longer. Raises UserError where the degrees do not fit the ranks or the model.
+    A micro-batch has `train.tokens_per_microbatch` tokens, all but the first of each completion sampled, or one
+    completion if that is longer. Raises UserError if the degrees do not fit the ranks or the model.
     """
     world = imagined_world(config.parallel, ranks)
     try:
@@ -191,7 +191,7 @@ def dry_run(config: RLConfig, ranks: int, on_cpu: bool) -> RLDryRun:
 
 
 def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -> tuple[RLDryRun, int]:
-    """What was found of `world`'s rank, without a generator of its own, and the bytes that it lays out for those."""
+    """The result for `world`'s rank, without separate generators, and the bytes that it lays out for those."""
     fake = imagined_tensors()
     critic = None
     if algorithm_of(config).advantage == "gae":
@@ -207,7 +207,7 @@ def _of_rank(config: RLConfig, shape: ModelConfig, world: World, on_cpu: bool) -
 
 
 def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_cpu: bool) -> GeneratorDryRun:
-    """Of a rank of each of `config.actors.generators`."""
+    """The result for a rank of each of `config.actors.generators`."""
     ranks = config.actors.tensor
     parallel = ParallelConfig(tensor=ranks, data_shard=1, reduction_chunks=config.parallel.reduction_chunks)
     refuse_generators(replace(shape, reduction_chunks=chunks_for(shape.reduction_chunks, parallel)), ranks)
@@ -220,7 +220,7 @@ def _separate_generator(config: RLConfig, shape: ModelConfig, laid_out: int, on_
             with fake, pretending():
                 engine = Engine(model, replace(config.engine, cuda_graphs="none"))
             weights = _bytes(model.parameters())
-            # Kept for the next ones, on every device.
+            # Kept for the next weights, on every device.
             sizes = {"weights": weights, "arriving weights": weights, "cache of keys and values": engine.cache.nbytes}
             if on_cpu:
                 sizes["weights in a decode step's order"] = _panels(model)
@@ -288,12 +288,12 @@ def _with_generator(
     else:
         laid_out = foresee_shelf(policy, resolve_dtype(config.dtype))
         note("versions laid out, in the host's memory", length_of(laid_out, versions_laid_out(config.actors)))
-    # Of bfloat16 weights in one process the float32 sums keep their memory for the next step's.
+    # With bfloat16 weights in one process the float32 sums keep their memory for the next step.
     note("gradients", gradients, *(STAGES if "float32 masters" in own and not subtrees else STAGES[:1]))
     note("sums of micro-batches", subtrees, TRAINING)
     note("a micro-batch at its peak", at_peak, TRAINING)
     transfer = foresee_transfer(policy, whole, world, keep=config.actors.keep_copy) if whole and ranks else None
-    # A CPU keeps this memory for the next sync: the system would clear every page of new one.
+    # A CPU keeps this memory for the next sync: the system would clear every newly allocated page.
     stages = STAGES if on_cpu and keeps else (SYNC,)
     if transfer:
         note("arriving weights and messages", transfer.held, *stages)
@@ -308,10 +308,10 @@ def _shape(model: str) -> ModelConfig:
 
 
 def _share(config: RLConfig, world: World) -> int:
-    """Micro-batches of a rank in a step, were all of them full."""
+    """Micro-batches per rank and step if all of them are full."""
     tokens = config.prompts_per_step * config.samples_per_prompt * config.max_new_tokens
     share = -(-tokens // (config.train.tokens_per_microbatch * world.data_size))
-    # Idle ones are added until a pipeline's schedule runs: twice as many as it has ranks always do.
+    # Idle ones are added until the pipeline schedule fits: twice the number of ranks always does.
     least = 2 * world.degrees["pipeline"] if world.degrees["pipeline"] > 1 else 1
     return -(-share // least) * least
 
@@ -320,12 +320,12 @@ def _microbatch(config: RLConfig) -> PackedRow:
     length = config.max_new_tokens
     count, rest = divmod(config.train.tokens_per_microbatch, length)
     lengths = [length] * max(count, 1) + [rest] * (rest > 0 and count > 0)
-    # One token more than is computed: the last one predicts nothing.
+    # One token more than is computed: the last one makes no prediction.
     return pack_scored([[0] * (n + 1) for n in lengths], [range(1, n + 1) for n in lengths])
 
 
 class _Loss:
-    """Asks of a micro-batch the gradients that `PolicyLoss` does."""
+    """A loss with the same gradients as `PolicyLoss`."""
 
     def __init__(self, config: RLConfig, critic: nn.Module | None):
         self.temperature, self.critic = config.temperature, critic
@@ -351,19 +351,19 @@ def _layout(shape: ModelConfig, config: RLConfig, world: World) -> Decoder:
 
 
 def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
-    """Bytes at the peak of a forward over `engine.max_tokens_per_step` rows, and of drawing from as many logits as are
-    held at once."""
+    """Peak bytes of a forward over `engine.max_tokens_per_step` rows, and of sampling from as many logits as are held at
+    once."""
     config, model = engine.config, engine.model
     sequences = min(config.max_sequences, config.max_tokens_per_step)
     rows = config.max_tokens_per_step
     lengths = torch.full((sequences,), rows // sequences, dtype=torch.int32)
     lengths[: rows % sequences] += 1
     attention = ops.PagedAttention(engine.cache, torch.zeros(sequences, 1, dtype=torch.int32), lengths, lengths.clone())
-    attention.slots  # noqa: B018 - made of real numbers, before values are left out
+    attention.slots  # noqa: B018 - computed here from real values, before tensors have none
     drawn = min(sequences, max(1, LOGITS_ELEMENTS // model.config.vocab_size))
     with fake, pretending(), torch.no_grad():
         tokens = torch.zeros(rows, dtype=torch.int64)
-        # Weights and cache are counted by themselves.
+        # Weights and cache are counted separately.
         there = [local_values(tensor) for tensor in [*model.parameters(), *engine.cache.tensors()]]
         with LiveMemory(there) as live:
             before = live.nbytes
@@ -373,7 +373,7 @@ def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
 
 
 def _panels(model: Decoder) -> int:
-    """Bytes of the weights as products of few rows read them on a CPU (`ops.PackedWeights`)."""
+    """Bytes of the weights packed for products of few rows on a CPU (`ops.PackedWeights`)."""
     return sum(
         4 * panel_words(local_values(parameter))
         for name, parameter in model.named_parameters()

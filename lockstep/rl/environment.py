@@ -1,4 +1,4 @@
-"""A task that answers can be graded on."""
+"""A task with examples and rewards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Example:
     prompt: str
     answer: str = ""
     id: str = ""
-    """Names the example in errors; the prompt's beginning does where it is empty."""
+    """Names the example in errors; if empty, the beginning of the prompt does."""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Whatever else the environment's reward needs to know."""
+    """Whatever else the environment's reward needs."""
 
     @property
     def name(self) -> str:
@@ -27,7 +27,7 @@ class Example:
 
 
 RewardFunction = Callable[[Example, str], float | Awaitable[float]]
-"""A reward of its own: a plain function or a coroutine of an example and a completion."""
+"""A single reward: a plain function or a coroutine of an example and a completion."""
 
 
 class Environment:
@@ -36,53 +36,53 @@ class Environment:
     stop: ClassVar[tuple[str, ...]] = ()
     """A completion ends after any of these strings."""
     reward_weights: ClassVar[Mapping[str, float]] = {}
-    """Weights of named rewards in the total that is trained on; a name that is not here weighs 1."""
+    """Weights of named rewards in the total that is trained on; a name that is missing here has weight 1."""
 
     has_rewards: ClassVar[bool] = True
-    """Whether completions are rewarded here; where not, a reward model alone rewards them."""
+    """Whether completions are rewarded here; if not, only a reward model rewards them."""
     in_workers: ClassVar[bool] = False
-    """Whether a built-in task's rewards and conversations may take long or fail, and so run in worker processes where
-    `rewards.isolate` is auto, as those of a FILE.py:Class do."""
+    """Whether a built-in task's rewards and conversations can take long or fail, and so run in worker processes if
+    `rewards.isolate` is auto, like those of a FILE.py:Class."""
     rewards: ClassVar[Mapping[str, RewardFunction]] = {}
-    """Functions by the names of their rewards, in place of a method `reward`."""
+    """Reward functions by name, in place of a method `reward`."""
 
     def __init__(self, data: str = "", skip_bad_lines: bool = False):
         self.data = data
         self.skip_bad_lines = skip_bad_lines
 
     def examples(self, split: str) -> Iterable[Example]:
-        """The examples of `"train"` or `"validation"`: finitely many, the same at every call."""
+        """The examples of `"train"` or `"validation"`: finitely many, and the same at every call."""
         raise NotImplementedError(f"{type(self).__name__} must define examples(self, split)")
 
     def reward(self, example: Example, completion: str) -> float | dict[str, float]:
-        """How good a completion is: one number, or several by name. It may be a coroutine (`async def`)."""
+        """How good a completion is: one number, or several by name. Can be a coroutine (`async def`)."""
         if not self.has_rewards:
             return {}
         if self.rewards:
-            # What a coroutine function returns here is awaited by the caller.
+            # The caller awaits what a coroutine function returns here.
             return {name: function(example, completion) for name, function in self.rewards.items()}  # type: ignore
         raise NotImplementedError(f"{type(self).__name__} must define reward(self, example, completion)")
 
     def is_correct(self, rewards: Mapping[str, float]) -> bool:
-        """Whether rewards count as a right answer: `correct` where it is named, else all of them together, reach 1."""
+        """Whether rewards count as a correct answer: the one named `correct`, or else the sum of all, is at least 1."""
         return rewards.get("correct", sum(rewards.values())) >= 1.0
 
     def knows_correct(self, rewards: Mapping[str, float]) -> bool:
-        """Whether there is an accuracy to speak of: a reward named `correct`, or an `is_correct` of the class's own."""
+        """Whether accuracy is defined: there is a reward named `correct`, or the class overrides `is_correct`."""
         return "correct" in rewards or type(self).is_correct is not Environment.is_correct
 
 
 def source_file(kind: type[Environment]) -> Path | None:
-    """The file that defines an environment; None where it comes from none, as in an interactive session."""
+    """The file that defines an environment; None if there is none, as in an interactive session."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return Path(file) if file else None
 
 
 def user_line(error: BaseException, file: Path | None = None) -> str:
-    """`file:line` where an error arose: in `file` where its trace passes through it, else at its innermost frame."""
+    """`file:line` where an error occurred: in `file` if its traceback passes through it, else in its innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if file is not None and Path(f.filename).resolve() == file.resolve()]
-    # A file with a syntax error runs no frame of its own; one that calls `eval` on bad text does.
+    # A file with a syntax error has no frame of its own; one that calls `eval` on bad text does.
     if not own and isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frame = (own or list(frames))[-1]

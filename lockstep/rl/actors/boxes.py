@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank holds or wants: a box of the whole, and what two such boxes have in common."""
+"""Which part of each tensor a rank holds or wants, as a box of the full tensor, and intersections of such boxes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lockstep.model.shard import local_part
 from lockstep.rl.actors.checksum import checksum
 
 Box = tuple[tuple[int, int], ...]
-"""Of a tensor, along each dimension: first index, and the one behind the last."""
+"""(start, stop) along each dimension of a tensor."""
 LINE = 64
-"""Parts that lie one behind the other begin at multiples of as many bytes."""
+"""Alignment, in bytes, of parts laid out one after another."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ def held_part(tensor: Tensor) -> Held:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where in the whole this rank's part of `tensor` stands."""
+    """Where this rank's part of `tensor` is in the full tensor."""
     return tuple((own.start, own.stop) for own in local_part(tensor.detach())[1])
 
 
 def plain_parts(parts: Mapping[str, Held]) -> dict[str, Any]:
-    """As JSON has it; `read_parts` reads it back."""
+    """JSON-able; `read_parts` reads it back."""
     return {name: [list(part.box), list(part.shape)] for name, part in parts.items()}
 
 
@@ -61,23 +61,23 @@ def holders_of(held: Sequence[Mapping[str, Held]]) -> dict[str, dict[Box, list[i
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What both boxes have; None where there is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other))
     return shared if all(start < stop for start, stop in shared) else None
 
 
 def volume(box: Box) -> int:
-    """Elements of a box."""
+    """Number of elements in a box."""
     return math.prod(stop - start for start, stop in box)
 
 
 def at(part: Tensor, box: Box, of: Box) -> Tensor:
-    """The view of `box` in a part that stands at `of`."""
+    """The view of `box` in a part that covers the box `of`."""
     return part[tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, of))]
 
 
 def offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where parts of so many bytes begin that lie one behind the other, and the bytes of all."""
+    """Offsets of parts of these sizes (bytes) laid out one after another, and their total size."""
     found, end = {}, 0
     for name, size in sizes.items():
         found[name], end = end, end + -(-size // LINE) * LINE
@@ -85,12 +85,12 @@ def offsets(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
 
 
 def checksum_of(part: Tensor, held: Held) -> Tensor:
-    """The `checksum` of a part that stands where `held` says."""
+    """The `checksum` of a part at the place that `held` gives."""
     return checksum(part, tuple(slice(*bounds) for bounds in held.box), torch.Size(held.shape))
 
 
 def first_copies(wanted: Sequence[Mapping[str, Held]], names: Sequence[str]) -> list[list[int]]:
-    """Of each rank the first one that wants the same part of each tensor; `[ranks][names]`."""
+    """For each rank and tensor, the first rank that wants the same part; `[ranks][names]`."""
     firsts = [[0] * len(names) for _ in wanted]
     for index, name in enumerate(names):
         boxes = [of_rank[name].box for of_rank in wanted]
@@ -100,6 +100,6 @@ def first_copies(wanted: Sequence[Mapping[str, Held]], names: Sequence[str]) -> 
 
 
 def differing(sums: Tensor, firsts: Tensor, expected: Tensor) -> Tensor:
-    """For each tensor whether its parts `[ranks, names]` do not add up to what is expected, or copies of one differ."""
+    """For each tensor, whether its parts `[ranks, names]` do not add up to `expected`, or copies of a part differ."""
     is_first = firsts == torch.arange(len(firsts), device=firsts.device)[:, None]
     return (sums != sums.gather(0, firsts)).any(0) | ((sums * is_first).sum(0) != expected)

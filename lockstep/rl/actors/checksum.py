@@ -1,4 +1,4 @@
-"""A checksum of a tensor that its parts add up to, however the tensor is cut."""
+"""A checksum of a tensor that equals the sum of its parts' checksums, however the tensor is sharded."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from lockstep.ops import native
 
 WORD = 8
-"""Bytes that are multiplied at once, where rows are cut at multiples of them."""
+"""Bytes multiplied at once, if rows are cut at multiples of this."""
 ROWS_BYTES = 1 << 20
-"""Of a part, looked at together: they stay in the processor's cache."""
+"""Bytes of a part processed together, so that they stay in the processor's cache."""
 
 KEPT = 64
-"""Places of parts whose factors are kept for the next transfer: layers have the same ones."""
+"""Places of parts whose factors are cached for the next transfer: layers share them."""
 Bounds = tuple[tuple[int, int], ...]
-"""First row, and the one behind the last, along each dimension but the last."""
+"""(start, stop) along each dimension but the last."""
 
 
 def checksum(part: Tensor, place: tuple[slice, ...], shape: torch.Size) -> Tensor:
-    """Σ bits · odd number of the place, modulo 2^64, over the elements of `part`, as an int64 of no dimensions.
+    """Σ bits · odd number of the place, modulo 2^64, over the elements of `part`, as a scalar int64 tensor.
 
-    `part` stands at `place` in a tensor of `shape`: the sums of parts that make the whole add up to the whole's. The
-    factors depend on row and column, so elements that changed places show, and one flipped bit always does: it changes
+    `part` is at `place` in a tensor of `shape`: the checksums of its parts add up to that of the full tensor. The
+    factors depend on row and column, so swapped elements are detected, and a single flipped bit always is: it changes
     the sum by a power of two times an odd number.
     """
     if len(shape) < 2:
@@ -62,7 +62,7 @@ def _plain(bits: Tensor, bounds: Bounds, shape: tuple[int, ...], columns: slice)
 
 @lru_cache(maxsize=KEPT)
 def _rows(bounds: Bounds, shape: tuple[int, ...]) -> Tensor:
-    """The number of each row of a part in the whole, all dimensions but the last taken together."""
+    """The index of each row of a part in the full tensor, with all dimensions but the last flattened."""
     numbers = torch.zeros(1, dtype=torch.int64)
     for size, (start, stop) in zip(shape[:-1], bounds):
         numbers = (numbers[:, None] * size + torch.arange(start, stop)).reshape(-1)

@@ -1,7 +1,7 @@
-"""What a generator says, checked before the run takes it: the same for those that call and for servers that are asked.
+"""Checks of what a generator sends before the run uses it; the same for generators that connect and for HTTP servers.
 
-A check finds what no generator sends, by a fault or on purpose. That log-probabilities are the trainer's the comparison
-of every step shows; what is checked here is that there is one for every token, so that nothing escapes it.
+They catch data that no correct generator sends, whether by a fault or on purpose. The comparison at every step shows
+whether log-probabilities match the trainer's; the check here is that every token has one, so that none escapes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.generate.routes import is_written
 from lockstep.rl.actors.remote import RemoteSample, Request
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_ .:@-]{0,63}")
-"""Names stand in metrics, logs and file names."""
+"""Names are used in metrics, logs and file names."""
 REASONS = (None, "stop", "length", "error")
 FIELDS = {
     "token_ids": ("token ids", int),
@@ -26,21 +26,21 @@ FIELDS = {
     "versions": ("versions", int),
     "routes": ("routes", str),
 }
-"""Of a sample, one for each token; those of `SOME` only where the request asks for them."""
+"""Fields of a sample with one value per token; those in `SOME` only if the request asks for them."""
 SOME = ("cut_logprobs", "routes")
 ROUNDING = 1e-3
-"""Of log-probabilities above 0: our engine gives none, but other kernels take a sum of exponentials in other orders."""
+"""How far log-probabilities may exceed 0: ours never do, but other kernels sum exponentials in other orders."""
 LOWEST = -3.4e38
-"""What float32 holds."""
+"""The lowest float32."""
 MOST_TENSOR = 1024
 LARGEST_PID = 2**31
 LARGEST_FIGURE = 1e15
 FIGURES = (*(each.name for each in fields(Statistics)), "weights_seconds")
-"""What `Remote.did` has, where it has anything."""
+"""The keys of `Remote.did`, if it is not empty."""
 
 
 class FalseClaim(Exception):
-    """What a generator has sent cannot be so; says what, on one line."""
+    """A generator has sent data that cannot be right; says which, on one line."""
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
@@ -54,10 +54,10 @@ def believable_samples(
     vocab_size: int,
     eos_token_ids: Collection[int] = (),
 ) -> list[tuple[Request, int, RemoteSample]]:
-    """Those of `parts` that belong to requests of `asked`: of others they come too late.
+    """Those of `parts` that belong to requests in `asked`; parts of other requests come too late.
 
-    asked: the requests that the generator has, by number. last_request: the highest number there ever was. versions:
-    of weights, that the run has given. eos_token_ids: of the run's model. Raises FalseClaim.
+    asked: the requests that the generator has, by number. last_request: the highest number so far. versions: the
+    weights versions that the run has published. eos_token_ids: the model's. Raises FalseClaim.
     """
     so_far: dict[tuple[int, int], tuple[int, bool]] = {}
     found = []
@@ -68,11 +68,11 @@ def believable_samples(
         if (request := asked.get(number)) is None:
             continue
         if not _is_int(index, 0, len(request.samples) - 1):
-            raise FalseClaim(f"sample {index!r} of a request for {len(request.samples)}")
+            raise FalseClaim(f"sample {index!r} of a request for {len(request.samples)} samples")
         held = request.samples[index]
         before, ended = so_far.get((number, index), (len(held.token_ids), held.finish_reason is not None))
         if ended and (new.token_ids or new.finish_reason):
-            raise FalseClaim("tokens of a sample that has ended")
+            raise FalseClaim("tokens for a sample that is already finished")
         _check_for(request, before + len(new.token_ids), new)
         _check_end(request, before + len(new.token_ids), new, eos_token_ids)
         so_far[number, index] = before + len(new.token_ids), ended or new.finish_reason is not None
@@ -81,15 +81,15 @@ def believable_samples(
 
 
 def sample_of(plain: Any) -> RemoteSample:
-    """What follows the known tokens of a sample, as it has come as JSON. Raises FalseClaim."""
+    """The tokens that follow those already known of a sample, from JSON. Raises FalseClaim."""
     if not isinstance(plain, dict) or plain.keys() != FIELDS.keys() | {"finish_reason"}:
-        raise FalseClaim("a sample with unknown or missing fields")
+        raise FalseClaim("a sample with missing or unknown fields")
     tokens, reason = plain["token_ids"], plain["finish_reason"]
     for name, (said, kind) in FIELDS.items():
         values = plain[name]
         fits = isinstance(values, list) and isinstance(tokens, list)
         if not fits or (len(values) != len(tokens) and not (name in SOME and not values)):
-            raise FalseClaim(f"{_counted(values)} {said} of {_counted(tokens)} tokens")
+            raise FalseClaim(f"{_counted(values)} {said} for {_counted(tokens)} tokens")
         for value in values:
             if type(value) is not kind:
                 raise FalseClaim(f"{value!r} among {said}")
@@ -99,10 +99,10 @@ def sample_of(plain: Any) -> RemoteSample:
 
 
 def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int) -> None:
-    """What holds of any tokens."""
+    """Checks that hold for any tokens."""
     for token in new.token_ids:
         if not 0 <= token < vocab_size:
-            raise FalseClaim(f"token {token} of a vocabulary of {vocab_size}")
+            raise FalseClaim(f"token {token} outside a vocabulary of {vocab_size}")
     for logprob in (*new.logprobs, *new.cut_logprobs):
         if not LOWEST <= logprob <= ROUNDING:
             raise FalseClaim(f"log-probability {logprob}")
@@ -111,55 +111,56 @@ def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int)
             raise FalseClaim(f"route {route!r:.80}")
     for version in new.versions:
         if version not in versions:
-            raise FalseClaim(f"a token of weights version {version}, which the run has not published")
+            raise FalseClaim(f"a token from weights version {version}, which the run has not published")
 
 
 def _check_for(request: Request, count: int, new: RemoteSample) -> None:
-    """What holds of tokens that make `count` of a sample of `request`."""
+    """Checks that depend on the request; `count` is the sample's length with the new tokens."""
     most, reason = request.params.max_tokens, new.finish_reason
     if count > most:
-        raise FalseClaim(f"{count} tokens, but {most} were requested")
+        raise FalseClaim(f"{count} tokens, but at most {most} were requested")
     if reason == "error":
         return
     if reason == "length" and count < most:
         raise FalseClaim(f"finish_reason 'length' after {count} of {most} tokens")
     if reason and not count:
-        raise FalseClaim("a finished sample without tokens")
+        raise FalseClaim("a finished sample without any token")
     if new.token_ids and bool(new.cut_logprobs) != request.params.cuts:
-        raise FalseClaim(f"{len(new.cut_logprobs)} log-probabilities after cuts of {len(new.token_ids)} tokens")
+        raise FalseClaim(f"{len(new.cut_logprobs)} log-probabilities after cuts for {len(new.token_ids)} tokens")
     if new.versions and min(new.versions) < request.given_version:
         raise FalseClaim(
-            f"a token of weights version {min(new.versions)}, of which the request was given at {request.given_version}"
+            f"a token from weights version {min(new.versions)}, but the request was sent at version "
+            f"{request.given_version}"
         )
 
 
 def _check_end(request: Request, count: int, new: RemoteSample, eos_token_ids: Collection[int]) -> None:
-    """A sample has ended where nothing follows: the next generator would wait for more of it, or go on behind its end.
+    """A sample is finished exactly where its tokens say so; otherwise the next generator would continue past its end.
 
-    Where stop strings end samples the tokens do not show it.
+    A stop string does not show in the tokens.
     """
     if new.finish_reason == "error" or not new.token_ids:
         return
     ending = request.params.ending_ids(eos_token_ids)
     if behind := [token for token in new.token_ids[:-1] if token in ending]:
-        raise FalseClaim(f"tokens behind {behind[0]}, which ends a sample")
+        raise FalseClaim(f"tokens after {behind[0]}, which ends a sample")
     if new.finish_reason is None and new.token_ids[-1] in ending:
         raise FalseClaim(f"token {new.token_ids[-1]}, which ends a sample, without a finish_reason")
     if new.finish_reason is None and count == request.params.max_tokens:
-        raise FalseClaim(f"all {count} tokens that were asked for without a finish_reason")
+        raise FalseClaim(f"all {count} requested tokens without a finish_reason")
 
 
 def believable_version(version: Any, before: int, versions: Collection[int]) -> int:
-    """A version of the weights that a generator says it has, which had `before`. Raises FalseClaim."""
+    """The weights version that a generator reports, after `before`. Raises FalseClaim."""
     if type(version) is not int or version not in versions or version < before:
-        raise FalseClaim(f"weights of version {version!r}, which the run has not published to it")
+        raise FalseClaim(f"weights version {version!r}, which the run has not given it")
     return version
 
 
 def believable_figures(did: Any) -> dict[str, float]:
-    """`Remote.did`, as it has come as JSON. Raises FalseClaim."""
+    """`Remote.did`, from JSON. Raises FalseClaim."""
     if not isinstance(did, dict):
-        raise FalseClaim("metrics that are not numbers by name")
+        raise FalseClaim("statistics that are not a dictionary")
     if not did:
         return {}
     for name in FIGURES:
@@ -172,7 +173,7 @@ def believable_figures(did: Any) -> dict[str, float]:
 def believable_hello(hello: Any) -> dict[str, Any]:
     """How a generator, or another of its ranks, introduces itself. Raises FalseClaim."""
     if not isinstance(hello, dict):
-        raise FalseClaim("an invalid hello")
+        raise FalseClaim("a hello that is not a dictionary")
     rules = {
         "pid": _is_int(hello.get("pid"), 0, LARGEST_PID),
         "place": _is_text(hello.get("place")),

@@ -1,7 +1,7 @@
-"""Generators elsewhere, asked as if they were one engine: each request goes to one, and on to another if that dies.
+"""Remote generators behind the interface of one engine: each request goes to one, and to another if that one dies.
 
-What a request's samples are depends on its seed and the weights alone, not on who computes them: a generator that goes
-on where another ended draws the tokens that the other would have drawn.
+A request's samples depend only on its seed and the weights, not on who computes them: a generator that continues where
+another stopped draws the tokens that the other would have drawn.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.work_log import WorkLog
 
 GLANCE = 0.02
-"""Seconds that one `step` waits for news at most."""
+"""Seconds that one `step` waits for news, at most."""
 
 
 class Fleet:
-    """The generators of a run. A `Sampler`, and what its remotes tell (`Reports`). Any thread may call it."""
+    """The generators of a run. A `Sampler`, and the `Reports` of its remotes. Any thread may call it."""
 
     def __init__(
         self,
@@ -42,43 +42,43 @@ class Fleet:
         eos_token_ids: Sequence[int] = (),
     ):
         """start_seconds: how long there may be no generator at all. finish: whether requests are sampled from the
-        weights that are the newest when they are asked, whoever is how fast. vocab_size, eos_token_ids: of the run's
-        model."""
+        weights that are the newest when they are made, however fast each generator is. vocab_size, eos_token_ids: the
+        model's."""
         self.max_positions, self.cache_tokens = max_positions, cache_tokens
         self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self.start_seconds, self._finish = start_seconds, finish
         self.required: set[str] = set()
-        """The names of those that the run has started itself: one that does not fit ends it."""
+        """Names of the generators that the run started itself: if one of them is unfit, the run ends."""
         self.false: set[str] = set()
-        """The names of those that have said what cannot be so: none of them is asked again."""
+        """Names of the generators that have sent invalid data: none of them gets another request."""
         self.weights_version = 0
         self._edition: Edition | None = None
         self.changed = threading.Condition(threading.RLock())
         self._remotes: dict[str, Remote] = {}
-        """Those that are asked, and those that are still loading."""
+        """Those that sample, and those that are still loading."""
         self._versions: dict[str, int] = {}
-        """Of the weights that each has; one that is loading has none."""
+        """Version of the weights that each has; one that is loading has none."""
         self._requests: dict[int, Request] = {}
-        """Those that have not ended."""
+        """Those that are not finished."""
         self._asked: dict[int, str] = {}
-        """Who has been given each of them."""
+        """The generator that has each of them."""
         self._added: dict[int, Request] = {}
-        """Those whose samples nobody has asked for yet."""
+        """Those whose samples have not been fetched yet (`samples`)."""
         self._refused: dict[int, str] = {}
         self._next_id = 0
         self.heard = 0
-        """Grows with whatever comes from the generators."""
+        """Incremented with every report from a generator."""
         self._none_since = time.monotonic()
         self._was_ready = False
-        """Whether there has been a generator with weights."""
+        """Whether any generator has ever had weights."""
         self._first_version = 0
         self._last_loss = ""
         self._failure: Exception | None = None
         self._dismissed: set[object] = set()
-        """Askers whose samples nobody wants any more."""
+        """Askers whose samples are no longer wanted."""
         self._work = WorkLog()
 
-    # A Sampler. What is asked here is forgotten when it has ended; `remembering` keeps it.
+    # A Sampler. Finished requests are forgotten here; `remembering` keeps them.
 
     def generate(
         self,
@@ -86,13 +86,13 @@ class Fleet:
         params: SamplingParams | Sequence[SamplingParams],
         first: int | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine.generate`. Raises RunStopped where no generator is left, UserError where there never was one."""
+        """As `Engine.generate`. Raises RunStopped if no generator is left, UserError if there never was one."""
         return self.complete([self.begin(*each) for each in _pairs(prompts, params)], first)
 
     def begin(
         self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = (), asker: object = None
     ) -> Request:
-        """Asks for a prompt's samples, which go on where those of `begun` end."""
+        """Requests a prompt's samples, which continue those in `begun`."""
         seed = secrets.randbits(62) if params.seed is None else params.seed
         samples = [RemoteSample.begun(completion) for completion in begun] or [RemoteSample() for _ in range(params.n)]
         with self.changed:
@@ -106,9 +106,9 @@ class Fleet:
     def complete(
         self, requests: Sequence[Request], first: int | None = None, asker: object = None
     ) -> list[list[Completion]]:
-        """Waits for all samples of all requests of `asker`, or of the `first` of them as `generate`.
+        """Waits for all samples of all requests of `asker`, or for the `first` of them, as `generate` does.
 
-        Raises as `generate`; nothing is left of the requests then.
+        Raises as `generate`; the requests are aborted then.
         """
         wanted = dict(enumerate(requests))
         try:
@@ -131,7 +131,7 @@ class Fleet:
         ]
 
     def _unfinished(self, wanted: dict[int, Request], first: int | None) -> bool:
-        """Whether any is; those that are not among the `first` of them are ended, and taken out."""
+        """Whether any is unfinished; those that are not among the `first` are aborted and removed."""
         if first is not None:
             for number in stragglers({number: request.samples for number, request in wanted.items()}, first):
                 self.abort(wanted.pop(number).id)
@@ -144,11 +144,11 @@ class Fleet:
             return request.id
 
     def samples(self, request_id: int) -> Sequence[RemoteSample]:
-        """Those of a request, once: it may have ended by now."""
+        """The samples of a request, which may be finished by now; can be called once."""
         return self._added.pop(request_id).samples
 
     def step(self, asker: object = None) -> None:
-        """Waits for news, for a moment. Raises as `generate`, of refused requests those of `asker` only."""
+        """Waits for news, for a moment. Raises as `generate`, and for refused requests only if they are `asker`'s."""
         with self.changed:
             refused = [request for request in self._refused if self._requests[request].asker is asker]
             self._raise_problems(refused, asker)
@@ -164,7 +164,7 @@ class Fleet:
             self._hand_out()
 
     def dismiss(self, asker: object) -> None:
-        """Whoever waits for samples of this asker, or waits for some from now on, gets RunStopped."""
+        """Whoever waits for samples of this asker, now or later, gets RunStopped."""
         with self.changed:
             self._dismissed.add(asker)
             self.changed.notify_all()
@@ -184,25 +184,25 @@ class Fleet:
             )
 
     def none_left(self, problem: str) -> Exception:
-        """What ends the run for want of generators: where none was ever ready, something is wrong with its settings."""
+        """The error for a run without generators: if none was ever ready, something is wrong with its settings."""
         if self._was_ready:
             return RunStopped(f"{problem}. --resume continues from the newest checkpoint", exit_code=1)
         return UserError(
-            f"{problem}. None has been ready since the run began; see their logs, or raise "
-            "actors.start_seconds, and restart the run with --resume"
+            f"{problem}. None has been ready since the run started; fix what prevents them from starting, or raise "
+            "actors.start_seconds, and start the run again with --resume"
         )
 
     # Its remotes.
 
     def join(self, remote: Remote) -> None:
-        """A generator that loads; it gets the newest weights first, and work once it has them."""
+        """Adds a generator that is loading; it gets the newest weights first, and requests once it has them."""
         with self.changed:
             self._remotes[remote.name] = remote
             if self._edition is not None:
                 remote.new_weights(self._edition)
 
     def leave(self, name: str) -> Remote | None:
-        """Forgets a generator, whose samples others go on with; returns it, if it was one."""
+        """Removes a generator, whose samples others continue; returns it, if it was in the fleet."""
         with self.changed:
             remote = self._remotes.pop(name, None)
             self._work.left(name)
@@ -214,10 +214,10 @@ class Fleet:
             return remote
 
     def new_weights(self, edition: Edition) -> None:
-        """Every generator takes these before what is asked from here on."""
+        """Every generator takes these before any later request."""
         with self.changed:
             if self._finish:
-                # What waits for room here would be asked after the new weights.
+                # Requests still waiting for room here would be sent after the new weights.
                 self._hand_out(all_of_them=True)
             if self._edition is None:
                 self._first_version = edition["version"]
@@ -226,7 +226,7 @@ class Fleet:
                 remote.new_weights(edition)
 
     def wait_for_weights(self, seconds: float = float("inf")) -> None:
-        """Returns once one generator is there, and all that are there have the newest weights. Raises as `step`."""
+        """Returns once there is a generator, and all that are ready have the newest weights. Raises as `step`."""
         until = time.monotonic() + seconds
         with self.changed:
             while not self._versions or any(version < self.weights_version for version in self._versions.values()):
@@ -236,7 +236,7 @@ class Fleet:
                 self.changed.wait(GLANCE)
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits, or asks from now on, gets `error`."""
+        """Whoever waits or makes a request, now or later, gets `error`."""
         with self.changed:
             self._failure = self._failure or error
             self.changed.notify_all()
@@ -254,24 +254,24 @@ class Fleet:
 
     @property
     def names(self) -> list[str]:
-        """Of all that have joined, ready or not."""
+        """Names of all that have joined, ready or not."""
         with self.changed:
             return sorted(self._remotes)
 
     def remote(self, name: str) -> Remote | None:
-        """The one of this name, ready or not."""
+        """The generator of this name, ready or not."""
         return self._remotes.get(name)
 
     @property
     def ready(self) -> list[str]:
-        """The names of those that sample."""
+        """Names of those that sample."""
         with self.changed:
             return sorted(self._versions)
 
     def _hand_out(self, all_of_them: bool = False) -> None:
-        """Gives requests that nobody has to the generators with the most room, in the order in which they came.
+        """Sends waiting requests to the generators with the most room, in the order in which they came.
 
-        all_of_them: those too for which nobody has room.
+        all_of_them: even those for which no generator has room.
         """
         load = {name: self._samples_at(name) for name in self._versions}
         for request in self._requests.values():
@@ -295,7 +295,7 @@ class Fleet:
         with self.changed:
             self.heard += 1
             if self._remotes.get(remote.name) is not remote:
-                return  # it was given up, and others go on with what it had
+                return  # it was given up, and others continue its samples
             has = {number: self._requests[number] for number, name in self._asked.items() if name == remote.name}
             told = believable_samples(parts, has, self._next_id - 1, self._given, self._vocab_size, self._eos_token_ids)
             self._work.heard(remote.name, remote.did)
@@ -312,7 +312,7 @@ class Fleet:
 
     @property
     def _given(self) -> range:
-        """The versions of the weights that there have been."""
+        """The weights versions that have been published."""
         return range(self._first_version, self.weights_version + 1)
 
     def has_weights(self, remote: Remote, version: int) -> None:
@@ -350,24 +350,24 @@ class Fleet:
             others = f"{len(self._versions)} others continue" if self._versions else "the next one gets"
             said = one_line(why)
             if false:
-                said = f"it sent invalid data ({said}), and is not used again"
+                said = f"it sent invalid data ({said}), and gets no more requests"
             self._last_loss = f"; the last one, {remote.name}: {said}"
             log.warning("%s: %s; %s its %d unfinished samples", remote.name, said, others, unfinished)
             self.changed.notify_all()
 
 
 class RememberingFleet:
-    """A `Remembering` sampler: the fleet, for as long as what it was asked here matters."""
+    """A `Remembering` sampler: the fleet, with its requests kept as long as this object is."""
 
     def __init__(self, fleet: Fleet, kept: Mapping[str, Any]):
-        """kept: what an earlier one's `state` has returned; its samples go on from there."""
+        """kept: what an earlier one's `state` returned; its samples continue from there."""
         self._fleet, self._kept = fleet, kept
         self._asked: dict[str, Request] = {}
-        """By their digests."""
+        """Requests by digest."""
         self._times: Counter[str] = Counter()
-        """How often each was asked."""
+        """How often each was requested."""
         self.asked = threading.Event()
-        """Set once `generate` has asked for its samples."""
+        """Set once `generate` has requested its samples."""
         self.max_positions, self.cache_tokens = fleet.max_positions, fleet.cache_tokens
 
     @property
@@ -397,8 +397,8 @@ class RememberingFleet:
         self._fleet.abort(request_id)
 
     def state(self) -> dict[str, Any]:
-        with self._fleet.changed:  # no sample goes on meanwhile
-            # What was kept and is not asked again yet may still be.
+        with self._fleet.changed:  # no sample grows meanwhile
+            # What was kept and has not been requested again yet may still be.
             return {
                 **self._kept,
                 **{
@@ -419,7 +419,7 @@ class RememberingFleet:
         digest = hashlib.sha256(json.dumps([prompt, asdict(params)]).encode()).hexdigest()
         self._times[digest] += 1
         if (number := self._times[digest]) > 1:
-            digest += f" {number}"  # of equal requests each has samples of its own
+            digest += f" {number}"  # equal requests have separate samples
         begun = [Completion(**plain) for plain in self._kept.get(digest, ())]
         with self._fleet.changed:
             request = self._asked[digest] = self._fleet.begin(prompt, params, begun, self)
@@ -440,6 +440,6 @@ def _extend(sample: RemoteSample, new: RemoteSample, with_routes: bool) -> None:
     sample.logprobs += new.logprobs
     sample.cut_logprobs += new.cut_logprobs
     sample.versions += new.versions
-    if with_routes:  # one a token, whoever has sampled it
+    if with_routes:  # one per token, whoever sampled it
         sample.routes += new.routes or [""] * len(new.token_ids)
     sample.finish_reason = new.finish_reason

@@ -1,4 +1,4 @@
-"""What a weight sync sends, receives and holds on rank 0, by the layouts alone: a `WeightTransfer` without ranks."""
+"""What a weight sync sends, receives and holds on rank 0, from the layouts alone: a `WeightTransfer` without ranks."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from lockstep.rl.actors.weights import buckets
 
 @dataclass
 class ForeseenTransfer:
-    """Bytes of rank 0 in one weight sync."""
+    """Bytes on rank 0 in one weight sync."""
 
     sent: int
     """To other ranks."""
     received: int
     """From other ranks."""
     held: int
-    """The most that is in memory at once beside the weights: those that have arrived, and what is on its way."""
+    """Peak memory beyond the weights themselves: copies that have arrived, and what is in flight."""
 
 
 def foresee_transfer(
     tensors: Mapping[str, Tensor], model: Decoder, world: World, in_place: bool = True, keep: bool = True
 ) -> ForeseenTransfer:
-    """What `WeightTransfer(tensors, model, world, keep=keep)` moves on rank 0, where the other ranks exist or not.
+    """What `WeightTransfer(tensors, model, world, keep=keep)` moves on rank 0, whether or not the other ranks exist.
 
-    tensors: rank 0's, float32 or of the model's dtype, with or without values. in_place: whether the model reads them
-    where they lie, if they fit (`own_weights`).
+    tensors: rank 0's, float32 or of the model's dtype, with or without values. in_place: whether the model reads those
+    that fit in place (`own_weights`).
     """
     places = _places(world)
     itemsize = model.dtype.itemsize
@@ -69,13 +69,13 @@ def foresee_transfer(
 
 
 def foresee_shelf(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """Bytes of each version that rank 0 lays out for generators in other processes: whatever it holds."""
+    """Bytes of each version that rank 0 lays out for generators in other processes: all it holds."""
     parts = {name: local_values(tensor.detach()) for name, tensor in tensors.items()}
     return offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})[1]
 
 
 def _places(world: World) -> list[dict[str, int]]:
-    """Of each rank its index along every axis, and among those that share one copy of the weights."""
+    """For each rank, its index along every axis, and its index among the ranks that share one copy of the weights."""
     degrees = [world.degrees[axis] for axis in AXES]
     places = []
     for rank in range(world.size):
@@ -104,7 +104,7 @@ def _boxes(tensor: Tensor, places: list[dict[str, int]]) -> list[Box]:
 
 
 def _staying(tensors: Mapping[str, Tensor], model: Decoder, places: list[dict[str, int]]) -> set[str]:
-    """Tensors that every rank's generator reads where its trainer has them (`own_weights`)."""
+    """Tensors that every rank's generator reads in place from its trainer (`own_weights`)."""
     if any(place["pipeline"] for place in places):
         return set()
     return {

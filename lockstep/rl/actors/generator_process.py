@@ -1,4 +1,4 @@
-"""`lockstep generator`: a process, or a tensor group of them, that samples for a run's trainer until that ends it."""
+"""`lockstep generator`: a process, or a tensor-parallel group, that samples for a run's trainer until told to end."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from lockstep.rl.actors.wire import HANDSHAKE_SECONDS, Channel, Closed, call
 from lockstep.rl.recorded import recall
 
 TELL_SECONDS = 0.05
-"""Sampled tokens are told so often, and at once when a sample has ended."""
+"""Seconds between reports of sampled tokens; a finished sample is reported at once."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_SECONDS = 1.5
-"""A process that has not ended so long after the trainer is gone is stuck, and is ended where it stands."""
+"""A process still running this many seconds after the trainer is gone is stuck, and is killed."""
 
 
 class _Leaves(Closed):
@@ -57,7 +57,7 @@ class _Leaves(Closed):
 
 @dataclasses.dataclass
 class _Held:
-    """A request of the trainer's that the engine has, and how many tokens of each sample have been told."""
+    """A request of the trainer's in the engine, and how many tokens of each sample have been reported."""
 
     request: int
     sequences: list[Sequence]
@@ -66,10 +66,10 @@ class _Held:
 
 
 def run_generator(address: str, key: bytes, name: str, world: World) -> int:
-    """Samples for the trainer at `address` (HOST:PORT), who knows `key`, until it ends this; returns the exit code.
+    """Samples for the trainer at `address` (HOST:PORT), which knows `key`, until it says to end; returns the exit code.
 
-    All ranks of a generator call it. name: the one that the trainer expects it by; empty: the trainer gives one.
-    Raises UserError where the trainer cannot be reached, or asks for what cannot be had here.
+    All ranks of a generator call it. name: the one under which the trainer expects it; empty: the trainer assigns one.
+    Raises UserError if the trainer cannot be reached, or needs something that this host cannot provide.
     """
     channels: list[Channel] = []
     welcome = world.from_main(lambda: _greet(address, key, name, world, channels))
@@ -80,14 +80,14 @@ def run_generator(address: str, key: bytes, name: str, world: World) -> int:
         with _sign_of_life(welcome, timeline):
             return _Generator(welcome, channels[0], key, world, timeline).run()
     except Closed as error:
-        log.warning("the trainer at %s: %s; this generator ends", address, error)
+        log.warning("the trainer at %s: %s; this generator exits", address, error)
         return 0
     finally:
         channels[0].close()
 
 
 def _greet(address: str, key: bytes, name: str, world: World, channels: list[Channel]) -> dict[str, Any]:
-    """What the trainer says of its run; the connection goes into `channels`."""
+    """What the trainer says about its run; the connection is appended to `channels`."""
     host, _, port = address.rpartition(":")
     hello = {"name": name, "lockstep": __version__, "tensor": world.size, "pid": os.getpid(), "place": place()}
     try:
@@ -96,7 +96,7 @@ def _greet(address: str, key: bytes, name: str, world: World, channels: list[Cha
         welcome = channels[0].receive(HANDSHAKE_SECONDS)[0]
     except (Closed, TimeoutError, ValueError) as error:
         raise UserError(
-            f"no trainer can be reached at {address!r}: {error}; give HOST:PORT as printed by the run, and the key "
+            f"no trainer can be reached at {address!r}: {error}; give HOST:PORT as the run printed it, and the key "
             "file that it wrote"
         ) from error
     if "problem" in welcome:
@@ -105,26 +105,26 @@ def _greet(address: str, key: bytes, name: str, world: World, channels: list[Cha
 
 
 def _sign_of_life(welcome: dict[str, Any], timeline: Timeline) -> AbstractContextManager[Any]:
-    """In the run's folder, where this host has it; elsewhere the trainer knows of the generator by what it sends."""
+    """In the run's folder, if this host can write there; otherwise the trainer sees only the generator's messages."""
     run, name = Path(welcome.get("run", "")), welcome.get("name", "")
     reachable = (run / CONFIG).is_file() and os.access(run / "logs", os.W_OK)
     return SignOfLife(run, name, timeline) if reachable and NAME.fullmatch(name) else nullcontext()
 
 
 class _Generator:
-    """The rank that talks with the trainer."""
+    """The rank that talks to the trainer."""
 
     def __init__(self, welcome: dict[str, Any], channel: Channel, key: bytes, world: World, timeline: Timeline):
         self._channel, self._world, self._timeline = channel, world, timeline
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._queue: deque[dict[str, Any]] = deque()
-        """What has come and is not done yet."""
+        """Messages received but not handled yet."""
         self._finishes_first = welcome["on_update"] == "finish"
         self._ended, self._over = threading.Event(), threading.Event()
         self._held: dict[int, _Held] = {}
         self._told = 0.0
         self._did: dict[str, float] = {}
-        """What is told of its work; see `Remote.did`."""
+        """Its statistics as reported; see `Remote.did`."""
         self._weights_seconds = 0.0
         for work in (self._receive, lambda: self._say_alive(welcome["silence_seconds"] / 5)):
             threading.Thread(target=work, name="trainer", daemon=True).start()
@@ -176,7 +176,7 @@ class _Generator:
                     self._tell()
 
     def _receive_all(self, wait: bool = False) -> None:
-        """Puts what has come in the queue; where there is nothing to do it waits for something. Raises Closed."""
+        """Puts received messages into the queue; waits for one if there is nothing to do. Raises Closed."""
         wait = wait or not (self._engine.has_work or self._queue)
         if wait and self._timeline.phase != "idle":
             self._timeline.enter("idle", "requests of rank_0")
@@ -184,10 +184,10 @@ class _Generator:
             message, wait = self._inbox.get(), False
             if isinstance(message, Closed):
                 if any(each["kind"] == "end" for each in self._queue):
-                    return  # the trainer has said so, and gone
+                    return  # the trainer has said so and is gone
                 raise message
             if message["kind"] in ("end", "abort"):
-                # Not behind weights that wait for what is to be ended.
+                # Not behind weights that wait for the very samples to be ended.
                 self._queue.appendleft(message)
             else:
                 self._queue.append(message)
@@ -207,12 +207,12 @@ class _Generator:
         ended = [completion.finish_reason != "abort" for completion in begun]
         self._held[message["id"]] = _Held(request, sequences, told, ended)
         if not any(sequence.finish_reason is None for sequence in sequences):
-            self._tell()  # no step of the engine will: a stop string was complete, and nobody has said so
+            self._tell()  # no engine step will: a stop string was already complete, but not reported
 
     def _finishes_before_weights(self) -> bool:
-        """Whether what has begun is sampled to its end first: always, or where that is less work than going on.
+        """Whether samples in flight are finished first: always, or if that is less work than continuing them.
 
-        With new weights the keys of all tokens so far are computed anew.
+        With new weights the keys of all tokens so far are recomputed.
         """
         begun = [s for held in self._held.values() for s in held.sequences if s.finish_reason is None]
         if self._finishes_first:
@@ -223,16 +223,16 @@ class _Generator:
     def _abort(self, request: int) -> None:
         if held := self._held.pop(request, None):
             self._engine.abort(held.request)
-        # It may stand behind weights that wait.
+        # It may be queued behind weights that wait.
         self._queue = deque(each for each in self._queue if each["kind"] != "ask" or each["id"] != request)
 
     def _take(self, edition: Edition) -> None:
-        # Of a token that has been told, the weights are known.
+        # Tokens are reported with the weights version that they were sampled from.
         self._tell()
         if not self._finishes_first:
             edition = self._newest(edition)
         while (taken := self._read(edition)).outcome == "late":
-            # Newer ones lie there, and are announced, or will be: what was asked since must not be sampled from others.
+            # Newer weights are laid out and are, or will be, announced: later requests must be sampled from those.
             while (newer := self._newest(edition)) is edition:
                 self._receive_all(wait=True)
             edition = newer
@@ -241,10 +241,10 @@ class _Generator:
             self._note_work()
             self._channel.send({"kind": "has_weights", "version": edition["version"], "did": self._did})
         else:
-            self._channel.send({"kind": "lost", "why": f"weights of version {taken.version}: {taken.said}"})
+            self._channel.send({"kind": "lost", "why": f"weights version {taken.version}: {taken.said}"})
 
     def _newest(self, edition: Edition) -> Edition:
-        """The last that is announced in the queue, where there are any, which are taken out; else `edition`."""
+        """The last edition announced in the queue, from which all are removed; `edition` if there is none."""
         announced = [message for message in self._queue if message["kind"] == "weights"]
         for message in announced:
             self._queue.remove(message)
@@ -265,7 +265,7 @@ class _Generator:
         self._weights_seconds += time.monotonic() - began
 
     def _tell(self) -> None:
-        """What has been sampled since it was last called."""
+        """Reports what has been sampled since the last call."""
         self._told = time.monotonic()
         version, samples = self._engine.weights_version, []
         for request_id, held in list(self._held.items()):
@@ -296,7 +296,7 @@ class _Generator:
         try:
             while True:
                 message = self._channel.receive()[0]
-                # What waits behind weights waits from here on.
+                # The time spent waiting behind weights counts from here.
                 self._inbox.put(message | {"came_at": time.perf_counter()})
         except Closed as error:
             self._inbox.put(error)
@@ -307,20 +307,20 @@ class _Generator:
             while not self._ended.wait(seconds):
                 self._channel.send({"kind": "alive", "did": self._did})
         except Closed:
-            pass  # the thread that receives says so
+            pass  # the receiving thread reports it
 
 
 def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReader, Engine]:
-    """The model as the trainer describes it, its weights still to be taken, and the engine over it."""
+    """The model as the trainer describes it, with its weights still to be read, and an engine over it."""
     folder, device = local_folder(welcome["model"]), world.device
     shape = dataclasses.replace(read_config(folder), reduction_chunks=welcome["reduction_chunks"])
     expected = welcome["shape"]
-    if shape.lora is None and (lora := expected.get("lora")):  # which the run trains from its start
+    if shape.lora is None and (lora := expected.get("lora")):  # a new adapter that the run trains
         shape = dataclasses.replace(shape, lora=Lora(lora["rank"], lora["alpha"], tuple(lora["modules"])))
     own = plain_shape(shape)
     if other := [f"{name} {own[name]} and not {expected.get(name)}" for name in own if own[name] != expected.get(name)]:
         said = ", ".join(other[:3])
-        raise UserError(f"{folder} here is another model than the trainer's: {said}; copy the trainer's folder")
+        raise UserError(f"{folder}: differs from the trainer's model: {said}; copy the trainer's folder")
     _take_arithmetic(welcome["arithmetic"], device)
     parallel = ParallelConfig(tensor=world.size, data_shard=1, reduction_chunks=welcome["reduction_chunks"])
     model = generator_model(shape, resolve_dtype(welcome["dtype"]), world, parallel, partial(initialize, seed=0))
@@ -338,25 +338,25 @@ def _open(welcome: dict[str, Any], key: bytes, world: World) -> tuple[ShelfReade
 
 
 def _history(run: Path, config: EngineConfig, world: World) -> HistoryDraft:
-    """To guess by: what the run has sampled already, where this host has its folder.
+    """For drafting: what the run has sampled already, if this host has its folder.
 
-    Not where ranks share a model, which must all guess alike.
+    Not if ranks share a model: they must all draft the same tokens.
     """
     history = HistoryDraft()
     recalls = config.draft == "auto" and world.size == 1 and (run / CONFIG).is_file()
     if recalls and (count := recall(history, run)):
-        announce(f"generator: guesses begin with {count} completions of {run}")
+        announce(f"generator: drafts start from {count} completions of {run}")
     return history
 
 
 def _take_arithmetic(wanted: str, device: torch.device) -> None:
-    if device.type == "cpu":  # of a GPU there is nothing to choose
+    if device.type == "cpu":  # on a GPU there is nothing to choose
         with contextlib.suppress(UserError):
             set_arithmetic(wanted, device)
     if (own := arithmetic_of(device)) != wanted:
         raise UserError(
-            f"the trainer computes in {wanted}, a generator on {socket.gethostname()} in {own}; start it on a machine "
-            "like the trainer's, or, for any CPUs, the run with --arithmetic portable"
+            f"the trainer computes in {wanted}, but a generator on {socket.gethostname()} in {own}; start it on a "
+            "machine like the trainer's, or start the run with --arithmetic portable, which works on any CPU"
         )
 
 
@@ -365,7 +365,7 @@ def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> 
     threading.Thread(target=_attend, args=(welcome, address, key, world, over), name="trainer", daemon=True).start()
     try:
         reader, engine = _open(welcome, key, world)
-        # What torchrun is told it tells all ranks; the first one ends the others.
+        # torchrun forwards signals to all ranks; the first one ends the others.
         _take_signals(lambda: None)
         try:
             follow(engine, {"take": reader.take})
@@ -377,7 +377,7 @@ def _follow(welcome: dict[str, Any], address: str, key: bytes, world: World) -> 
 
 
 def _attend(welcome: dict[str, Any], address: str, key: bytes, world: World, over: threading.Event) -> None:
-    """Tells the trainer that this rank lives, which it could not see: only the first one talks with it."""
+    """Tells the trainer that this rank is alive, which it could not see: otherwise only the first one talks to it."""
     host, _, port = address.rpartition(":")
     try:
         channel = call(host, int(port), key)
@@ -393,13 +393,13 @@ def _attend(welcome: dict[str, Any], address: str, key: bytes, world: World, ove
 
 
 def _end_unless(over: threading.Event) -> None:
-    """Ends this process, whatever its main thread waits for, if that is not `over` soon."""
+    """Kills this process, whatever its main thread waits for, unless `over` is set soon."""
     if not over.wait(END_SECONDS):
         os._exit(1)
 
 
 def _take_signals(leave: Callable[[], None]) -> None:
-    """From here on the first SIGTERM or SIGINT calls `leave`, the second ends the process."""
+    """From here on the first SIGTERM or SIGINT calls `leave`, and the second kills the process."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         for each in SIGNALS:

@@ -1,4 +1,4 @@
-"""Who samples for a run, and how new weights come there: the ranks that train, or processes of their own."""
+"""Who samples for a run, and how it gets new weights: the ranks that train, or separate processes."""
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ class Generators(Protocol):
 
     @property
     def sampler(self) -> Sampler:
-        """What this rank asks."""
+        """The sampler that this rank uses."""
 
     @property
     def remembering(self) -> Callable[[dict[str, Any]], Remembering] | None:
-        """Makes samplers for steps that are sampled ahead, which go on from what another's `state` has kept."""
+        """Makes samplers for steps that are sampled ahead, which continue from another one's `state`."""
 
     def metrics(self) -> dict[str, float]:
         """What each generator has done since the last call. All ranks call it."""
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """When they did it, as Chrome's trace events."""
+        """When they did it, as Chrome trace events."""
 
     @property
     def policy(self) -> ScoringModel:
-        """The newest weights, as this rank computes with them alone; for a value function, or a reference that is the
-        policy without its adapter."""
+        """The newest weights, on this rank alone; for a value function, or a reference that is the policy without its
+        adapter."""
 
     @property
     def progress(self) -> int:
-        """Grows while this rank's sampler gets samples."""
+        """Increases while this rank's sampler gets samples."""
 
     def new_weights(self, version: int) -> None:
-        """From here on the trainer's weights are sampled from as they are now. All ranks call it.
+        """Makes generators sample from the trainer's current weights from here on. All ranks call it.
 
-        Raises RunStopped where they do not arrive as they were sent, or no generator is left.
+        Raises RunStopped if they do not arrive intact, or no generator is left.
         """
 
     def conversing(self) -> AbstractContextManager[bool]:
-        """Within it conversations ask the sampler, where it gives True. All ranks enter it.
+        """Inside it, conversations use the sampler on ranks for which it yields True. All ranks enter it.
 
-        A rank for which it gives False has computed with the one of its tensor group that asks, until that has left it.
+        A rank for which it yields False has followed the leading rank of its tensor group until that one left it.
         """
 
     def training_begins(self) -> None:
-        """Nothing is sampled or scored with the generators' weights from here to `new_weights`."""
+        """From here until `new_weights`, nothing is sampled or scored with the generators' weights."""
 
 
 def scores_with_policy(config: RLConfig) -> bool:
-    """Whether the ranks that train compute with the policy whoever samples: its values, or with its adapter off the
-    reference."""
+    """Whether the ranks that train run the policy's forward, whoever samples: for its values, or for the reference,
+    which is the policy with its adapter off."""
     return algorithm_of(config).advantage == "gae" or is_own_base(config)
 
 
 class WholePolicy:
     """The policy as one rank, or one tensor group, computes with it alone.
 
-    In one process it is the model that is trained; else that model's own tensors where the layouts allow it, and a copy
-    of the others in the run's dtype.
+    In one process it is the trained model itself; otherwise that model's own tensors if the layouts allow it, and
+    copies of the others in the run's dtype.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class WholePolicy:
         )
 
     def new_weights(self, version: int) -> None:
-        """Takes the trainer's weights as they are now. All ranks call it. Raises RunStopped as `Generators` does."""
+        """Takes the trainer's current weights. All ranks call it. Raises RunStopped as `Generators` does."""
         if self._transfer:
             self._transfer(version)
 
     def training_begins(self, before_drop: Callable[[], None]) -> None:
-        """Drops the copy where it is not kept, after who reads it has been told."""
+        """Drops the copy if it is not kept, after calling `before_drop` to tell whoever reads it."""
         if self._transfer and not self._transfer.keep:
             before_drop()
             self._transfer.drop()
 
 
 class OwnGenerator:
-    """An engine on every rank, which samples while nothing is trained."""
+    """An engine on every rank, which samples while no training takes place."""
 
     remembering = None
 
@@ -134,7 +134,7 @@ class OwnGenerator:
         return self.sampler.statistics.steps
 
     def metrics(self) -> dict[str, float]:
-        """As `Generators`: of the engine in one process, else of each tensor group's, by its first rank."""
+        """As `Generators`: for the engine in one process, or for each tensor group's, named after its first rank."""
         before, self._counted = self._counted, asdict(self.sampler.statistics)
         asked_before, self._asked_at = self._asked_at, time.monotonic()
         new = {name: count - before[name] for name, count in self._counted.items()}
@@ -146,7 +146,7 @@ class OwnGenerator:
         }
 
     def recall(self, run: Path) -> None:
-        """Guesses by what a resumed run has sampled; not where ranks share a model, which must all guess alike."""
+        """Drafts from what a resumed run has sampled; not if ranks share a model, which must all draft the same."""
         if self._world.tensor_group is None:
             recall(self._history, run)
 
@@ -159,7 +159,7 @@ class OwnGenerator:
 
     @contextmanager
     def conversing(self) -> Iterator[bool]:
-        """As `Generators`: what is asked when depends on the environment, so one rank asks, and the others hear it."""
+        """As `Generators`: the timing of requests depends on the environment, so one rank leads, and others follow."""
         if self._follows:
             follow(self.sampler)
         with self.sampler.leading() if isinstance(self.sampler, LeadingEngine) else nullcontext():
@@ -170,7 +170,7 @@ class OwnGenerator:
 
 
 def suited_to_actors(config: RLConfig, world: World) -> RLConfig:
-    """`config` with the settings that its generators need. Raises UserError where what starts them is not there."""
+    """`config` with the settings that its generators need. Raises UserError if what starts them is missing."""
     if config.actors.urls:
         from lockstep.rl.actors.http_supervisor import suited_to_servers
 
@@ -191,9 +191,9 @@ def open_generators(
     opened: ExitStack,
     moved: Callable[[], None] = lambda: None,
 ) -> Generators:
-    """The generators that `config.actors` asks for; `opened` ends them. Raises UserError where they cannot be had.
+    """The generators that `config.actors` asks for; `opened` ends them. Raises UserError if they cannot be started.
 
-    `moved` is called while weights are on their way.
+    `moved` is called as weights are transferred.
     """
     if not config.actors.separate:
         own = OwnGenerator(config, world, model, tokenizer, moved)

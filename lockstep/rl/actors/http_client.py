@@ -1,4 +1,4 @@
-"""Requests to an HTTP server, many at a time in one thread: JSON in, JSON or a stream of events out."""
+"""Concurrent requests to an HTTP server in one thread: JSON in, JSON or a stream of events out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lockstep.errors import one_line
 CONNECT_SECONDS = 5.0
 HEADER_BYTES = 2**16
 ERROR_BYTES = 2**16
-"""Of an answer that is no success, and so may be anything."""
+"""Bytes read of an error response, which may be anything."""
 ANSWER_BYTES = 2**24
-"""Of an answer, or of one event of a stream."""
+"""Most bytes of a response, or of one event of a stream."""
 DATA = b"data:"
 
 
 class HttpError(Exception):
-    """The server's answer is no success. `message` is what it says, `code` OpenAI's name for it if it gave one."""
+    """The server returned an error. `message` is what it says, `code` OpenAI's name for it if it gave one."""
 
     def __init__(self, status: int, message: str, code: str = ""):
         self.status, self.message, self.code = status, one_line(message, 1000), code
@@ -30,11 +30,11 @@ class HttpError(Exception):
 
 
 class Unreachable(Exception):
-    """Nobody answers, or not as HTTP asks for, or the connection has ended in the middle."""
+    """Nothing answers, or not in valid HTTP, or the connection broke."""
 
 
 class HttpClient:
-    """Asks the server at `url`; each request has a connection of its own, so that giving it up tells the server."""
+    """Sends requests to the server at `url`, each on its own connection, so that closing it tells the server."""
 
     def __init__(self, url: str, api_key: str = "", admin_key: str = ""):
         parts = urlsplit(url)
@@ -45,18 +45,18 @@ class HttpClient:
         self._api_key, self._admin_key = api_key, admin_key
 
     async def call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
-        """The answer's JSON; None where it is no JSON. Raises HttpError, Unreachable, and TimeoutError."""
+        """The response's JSON; None if it is not JSON. Raises HttpError, Unreachable, and TimeoutError."""
         async with asyncio.timeout(seconds), self._answer(method, path, body) as parts:
             content = await _at_most(parts, ANSWER_BYTES + 1)
         if len(content) > ANSWER_BYTES:
-            raise Unreachable(f"its answer to {path} has more than {ANSWER_BYTES} bytes")
+            raise Unreachable(f"its response to {path} has more than {ANSWER_BYTES} bytes")
         try:
             return _read_json(content)
         except ValueError:
             return None
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """The server-sent events of an answer, JSON each, up to `[DONE]`. Raises HttpError and Unreachable."""
+        """The server-sent events of a response, each JSON, up to `[DONE]`. Raises HttpError and Unreachable."""
         async with self._answer("POST", path, body) as parts:
             rest = b""
             async for part in parts:
@@ -80,7 +80,7 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def _answer(self, method: str, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The parts of a successful answer's body."""
+        """The parts of a successful response's body."""
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -118,12 +118,12 @@ class HttpClient:
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, whose names are in lower case. Raises ValueError for what is not HTTP."""
+    """Status and headers, whose names are in lower case. Raises ValueError if it is not HTTP."""
     while True:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         version, _, rest = lines[0].partition(" ")
         if not version.startswith("HTTP/1."):
-            raise ValueError(f"what answers there does not speak HTTP: {lines[0][:80]!r}")
+            raise ValueError(f"it does not speak HTTP: {lines[0][:80]!r}")
         status = int(rest[:3])
         if status >= 200:
             pairs = (line.partition(":") for line in lines[1:] if line)
@@ -145,18 +145,18 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
 
 
 async def _exactly(reader: asyncio.StreamReader, size: int) -> AsyncIterator[bytes]:
-    """So many bytes, in parts: whoever has enough of them need not have them all."""
+    """Exactly this many bytes, in parts, so that the caller can stop early."""
     if size < 0:
         raise ValueError(f"a length of {size}")
     while size:
         if not (part := await reader.read(min(size, HEADER_BYTES))):
-            raise EOFError("it ended in the middle of an answer")
+            raise EOFError("the connection ended in the middle of a response")
         size -= len(part)
         yield part
 
 
 async def _at_most(parts: AsyncIterator[bytes], size: int) -> bytes:
-    """The first bytes of an answer."""
+    """The first bytes of a response."""
     content = bytearray()
     async for part in parts:
         content += part
@@ -166,7 +166,7 @@ async def _at_most(parts: AsyncIterator[bytes], size: int) -> bytes:
 
 
 def _read_json(content: bytes) -> Any:
-    """Raises ValueError for what is none, or is nested too deep."""
+    """Raises ValueError if it is not JSON, or nested too deep."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -174,7 +174,7 @@ def _read_json(content: bytes) -> Any:
 
 
 async def _json_of(parts: AsyncIterator[bytes]) -> Any:
-    """Of an answer that is no success; its text where it is no JSON."""
+    """The JSON of an error response; its text if it is not JSON."""
     content = await _at_most(parts, ERROR_BYTES)
     try:
         return _read_json(content)

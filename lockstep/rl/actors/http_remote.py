@@ -1,4 +1,4 @@
-"""A generator behind HTTP: a server that is asked by a thread of this process."""
+"""A generator behind HTTP: a server, and the thread of this process that sends it requests."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lockstep.rl.actors.remote import RemoteSample, Reports, Request
 from lockstep.rl.actors.shelf import Edition
 
 SILENCE_SECONDS = 10.0
-"""A server that does not answer a health check for so long is taken for dead; there is one every fifth of it."""
+"""A server that does not answer a health check for this long is considered dead; checks run every fifth of it."""
 STILL_SECONDS = 120.0
-"""One that answers, but adds no token to any of its samples for so long, too."""
+"""So is one that answers, but adds no token to any of its samples for this long."""
 BUSY_SECONDS = 0.5
-"""After which a request is sent again that the server had no place for."""
+"""Delay before a request that the server had no room for is sent again."""
 FLUSH_SECONDS = 0.005
-"""For which new tokens are gathered before they are told, all of them at once."""
+"""How long new tokens are collected before they are reported together."""
 
 
 class HttpRemote:
-    """A server at `client.url`, one request for each of the fleet's. A `Remote`; any thread may call it.
+    """A server at `client.url`, with one HTTP request for each of the fleet's. A `Remote`; any thread may call it.
 
-    Between `ask` and the report of its last token the request's stream is open; `abort` closes it, at which the server
+    Between `ask` and the report of its last token the request's stream is open; `abort` closes it, and the server then
     ends its samples. `edition["folder"]` of new weights is a model folder that the server can read.
     """
 
@@ -43,7 +43,7 @@ class HttpRemote:
         still_seconds: float = STILL_SECONDS,
         finish: bool = False,
     ):
-        """finish: whether what it has been asked ends before it takes new weights."""
+        """finish: whether requests in flight end before it takes new weights."""
         self.name, self.room, self.exact = client.url, server.room, server.exact
         self.did: dict[str, float] = {}
         self.gone = threading.Event()
@@ -58,7 +58,7 @@ class HttpRemote:
         self._told: list[tuple[int, int, RemoteSample]] = []
         self._heard = 0.0
         self._loop = asyncio.new_event_loop()
-        # What is asked, and new weights, in the order in which they came.
+        # Requests and new weights, in the order in which they came.
         self._orders: asyncio.Queue[Request | Edition] = asyncio.Queue()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name=f"http {client.url}", daemon=True)
@@ -90,7 +90,7 @@ class HttpRemote:
         asyncio.set_event_loop(self._loop)
         try:
             why = self._loop.run_until_complete(self._work())
-        except Exception as error:  # whatever it is, no samples come here any more
+        except Exception as error:  # whatever it is, no more samples will arrive
             why = error
         finally:
             self._loop.close()
@@ -136,18 +136,18 @@ class HttpRemote:
             return  # it has newer ones already
         if self._finish and self._tasks:
             await asyncio.wait(self._tasks.values())
-        # Its next tokens may be of these before it says so.
+        # Its next tokens may already be from these before it says so.
         self._versions.add(version)
         try:
             await self._server.load(self._client, Path(edition["folder"]), version)
         except HttpError as error:
             editions = [order for order in self._orders._queue if not isinstance(order, Request)]  # type: ignore[attr-defined]
             if editions and editions[-1]["version"] > version:
-                # Superseded, and perhaps deleted by now. What was asked after it must not be sampled from older ones.
+                # Superseded, and perhaps deleted by now. Later requests must not be sampled from older weights.
                 return await self._load(editions[-1])
             if self._version < 0:
                 problem = f"it cannot load the weights in {edition['folder']}: {error.message}"
-                self._reports.unfit(self, f"{problem}; give an --output that it sees under the same path")
+                self._reports.unfit(self, f"{problem}; give an --output that the server can read under the same path")
                 self._end(None)
                 return
             raise
@@ -171,7 +171,7 @@ class HttpRemote:
                 try:
                     async with aclosing(self._server.sample(self._client, request, self._version)) as parts:
                         async for index, new in parts:
-                            if new.finish_reason == "error":  # of which a server says why
+                            if new.finish_reason == "error":  # a server would say why
                                 raise FalseClaim("finish_reason 'error'")
                             self._tell(request.id, index, new)
                             if new.finish_reason is not None:
@@ -183,7 +183,7 @@ class HttpRemote:
                 await asyncio.sleep(BUSY_SECONDS)
             if unfinished:
                 self._flush()  # which may show why
-                raise Unreachable("a request has ended without all of its samples")
+                raise Unreachable("a request ended without all of its samples")
         except HttpError as error:
             if error.code == "not_finite":
                 for index in unfinished:
@@ -216,7 +216,7 @@ class HttpRemote:
                 self._end(error)
 
     async def _watch(self) -> None:
-        """Raises where the server is dead, or as good as."""
+        """Raises if the server is dead, or as good as."""
         while True:
             try:
                 await self._client.call("GET", "/health", seconds=self._silence_seconds)
@@ -224,13 +224,13 @@ class HttpRemote:
                 raise Unreachable(f"it has not answered for {self._silence_seconds:g} s") from error
             still = self._loop.time() - self._heard
             if self._tasks and still > self._still_seconds:
-                raise Unreachable(f"it has sampled no token for {still:.0f} s, though some were requested")
+                raise Unreachable(f"it has sampled no token for {still:.0f} s, although it has requests")
             await asyncio.sleep(self._silence_seconds / 5)
 
 
 def _in_words(error: BaseException) -> str:
     if isinstance(error, HttpError):
-        return f"it answers: {error}"
+        return f"it responds: {error}"
     if isinstance(error, Unreachable | FalseClaim):
         return str(error)
-    return f"it sent an invalid answer ({one_line(repr(error))})"
+    return f"its response makes no sense ({one_line(repr(error))})"

@@ -1,4 +1,4 @@
-"""The servers that generate for a run: our own, whose log-probabilities are the trainer's, and vLLM."""
+"""The servers that generate for a run: our own, whose log-probabilities match the trainer's, and vLLM."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ SEED_STEP = 0x9E3779B97F4A7C15
 CHECK_SECONDS = 10.0
 LOAD_SECONDS = 600.0
 Part = tuple[int, RemoteSample]
-"""The number of a sample, and what follows the tokens that are known of it."""
+"""The index of a sample, and what follows the tokens already known of it."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run needs of a server that samples for it."""
+    """What a run requires of a server that samples for it."""
 
     shape: ModelConfig
     dtype: str
     arithmetic: str
     compile: str
     context: int
-    """Tokens of prompt and completion that the run may ask for."""
+    """Longest prompt plus completion that the run may request, in tokens."""
     params: SamplingParams
-    """As the run samples: how many of a prompt, at which temperature, with which cuts."""
+    """How the run samples: samples per prompt, temperature, and cuts."""
 
 
 class Server(Protocol):
-    """What a `HttpRemote` needs to know of the kind of server that it asks."""
+    """What an `HttpRemote` needs to know about the kind of server that it uses."""
 
     exact: bool
-    """Whether its log-probabilities are the trainer's, bit for bit."""
+    """Whether its log-probabilities match the trainer's bit for bit."""
     loads_between_requests: bool
-    """Whether requests must have ended before it takes new weights."""
+    """Whether requests must end before it takes new weights."""
     room: int
     """Samples that it works on at a time."""
 
     def sample(self, client: HttpClient, request: Request, version: int) -> AsyncGenerator[Part, None]:
-        """Begins, or goes on with, the samples of a request that have not ended; `version` is the weights' it has."""
+        """Starts or continues the unfinished samples of a request; `version` is that of the weights it has."""
 
     async def load(self, client: HttpClient, folder: Path, version: int) -> None:
-        """Returns once it samples with the weights of `folder`. Raises HttpError where it refuses them."""
+        """Returns once it samples with the weights of `folder`. Raises HttpError if it refuses them."""
 
 
 async def find_server(client: HttpClient, wanted: Wanted) -> Server:
-    """The server that answers, if it can sample for the run. Raises UserError, saying what to change, if it cannot."""
+    """The server that answers, if it can sample for the run. Otherwise raises UserError, saying what to change."""
     owner, model = await owner_of(client)
     try:
         return await (_own_server(client, wanted) if owner == "lockstep" else _vllm_server(client, wanted, model))
@@ -64,20 +64,20 @@ async def find_server(client: HttpClient, wanted: Wanted) -> Server:
         raise
     except Exception as error:  # it may answer anything
         said = one_line(repr(error))
-        problem = f"it sends invalid answers ({said}); restart the server, or correct actors.urls"
+        problem = f"its response makes no sense ({said}); restart the server, or correct actors.urls"
         raise UserError(f"{client.url}: {problem}") from error
 
 
 async def owner_of(client: HttpClient) -> tuple[str, dict[str, Any]]:
-    """`lockstep` or `vllm`, and what it says of its model. Raises UserError where neither answers."""
-    models = await _ask(client, "/v1/models", "asks for an API key; set LOCKSTEP_API_KEY to it")
+    """`lockstep` or `vllm`, and what it says about its model. Raises UserError if neither answers."""
+    models = await _ask(client, "/v1/models", "requires an API key; set LOCKSTEP_API_KEY to it")
     try:
         model = models["data"][0]
         owner = model["owned_by"]
     except (TypeError, LookupError):
         owner = model = None
     if owner not in ("lockstep", "vllm"):
-        raise UserError(f"{client.url}: what answers there is neither `lockstep serve` nor vLLM; correct actors.urls")
+        raise UserError(f"{client.url}: this server is neither `lockstep serve` nor vLLM; correct actors.urls")
     return owner, model
 
 
@@ -87,7 +87,7 @@ async def _ask(client: HttpClient, path: str, without_key: str) -> Any:
     except HttpError as error:
         if error.status == 401:
             raise UserError(f"{client.url} {without_key}") from error
-        raise UserError(f"{client.url}: {path} answers {error}; correct actors.urls") from error
+        raise UserError(f"{client.url}: {path} returns {error}; correct actors.urls") from error
     except Unreachable as error:
         raise UserError(f"{client.url} does not answer: {error}; start the server, or correct actors.urls") from error
     except TimeoutError as error:
@@ -152,8 +152,8 @@ class OwnServer:
 
 
 def _sample(tokens: Any, logprobs: Any, cut_logprobs: Any, versions: Any, routes: Any, reason: Any) -> RemoteSample:
-    if reason == "abort":  # a server that ends says so
-        raise Unreachable("it has ended a request with 'abort'")
+    if reason == "abort":  # which a server says as it shuts down
+        raise Unreachable("it ended a request with 'abort'")
     return sample_of(
         {
             "token_ids": tokens,
@@ -174,14 +174,14 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
     except UserError as error:
         if isinstance(error.__cause__, HttpError) and error.__cause__.status == 404:
             raise UserError(
-                f"{client.url} has no admin key, so it takes no weights; start it with LOCKSTEP_ADMIN_KEY set, and the "
-                "run as well"
+                f"{client.url} has no admin key, so it accepts no weights; start both it and the run with "
+                "LOCKSTEP_ADMIN_KEY set"
             ) from error
         raise
     shape = plain_shape(wanted.shape)
     if (chunks := found["shape"].pop("reduction_chunks")) != (own := shape.pop("reduction_chunks")):
         change = f"start it with --parallel.reduction-chunks {own}"
-        _refuse(client, f"it sums in reduction_chunks {chunks}, but the run in {own}", change)
+        _refuse(client, f"it sums with reduction_chunks {chunks}, but the run with {own}", change)
     for name, value in shape.items():
         if found["shape"][name] != value:
             problem = f"its model has {name} {found['shape'][name]}, but the run's has {value}"
@@ -189,7 +189,7 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
     for name in ("dtype", "arithmetic", "compile"):
         if found[name] != (own := getattr(wanted, name)):
             if name == "arithmetic" and wanted.dtype == "float32" and {found[name], own} <= {*ops.ARITHMETICS}:
-                continue  # a CPU's arithmetics differ in bfloat16 alone
+                continue  # a CPU's arithmetics differ only in bfloat16
             option = "compile.backend" if name == "compile" else name
             _refuse(
                 client, f"it computes with {option} {found[name]}, but the run with {own}", f"give --{option} {own}"
@@ -202,14 +202,14 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
     if n > found["max_n"] or n > places:
         option, most = ("--max-n", found["max_n"]) if n > found["max_n"] else ("--max-waiting", places)
         _refuse(
-            client, f"it takes {most} samples of a prompt, but the run asks for {n}", f"start it with more {option}"
+            client, f"it allows {most} samples per prompt, but the run requests {n}", f"start it with a higher {option}"
         )
     # A remote is given twice as many as it has room for.
     return OwnServer(max(1, min(found["max_sequences"], places // 2, found["max_requests"] // 2)))
 
 
 class VllmServer:
-    """vLLM's OpenAI server, in its development mode, which has the routes that take new weights."""
+    """vLLM's OpenAI server in its development mode, which has the routes for new weights."""
 
     exact = False
     loads_between_requests = True
@@ -224,7 +224,7 @@ class VllmServer:
             async for part in self._stream(client, request, request.prompt, request.params.n, 0, 0, version):
                 yield part
             return
-        # It draws by a generator of its own, which cannot begin in the middle: the rest is another draw.
+        # It has its own random generator, which cannot start in the middle of a sample: the rest is a new draw.
         for index, sample in enumerate(request.samples):
             if sample.finish_reason is None:
                 prompt, known = request.prompt + sample.token_ids, len(sample.token_ids)
@@ -234,7 +234,7 @@ class VllmServer:
     async def _stream(
         self, client: HttpClient, request: Request, prompt: list[int], n: int, first: int, known: int, version: int
     ) -> AsyncGenerator[Part, None]:
-        """`n` samples, whose numbers begin at `first`; `known` tokens of the prompt count as sampled."""
+        """`n` samples with indices from `first`; the last `known` tokens of the prompt count as sampled."""
         params = request.params
         assert params.seed is not None
         body = {
@@ -244,7 +244,7 @@ class VllmServer:
             "seed": (params.seed + known + first * SEED_STEP) % 2**62,
             "max_tokens": params.max_tokens - known,
             "temperature": params.temperature,
-            # Else those of the model's generation_config.json count.
+            # Otherwise those of the model's generation_config.json apply.
             "top_k": 0,
             "top_p": 1.0,
             "min_p": 0.0,
@@ -270,10 +270,10 @@ class VllmServer:
             await client.call("POST", "/collective_rpc", {"method": "update_config", "args": [settings]}, LOAD_SECONDS)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await client.call("POST", "/collective_rpc", body, LOAD_SECONDS)
-        # Its keys are of the old weights.
+        # It holds keys computed with the old weights.
         answer = await client.call("POST", "/reset_prefix_cache", None, LOAD_SECONDS)
         if isinstance(answer, dict) and not answer.get("success", True):
-            raise HttpError(0, "its prefix cache is in use by others, so old keys would be read with new weights")
+            raise HttpError(0, "its prefix cache is in use by others, so new weights would read keys of old ones")
 
 
 async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]) -> VllmServer:
@@ -289,19 +289,19 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
         ) from error
     params = wanted.params
     if params.cuts:
-        problem = "vLLM does not say a token's log-probability both before and after a cut"
-        _refuse(client, problem, "leave top_k, top_p and min_p out, or sample with `lockstep serve`")
+        problem = "vLLM does not report a token's log-probability both before and after a cut"
+        _refuse(client, problem, "remove top_k, top_p and min_p, or sample with `lockstep serve`")
     if params.routes == "whole":
-        problem = "rl.router_replay has no routes to replay: vLLM leaves them out of what it streams"
-        _refuse(client, problem, "leave it out, or sample with `lockstep serve`")
+        problem = "rl.router_replay has no routes to replay: vLLM does not stream them"
+        _refuse(client, problem, "remove it, or sample with `lockstep serve`")
     if mode != "processed_logprobs" and (mode != "raw_logprobs" or params.temperature != 1):
-        problem = f"its log-probabilities are {mode}, and not those at temperature {params.temperature}"
+        problem = f"its log-probabilities are {mode}, not those at temperature {params.temperature}"
         _refuse(client, problem, "start it with --logprobs-mode processed_logprobs")
     if device == "cpu" and wanted.shape.tie_embeddings and overrides.get("tie_word_embeddings", True):
-        # Its head is packed once, from what it began with; only a head with weights of its own is packed anew.
+        # Its head is packed once, from the weights it started with; only an untied head is packed again.
         _refuse(
             client,
-            "on a CPU vLLM (0.32) keeps the old head of a model with a tied head",
+            "on a CPU vLLM (0.32) keeps the old output head of a model with tied embeddings",
             """start it with --hf-overrides '{"tie_word_embeddings": false}' --load-format dummy""",
         )
     _refuse_short(client, model.get("max_model_len") or wanted.context, wanted, "--max-model-len")
@@ -310,7 +310,7 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
 
 def _refuse_short(client: HttpClient, context: int, wanted: Wanted, option: str) -> None:
     if context < wanted.context:
-        change = f"start it with more {option}, or the run with engine.cache_tokens {context}"
+        change = f"start it with a higher {option}, or the run with engine.cache_tokens {context}"
         problem = (
             f"it has room for {context} tokens of prompt and completion, but the run's own limit is {wanted.context}"
         )

@@ -1,4 +1,4 @@
-"""A run's generators behind HTTP: checked at the start, and asked again after they were lost."""
+"""A run's generators behind HTTP: checked at the start, and retried after they were lost."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lockstep.rl.actors.http_remote import SILENCE_SECONDS, HttpRemote
 from lockstep.rl.actors.http_servers import Server, Wanted, find_server, owner_of
 
 RETRY_SECONDS = 5.0
-"""Between two looks at whether a server that was lost is back."""
+"""Interval of checks whether a lost server is back."""
 
 
 def suited_to_servers(config: RLConfig, world: World) -> RLConfig:
-    """`config` with the settings that vLLM needs, where `actors.urls` are servers of vLLM.
+    """`config` with the settings that vLLM needs, if `actors.urls` are vLLM servers.
 
-    Their log-probabilities are not the trainer's: how far off they are is measured and, unless `off_policy` says
-    otherwise, corrected for. Raises UserError on all ranks where a server does not answer.
+    Their log-probabilities differ from the trainer's: the difference is measured and, unless `off_policy` says
+    otherwise, corrected for. Raises UserError on all ranks if a server does not answer.
     """
     if not config.actors.urls or world.from_main(lambda: _are_exact(config)):
         return config
     if config.off_policy == "none":
-        log.warning("off_policy is none, so that the difference of vLLM's log-probabilities biases the gradient")
+        log.warning("off_policy is none, so the difference in vLLM's log-probabilities biases the gradient")
     return replace(config, off_policy=config.off_policy or "truncate", on_parity_error="measure")
 
 
@@ -38,14 +38,16 @@ def _are_exact(config: RLConfig) -> bool:
     exact = {url: asyncio.run(owner_of(client_of(url)))[0] == "lockstep" for url in config.actors.urls}
     if any(exact.values()) and not all(exact.values()):
         listed = ", ".join(f"{url} ({'lockstep serve' if own else 'vLLM'})" for url, own in exact.items())
-        raise UserError(f"actors.urls: log-probabilities of {listed} differ; give servers of one kind")
+        raise UserError(f"actors.urls: the log-probabilities of {listed} differ; give servers of one kind")
     if not all(exact.values()) and config.actors.processes:
-        raise UserError("actors.urls has vLLM, whose log-probabilities other generators do not have; give one kind")
+        raise UserError(
+            "actors.urls has vLLM servers, whose log-probabilities differ from those of other generators; use one kind"
+        )
     return all(exact.values())
 
 
 def client_of(url: str) -> HttpClient:
-    """With the keys of the environment."""
+    """A client with the keys from the environment."""
     keys = os.environ.get("LOCKSTEP_API_KEY", ""), os.environ.get("LOCKSTEP_ADMIN_KEY", "")
     return HttpClient(url.rstrip("/"), *keys)
 
@@ -53,8 +55,8 @@ def client_of(url: str) -> HttpClient:
 class ServerSupervisor:
     """The servers at `urls`, in a run's fleet. A context manager; entering it raises UserError for one that is unfit.
 
-    Their keys are LOCKSTEP_API_KEY and LOCKSTEP_ADMIN_KEY of the environment. One that is lost joins again, with the
-    newest weights, once it answers as it should.
+    Their keys are LOCKSTEP_API_KEY and LOCKSTEP_ADMIN_KEY from the environment. A lost server joins again, with the
+    newest weights, once it answers correctly.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class ServerSupervisor:
 
     @property
     def exact(self) -> bool:
-        """Whether their log-probabilities are the trainer's, bit for bit."""
+        """Whether their log-probabilities match the trainer's bit for bit."""
         return all(remote.exact for remote in self._remotes.values())
 
     def __enter__(self) -> ServerSupervisor:
@@ -114,16 +116,16 @@ class ServerSupervisor:
                     continue
                 try:
                     server = self._find(client)
-                except Exception as error:  # what is coming up there, or is there now, may answer anything
+                except Exception as error:  # a server that is starting, or another one, may answer anything
                     known = isinstance(error, UserError | HttpError | Unreachable)
-                    said = str(error) if known else f"it sends invalid answers ({error!r})"
+                    said = str(error) if known else f"its response makes no sense ({error!r})"
                     if self._said.get(client.url) != said:
                         self._said[client.url] = said
                         log.warning("%s is not back: %s", client.url, said)
                     continue
                 if server.exact != self._remotes[client.url].exact:
                     continue  # another kind of server has taken its place
-                # It was once fit for the run: what keeps it out now ends nothing.
+                # It was fit for the run once: if it no longer is, the run still continues.
                 self._fleet.required.discard(client.url)
                 self._said.pop(client.url, None)
                 log.info("%s is back", client.url)

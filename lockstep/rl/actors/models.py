@@ -41,18 +41,18 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
         fill = partial(begin_adapter, path=folder, seed=config.seed)
     if shape.lora is not None and config.actors.urls:
         raise UserError(
-            f"{folder}: is an adapter, but servers (actors.urls) are given whole weights; give actors.generators, or "
-            "merge it first: lockstep convert --merge"
+            f"{folder}: is an adapter, but servers (actors.urls) need full weights; use actors.generators, or merge it "
+            "first: lockstep convert --merge"
         )
     biased = shape.experts is not None and shape.experts.choice_bias
     travels = world.size > 1 or config.actors.separate
     if biased and travels and resolve_dtype(config.dtype) != torch.float32:
         raise UserError(
-            f"{folder}: the choice of its experts has a float32 bias, but weights travel to the generators as "
+            f"{folder}: its router has a float32 expert bias, but weights are sent to the generators as "
             f"{config.dtype}, which would round it; give --dtype float32, or run in one process"
         )
     if config.actors.processes:
-        # They would find out themselves, but only once the run has begun.
+        # They would find out themselves, but only once the run has started.
         chunks = chunks_for(shape.reduction_chunks, config.parallel)
         refuse_generators(replace(shape, reduction_chunks=chunks), config.actors.tensor)
     kind = resolve_dtype(config.dtype)
@@ -60,13 +60,13 @@ def policy_model(config: RLConfig, world: World) -> TrainableModel:
 
 
 def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> Decoder:
-    """What the generator of this rank reads: the policy itself in one process, else a model cut over the tensor axis.
+    """What this rank's generator reads: the policy itself in one process, else a model sharded over the tensor axis.
 
     Its parameters are the policy's own where the layouts allow it (`own_weights`). The others have no values until a
-    `WeightTransfer` brings them. Raises UserError where its forward uses operators that are not known to be invariant.
+    `WeightTransfer` brings them. Raises UserError if its forward uses operators not known to be batch-invariant.
     """
     if isinstance(policy, Decoder) and world.mesh is None:
-        # Of the layers as they are written: compiled ones hide their operators.
+        # On the uncompiled layers: compiled ones hide their operators.
         compiled, policy.halves = policy.halves, Block
         refuse_unknown_operators(policy)
         policy.halves = compiled
@@ -81,7 +81,7 @@ def sampling_model(config: RLConfig, world: World, policy: TrainableModel) -> De
 
 
 def frozen_model(folder: str, config: RLConfig, world: World) -> Decoder:
-    """A folder's model in the run's dtype, cut over the tensor axis alone: one that only samples, or only scores."""
+    """A folder's model in the run's dtype, sharded over the tensor axis only; it only samples, or only scores."""
     path = local_folder(folder)
     shape = read_config(path)
     refuse_score_head(shape, folder)
@@ -92,7 +92,7 @@ def frozen_model(folder: str, config: RLConfig, world: World) -> Decoder:
 
 
 def refuse_on_ranks(config: RLConfig, world: World) -> None:
-    """Raises UserError for what a run on several ranks does not do yet."""
+    """Raises UserError for what a run on several ranks does not support yet."""
     if world.size == 1:
         return
     if algorithm_of(config).advantage == "gae":
@@ -101,18 +101,18 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
         wrong += ["context and train.deterministic_layout together"] * in_order
         if wrong:
             raise UserError(
-                f"algorithm {config.algorithm} trains a value head, which does not work with parallel.{wrong[0]} yet; "
-                "leave one of them out, or choose another algorithm"
+                f"algorithm {config.algorithm} trains a value head, which does not support parallel.{wrong[0]} yet; "
+                "remove that option, or choose another algorithm"
             )
         if config.train.optimizer_in_backward:
             raise UserError(
-                f"algorithm {config.algorithm} trains a value head, whose gradient ranks sum after the backward; "
-                "switch train.optimizer_in_backward off"
+                f"algorithm {config.algorithm} trains a value head, whose gradient is summed over ranks after the "
+                "backward; turn train.optimizer_in_backward off"
             )
     generators = 1 if config.actors.separate else world.size // world.degrees["tensor"]
     if config.oversampling_factor > 1 and config.train.deterministic_layout and generators > 1:
         raise UserError(
-            f"oversampling_factor {config.oversampling_factor:g} on ranks that sample by themselves takes the first "
-            "groups of each, so that the run depends on their number, which train.deterministic_layout rules out; "
-            "give actors.generators, or leave one of them out"
+            f"oversampling_factor {config.oversampling_factor:g} takes the first groups of each rank that samples, so "
+            "the run depends on the number of ranks, which train.deterministic_layout rules out; use "
+            "actors.generators, or remove one of the two"
         )

@@ -1,9 +1,9 @@
-"""A process that stands, on the trainer's host, for a generator that a Monarch worker starts on another.
+"""A stand-in process on the trainer's host for a generator that a Monarch worker starts on another host.
 
-The trainer starts it in the generator's stead, with the run's key as its first line of input. It asks the worker for an
-actor that starts the generator there, writes down here what that says, and ends when it ends, with its exit code; when
-its own input ends, it ends the generator. So the trainer supervises a process like any other, and Monarch's threads and
-messages, which are pickles, stay out of the trainer.
+The trainer starts it in place of the generator, with the run's key as its first line of input. It asks the worker for
+an actor that starts the generator there, writes the generator's output to files here, and exits with its exit code;
+when its own input ends, it ends the generator. So the trainer supervises a process like any other, and Monarch's
+threads and messages, which are pickles, stay out of the trainer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 NEWS_SECONDS = 0.1
-"""The generator is asked for news so often."""
+"""Seconds between requests for the generator's news."""
 REACH_SECONDS = 30.0
-"""Until a worker has started an actor."""
+"""Timeout for a worker to start an actor."""
 
 
 def main() -> int:
@@ -35,16 +35,16 @@ def main() -> int:
 
 
 def stand_in(worker: str, here: str, group: dict[str, Any], key: str, logs: list[str], ended: threading.Event) -> int:
-    """The exit code of the generator that `worker` has started, 0 where it was `ended`.
+    """The exit code of the generator that `worker` started, 0 if it was `ended`.
 
-    here: this host's address, which the worker's host reaches.
-    group: of `Group`, as JSON has it. logs: the files for the ranks' output. Raises whatever Monarch raises.
+    here: this host's address, reachable from the worker's host.
+    group: a `Group`, from JSON. logs: the files for the ranks' output. Raises whatever Monarch raises.
     """
     import monarch.actor
 
     from lockstep.rl.actors.monarch_actor import LEASE_SECONDS, GeneratorHost
 
-    # The default ends this process from within, whatever is left to be said.
+    # The default kills this process before it can report anything.
     monarch.actor.unhandled_fault_hook = lambda failure: None
     with ExitStack() as opened:
         outputs = [opened.enter_context(open(log, "ab", buffering=0)) for log in logs]
@@ -61,7 +61,7 @@ def stand_in(worker: str, here: str, group: dict[str, Any], key: str, logs: list
             for output, part in zip(outputs, said):
                 output.write(part)
             if problem:
-                print(f"on {where} it cannot be started: {problem}")
+                print(f"cannot be started on {where}: {problem}")
                 return 1
             if any(codes) or (codes and None not in codes):
                 return next((code if code > 0 else 128 - code for code in codes if code), 0)
@@ -69,7 +69,7 @@ def stand_in(worker: str, here: str, group: dict[str, Any], key: str, logs: list
 
 
 def _finish(work: Any, seconds: float) -> None:
-    # Where the worker does not answer, the actor's lease ends all the same.
+    # If the worker does not answer, the actor's lease still runs out.
     with suppress(Exception):
         work.get(timeout=seconds)
 
@@ -82,5 +82,5 @@ def _wait_for_end(ended: threading.Event) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # Nothing of Monarch's end is waited for: all that it has started has been ended.
+    # Monarch's shutdown is not waited for: all that it started has ended.
     os._exit(code)

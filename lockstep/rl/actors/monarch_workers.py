@@ -1,4 +1,4 @@
-"""Whether the Monarch workers that a run is to use can be used."""
+"""A check that the Monarch workers of a run are usable."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lockstep.errors import UserError
 from lockstep.observe import log
 
 AGAIN_SECONDS = 0.5
-"""Between two calls at a worker that is not there yet."""
+"""Seconds between attempts to reach a worker that is not up yet."""
 
 
 def require_workers(actors: ActorsConfig) -> None:
-    """Waits, for `actors.start_seconds` at most, until each worker can be called: they may start with the trainer.
+    """Waits up to `actors.start_seconds` until every worker can be reached: they may start together with the trainer.
 
-    Raises UserError where one cannot, and where Monarch is missing here.
+    Raises UserError if one cannot, or if Monarch is not installed here.
     """
     if actors.workers and importlib.util.find_spec("monarch") is None:
         raise UserError(
@@ -45,6 +45,6 @@ def _wait_for(worker: str, until: float) -> None:
                     f"no Monarch worker can be reached at {worker}: {error}; start one there, or correct actors.hosts"
                 ) from error
         if not waits:
-            log.warning("no Monarch worker at %s yet; it may take %g s (actors.start_seconds)", worker, round(left))
+            log.warning("no Monarch worker at %s yet; waiting up to %g s (actors.start_seconds)", worker, round(left))
             waits = True
         time.sleep(AGAIN_SECONDS)

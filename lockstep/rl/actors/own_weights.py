@@ -1,4 +1,4 @@
-"""A generator that reads the trainer's own weights, tensor by tensor, where this rank's part is just what it wants."""
+"""A generator that reads the trainer's own weights, for each tensor of which this rank's part is the one it needs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lockstep.rl.actors.boxes import box_of
 
 
 def lay_out(model: Decoder, tensors: Mapping[str, Tensor], device: torch.device) -> set[str]:
-    """Gives the parameters of `model`, on the meta device, memory: that of `tensors` where they fit, else fresh.
+    """Gives the parameters of `model` (on the meta device) memory: that of `tensors` where they fit, else new memory.
 
-    Returns the names of those that fit. Fresh memory has no values. tensors: the trainer's, by the model's names. One
-    fits where this rank holds the same part of it, in the same dtype, on `device`: the shards of tensor-parallel ranks
-    that no data rank shards further, or the layers of a pipeline's stage.
+    Returns the names of those that fit. New memory is uninitialized. tensors: the trainer's, by the model's names. One
+    fits if this rank holds the same part of it, in the same dtype, on `device`: the shards of tensor-parallel ranks
+    that are not sharded further over data ranks, or the layers of a pipeline stage.
     """
     fitting = set()
     for name, parameter in list(model.named_parameters()):
@@ -46,7 +46,7 @@ def fits(tensor: Tensor, parameter: Tensor, device: torch.device) -> bool:
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both are the same elements at the same addresses; not of memory that is given away."""
+    """Whether both are the same elements at the same addresses; False for freed memory."""
     return (
         one.data_ptr() == other.data_ptr() != 0
         and one.dtype == other.dtype

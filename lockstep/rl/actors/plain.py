@@ -1,4 +1,4 @@
-"""What processes tell each other as plain data: rollouts, but for the example, which every rank has, and shapes."""
+"""Rollouts and model shapes as plain data for messages between processes; the example is left out, as all have it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIELDS = [field.name for field in dataclasses.fields(Rollout) if field.name not 
 
 
 def plain_shape(shape: ModelConfig) -> dict[str, Any]:
-    """A model's shape as it comes back from JSON: with lists for tuples."""
+    """A model's shape as it comes back from JSON: with lists in place of tuples."""
     return dict(json.loads(json.dumps(dataclasses.asdict(shape))))
 
 

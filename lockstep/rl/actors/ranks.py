@@ -1,4 +1,4 @@
-"""The processes of one generator on its host: one, or a tensor group of them."""
+"""The processes of one generator on its host: one, or a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-# The trainer's own torchrun is none of theirs.
+# The variables of the trainer's own torchrun are not theirs.
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
 
 
@@ -23,21 +23,21 @@ class Group:
     """A generator's processes, wherever they are started."""
 
     arguments: list[str]
-    """Of `lockstep generator`."""
+    """Arguments of `lockstep generator`."""
     tensor: int
-    """How many they are."""
+    """Number of processes."""
     threads: int
-    """Of each; 0: an even share of the host's CPUs."""
+    """Threads per process; 0: an even share of the host's CPUs."""
     beside: int
-    """Processes of generators on the host, these among them."""
+    """Generator processes on the host, including these."""
     first: int = 0
-    """Number of the first one among all processes of the run on its host, which decides its GPU."""
+    """Index of the first one among the run's processes on its host, which decides its GPU."""
 
 
 def start_ranks(group: Group, key: str, outputs: Sequence[IO[bytes]]) -> list[subprocess.Popen[bytes]]:
     """Starts a process for each rank, which dies with the calling thread. Raises OSError.
 
-    key: the run's, in hexadecimal digits. outputs: for each rank, where it writes.
+    key: the run's, in hexadecimal. outputs: for each rank, where its output goes.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     command = [sys.executable, "-m", "lockstep", "generator", *group.arguments, "--key", "-", "--parent"]
@@ -51,10 +51,10 @@ def start_ranks(group: Group, key: str, outputs: Sequence[IO[bytes]]) -> list[su
 def start_stand_in(
     worker: str, here: str, group: Group, key: str, logs: Sequence[Path], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Starts the process that stands here for the ranks, which the Monarch worker starts on its host. Raises OSError.
+    """Starts the local stand-in for ranks that the Monarch worker starts on its host. Raises OSError.
 
-    here: this host's address, which the worker's host reaches.
-    logs: for each rank, the file for what it says. output: where the process itself writes.
+    here: this host's address, reachable from the worker's host.
+    logs: for each rank, the file for its output. output: where the stand-in's own output goes.
     """
     told = {"worker": worker, "here": here, "group": asdict(group), "logs": [str(log) for log in logs]}
     module = "lockstep.rl.actors.monarch_stand_in"
@@ -62,7 +62,7 @@ def start_stand_in(
 
 
 def end_ranks(ranks: Sequence[subprocess.Popen[bytes]], seconds: float = 5.0) -> None:
-    """Kills all of them; a process that stands for others has so many seconds to end those first."""
+    """Kills all of them; a stand-in has this many seconds to end its remote ranks first."""
     for rank in ranks:
         if rank.stdin and not rank.stdin.closed:
             rank.stdin.close()
@@ -76,16 +76,16 @@ def end_ranks(ranks: Sequence[subprocess.Popen[bytes]], seconds: float = 5.0) ->
 def _start(command: list[str], key: str, output: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         command,
-        # Nothing waits in a buffer, so that to close it cannot fail.
+        # Unbuffered, so that closing it cannot fail.
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,
         env=environment,
-        # A Ctrl-C in the terminal is for the trainer, which ends them when it has ended its step.
+        # Ctrl-C in the terminal goes to the trainer, which ends them once its step is finished.
         start_new_session=True,
     )
-    # By a pipe, so that no file with it is left behind by a trainer that is killed.
+    # Through a pipe, so that a trainer that is killed leaves no key file behind.
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(key.encode() + b"\n")  # type: ignore[union-attr]
     return process

@@ -1,4 +1,4 @@
-"""Where generators call: they are greeted, told of the run, and join its fleet."""
+"""Where generators connect: they are authenticated, told about the run, and join its fleet."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Reception:
     """Listens, in a thread, for generators that know the run's key. A context manager."""
 
     def __init__(self, fleet: Fleet, listener: Listener, welcome: Mapping[str, Any], room: int):
-        """welcome: what a generator is told of the run. room: samples that it works on at a time."""
+        """welcome: what a generator is told about the run. room: samples that it works on at a time."""
         self._fleet, self._listener, self._welcome, self._room = fleet, listener, welcome, room
         self._greeting = threading.Lock()
         self._beside: set[Channel] = set()
-        """Of the other ranks of generators."""
+        """Connections of the generators' other ranks."""
         self._closed = False
         self._thread = threading.Thread(target=self._listen, name="reception", daemon=True)
 
@@ -49,7 +49,7 @@ class Reception:
                 caller = self._listener.accept()
             except Closed:
                 return
-            # Who says nothing holds up nobody else.
+            # In a thread each, so that a silent caller does not hold up the others.
             threading.Thread(target=self._greet, args=(caller,), name="greeting", daemon=True).start()
 
     def _greet(self, caller: socket.socket) -> None:
@@ -64,10 +64,10 @@ class Reception:
             else:
                 self._welcome_in(channel, hello)
         except Exception as error:
-            # Its connection ends in any case: it would wait for an answer.
+            # Always closes the connection, as the caller would wait for an answer.
             if channel is not None:
                 channel.close()
-            log.warning("a caller was rejected: %s", one_line(error))
+            log.warning("a connection was rejected: %s", one_line(error))
 
     def _refuse_other_version(self, channel: Channel, hello: Any) -> None:
         there = one_line(hello.get("lockstep"), 40) if isinstance(hello, dict) else ""
@@ -75,13 +75,13 @@ class Reception:
             channel.send(
                 {"problem": f"it runs lockstep {__version__}, you {there}; install the same version on both sides"}
             )
-            raise Closed(f"lockstep {there} on {one_line(hello.get('host'), 100)}, where this is {__version__}")
+            raise Closed(f"lockstep {there} on {one_line(hello.get('host'), 100)}, but this is {__version__}")
 
     def _refuse_false(self, channel: Channel, hello: Any) -> None:
         try:
             name = believable_hello(hello).get("name")
             if name in self._fleet.false:
-                raise FalseClaim(f"{name}, which sent invalid data, and is not used again in this run")
+                raise FalseClaim(f"{name}, which sent invalid data and gets no more requests in this run")
         except FalseClaim as error:
             channel.send({"problem": str(error)})
             raise
@@ -92,20 +92,20 @@ class Reception:
                 channel.close()
                 return
             name = hello["name"] or self._free_name()
-            # One that comes again under its name has been started anew.
+            # One that connects again under the same name has been restarted.
             if before := self._fleet.leave(name):
                 before.close()
             hearing = Hearing(channel, self._welcome["silence_seconds"], hello)
             remote = WireRemote(name, channel, self._room, hearing)
             channel.send({**self._welcome, "name": name})
-            # First, so that one that is lost at once is known, and forgotten.
+            # Before it starts, so that one that is lost at once is known, and removed.
             self._fleet.join(remote)
             remote.start(self._fleet)
         ranks = f", {hello['tensor']} ranks" if hello["tensor"] > 1 else ""
         announce(f"rl: {name} joins, process {hello['pid']} on {hello['host']}{ranks}")
 
     def _attend(self, channel: Channel, hello: Mapping[str, Any]) -> None:
-        """Listens to a rank that computes beside the one that talks, until either is gone: then its generator is."""
+        """Listens to another rank of a generator until it or the first one is gone: then the generator is lost."""
         name, why = hello["beside"], ""
         with self._greeting:
             remote = None if self._closed else self._fleet.remote(name)
@@ -115,7 +115,7 @@ class Reception:
             while remote is not None and self._fleet.remote(name) is remote:
                 hearing.next()
         except TimeoutError:
-            why = f"it has said nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
+            why = f"it has sent nothing for {self._welcome['silence_seconds']:g} s (actors.silence_seconds)"
         except Closed as error:
             why = str(error)
         finally:

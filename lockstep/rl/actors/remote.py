@@ -1,4 +1,4 @@
-"""A generator in another process, as those see it who ask it."""
+"""A generator in another process, as its callers see it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lockstep.rl.actors.shelf import Edition
 
 @dataclass(eq=False)
 class RemoteSample:
-    """One sample of a request as far as it has come."""
+    """One sample of a request, as far as it is known."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cut_logprobs: list[float] = field(default_factory=list)
-    """Empty where the request cuts nothing."""
+    """Empty if the request cuts nothing."""
     versions: list[int] = field(default_factory=list)
-    """Of the weights that each token was sampled from."""
+    """Version of the weights that each token was sampled from."""
     finish_reason: FinishReason | None = None
     routes: list[str] = field(default_factory=list)
-    """Of each token; empty where the request does not ask for them."""
+    """One per token; empty if the request does not ask for them."""
 
     @classmethod
     def begun(cls, completion: Completion) -> RemoteSample:
-        """As far as `completion` has come; "abort": not to its end, nor has one that failed."""
+        """Continues `completion`; one with "abort" or "error" is unfinished."""
         reason = None if completion.finish_reason in ("abort", "error") else completion.finish_reason
         return cls(
             list(completion.token_ids),
@@ -51,7 +51,7 @@ class RemoteSample:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and what is known of its samples: a generator goes on where they end."""
+    """A prompt, and what is known of its samples, which a generator continues."""
 
     id: int
     prompt: list[int]
@@ -60,14 +60,14 @@ class Request:
     samples: list[RemoteSample]
 
     asker: object = None
-    """Whose request it is, where several share a fleet."""
+    """Whose request it is, if several share a fleet."""
     begun_at: float = field(default_factory=time.monotonic)
     first_at: float = 0.0
     """When its first token was known here; 0: not yet."""
     given_at: float = 0.0
-    """When a generator was first given it; 0: none was."""
+    """When it was first sent to a generator; 0: not yet."""
     given_version: int = 0
-    """Of the weights of the generator that has it, when it was given it."""
+    """Weights version of the generator that has it, at the time when it was sent."""
 
     @property
     def unfinished(self) -> int:
@@ -75,7 +75,7 @@ class Request:
 
 
 class Remote(Protocol):
-    """A generator that a `Fleet` asks. Nothing here waits: what comes of it the remote tells its `Reports`."""
+    """A generator of a `Fleet`. No method waits: the remote tells its `Reports` about results."""
 
     name: str
     """`generator_0` …"""
@@ -84,42 +84,42 @@ class Remote(Protocol):
 
     @property
     def did(self) -> Mapping[str, float]:
-        """What it has done since it began: the engine's `Statistics`, and seconds of taking weights as
+        """What it has done since it started: the engine's `Statistics`, and seconds spent taking weights as
         `weights_seconds`. Empty: it does not say."""
 
     def ask(self, request: Request) -> None:
-        """Begins, or goes on with, those samples of `request` that have not ended."""
+        """Starts or continues the unfinished samples of `request`."""
 
     def abort(self, request_id: int) -> None:
-        """Ends a request; what is still told of it is ignored."""
+        """Ends a request; later reports about it are ignored."""
 
     def new_weights(self, edition: Edition) -> None:
-        """Has it take these weights before whatever is asked from here on."""
+        """Has it take these weights before any later request."""
 
     def close(self) -> None:
-        """Ends it, and returns once nothing of it is left. It tells nothing any more."""
+        """Ends it, and returns once nothing of it is left. It reports nothing after that."""
 
 
 class Reports(Protocol):
-    """What a remote tells, from any thread: the fleet's side.
+    """What a remote reports, from any thread: the fleet's side.
 
-    Raises FalseClaim for what cannot be so, of which nothing is taken; the remote is `lost` then.
+    Raises FalseClaim for invalid data, none of which is used; the remote is `lost` then.
     """
 
     def sampled(self, remote: Remote, parts: Sequence[tuple[int, int, RemoteSample]]) -> None:
-        """New tokens: request, number of the sample, and what follows the tokens that are known of it."""
+        """New tokens: request, index of the sample, and what follows the tokens already known of it."""
 
     def has_weights(self, remote: Remote, version: int) -> None:
-        """It samples with these from here on; the first time: it is ready."""
+        """It samples with these weights from here on; the first time, this means that it is ready."""
 
     def refused(self, remote: Remote, request_id: int, problem: str) -> None:
-        """It cannot compute this request, and nor can any other."""
+        """It cannot compute this request, and neither can any other."""
 
     def unfit(self, remote: Remote, problem: str) -> None:
         """It cannot be a generator of this run, and never will."""
 
     def lost(self, remote: Remote, why: str, false: bool = False) -> None:
-        """It is gone, or does not do what it should: others go on with its samples. It is closed by then.
+        """It is gone, or misbehaves: others continue its samples. It is closed by then.
 
-        false: it has said what cannot be so, and must not come again.
+        false: it has sent invalid data, and must not join again.
         """

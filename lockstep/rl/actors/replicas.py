@@ -1,4 +1,4 @@
-"""The ranks that train, as they sample or ask for samples: who takes which prompts, and all rollouts on all ranks."""
+"""How the ranks that train divide prompts for sampling, and exchange rollouts so that every rank has all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.rl.rewards.calling import Outcome
 from lockstep.rl.rollouts import Rollout
 
 PATIENCE = timedelta(days=7)
-"""How long the ranks that have sampled wait for one that still does. One that has died they notice as they wait."""
+"""How long ranks that have finished sampling wait for one that has not. They notice one that died as they wait."""
 
 Value = TypeVar("Value")
 
@@ -26,21 +26,21 @@ class Replicas:
     """The generators of a run: one for each group of tensor-parallel ranks. In one process there is one."""
 
     def __init__(self, world: World, separate: bool = False):
-        """separate: whether generators are other processes, which rank 0 alone asks."""
+        """separate: whether generators are other processes, which only rank 0 talks to."""
         self.world, self.separate = world, separate
         self.ranks = world.tensor_ranks
         self.count = world.size // len(self.ranks)
-        # Ranks of a tensor group are neighbours.
+        # Ranks of a tensor group are adjacent.
         self.index = world.rank // len(self.ranks)
         self.leads = world.rank == (0 if separate else self.ranks[0])
         """Whether this rank speaks for its generator, whose ranks all sample the same."""
         self._group = None if world.mesh is None else dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def own(self, examples: Sequence[Any], wanted: int) -> tuple[list[int], int | None]:
-        """The numbers of those that this rank asks for: every `count`-th, or all on rank 0 where it alone asks.
+        """The indices of those that this rank requests: every `count`-th, or all on rank 0 if generators are separate.
 
-        And how many groups of these are enough where fewer are `wanted` than there are examples; None: all. What cannot
-        be wanted is not asked.
+        And how many groups of these are enough, if fewer are `wanted` than there are examples; None: all. A rank none
+        of whose groups is wanted requests nothing.
         """
         own = self._every_nth(examples)
         if self.separate:
@@ -56,7 +56,7 @@ class Replicas:
     def everyones(
         self, examples: Sequence[Example], rollouts: list[Rollout], outcomes: Sequence[Outcome] = ()
     ) -> tuple[list[Rollout], list[Outcome]]:
-        """All generators' rollouts of `examples`, in their order, and what the rewards came to; on every rank."""
+        """All generators' rollouts of `examples`, in their order, and the outcomes of the rewards; on every rank."""
         if self._group is None:
             return rollouts, list(outcomes)
         own = [plain_rollouts(rollouts), [dataclasses.asdict(outcome) for outcome in outcomes]] if self.leads else None
@@ -68,7 +68,7 @@ class Replicas:
         )
 
     def spread(self, items: Sequence[Any], work: Callable[[list[int]], list[Value]]) -> list[Value]:
-        """`work`'s value (JSON-able) for each of `items`, on every rank; it is given the numbers of its own."""
+        """`work`'s value (JSON-able) for each of `items`, on every rank; `work` gets the indices of its own rank."""
         if self.count == 1:
             return work(list(range(len(items))))
         values = work(self._every_nth(items))

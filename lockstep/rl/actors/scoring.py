@@ -1,4 +1,4 @@
-"""Forward passes over a step's rollouts, shared out between the ranks."""
+"""Forward passes over a step's rollouts, divided among the ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def score_groups(
 ) -> list[list[float]]:
     """One number for each sampled token of each rollout, on every rank; `score` as for `score_sampled`.
 
-    Groups are shared out between `replicas`, so that a group's prompt is computed once; None: all are scored here.
-    moved: called for each micro-batch that is done.
+    Whole groups are divided among `replicas`, so that a group's prompt is computed once; None: all are scored here.
+    moved: called after each micro-batch.
     """
     groups = [list(members) for _, members in groupby(rollouts, key=lambda rollout: rollout.group)]
 

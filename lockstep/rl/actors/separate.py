@@ -1,4 +1,4 @@
-"""Generators in processes of their own, which rank 0 of the trainer asks, and which take the weights from all ranks."""
+"""Generators in separate processes, to which rank 0 of the trainer talks, and which take the weights from all ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from lockstep.rl.actors.wire import Listener, make_key
 from lockstep.rl.routes import routes_form
 
 KEY = "generators.key"
-"""In the run's `logs/`, where others may join, who need it. It is gone when the run ends, unless that is killed."""
+"""Key file in the run's `logs/`, for generators that join later. Removed at the end of the run unless it is killed."""
 
 
 class SeparateGenerators:
-    """As `Generators`. A context manager; leaving it ends the processes that it has started."""
+    """As `Generators`. A context manager; leaving it ends the processes that it started."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SeparateGenerators:
         self._config, self._world, self._model, self._run = config, world, model, run
         pages = config.engine.cache_tokens // ops.PAGE
         self._finish = config.actors.on_update == "finish"
-        # Only rank 0's has generators: the others ask for nothing.
+        # Only rank 0's has generators: the others request nothing.
         self.sampler = Fleet(
             model.config.max_positions,
             pages * ops.PAGE,
@@ -69,7 +69,7 @@ class SeparateGenerators:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Whoever still waits for rollouts of a step to come waits for nothing.
+        # Releases whoever still waits for rollouts of a later step.
         self.sampler.fail(RunStopped("the run ends", exit_code=1))
         self._opened.close()
 
@@ -78,7 +78,7 @@ class SeparateGenerators:
         return RememberingFleet(self.sampler, kept)
 
     def metrics(self) -> dict[str, float]:
-        """As `Generators`; on rank 0, which asks them."""
+        """As `Generators`; on rank 0, which talks to them."""
         return self.sampler.metrics()
 
     def trace_events(self) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ class SeparateGenerators:
         return self.sampler.heard
 
     def new_weights(self, version: int) -> None:
-        """As `Generators`: the first, and all where nothing is sampled ahead, are waited for."""
+        """As `Generators`: waits for the first weights, and for all if nothing is sampled ahead."""
         if self._whole:
             self._whole.new_weights(version)
         edition: Edition = self._shelf.publish(version) if self._shelf else {"version": version}
@@ -109,11 +109,11 @@ class SeparateGenerators:
                 self.sampler.wait_for_weights()
 
     def conversing(self) -> AbstractContextManager[bool]:
-        """As `Generators`: no rank computes with another one."""
+        """As `Generators`: no rank follows another."""
         return nullcontext(True)
 
     def training_begins(self) -> None:
-        """As `Generators`: their memory is not the trainer's."""
+        """As `Generators`: nothing to do, as they have their own memory."""
 
     def _open(self, opening: ExitStack) -> None:
         config, world, actors = self._config, self._world, self._config.actors
@@ -155,7 +155,7 @@ class SeparateGenerators:
         return make_key(path) if self._config.actors.port else token_bytes(32)
 
     def _wanted(self) -> Wanted:
-        """What a server must be like."""
+        """What the run requires of a server."""
         config, sampler = self._config, self.sampler
         return Wanted(
             shape=dataclasses.replace(self._model.config, reduction_chunks=config.parallel.reduction_chunks),
@@ -174,7 +174,7 @@ class SeparateGenerators:
         )
 
     def _welcome(self) -> dict[str, Any]:
-        """What a generator is told of the run."""
+        """What a generator is told about the run."""
         config = self._config
         return {
             "model": config.model,

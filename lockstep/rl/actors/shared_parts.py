@@ -1,7 +1,7 @@
-"""Parts of tensors that ranks of one host lay out where all of them read: nothing is sent, each copies what it wants.
+"""Parts of tensors in memory that all ranks of a host share: nothing is sent, each rank copies what it needs.
 
-Buckets of tensors take turns in two slots. A rank lays a bucket out, waits for all, and reads; when all have come to
-the next bucket they have read this one, so its slot is free for the bucket after.
+Buckets of tensors alternate between two slots. A rank lays a bucket out, waits for all, and reads; once all have
+reached the next bucket they have read this one, so its slot is free for the bucket after.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedParts:
         self._slot = 0
 
     def room(self, rank: int, name: str) -> Tensor:
-        """Where a rank's part of a tensor of this bucket lies."""
+        """The memory for a rank's part of a tensor of this bucket."""
         offset = self._offsets[rank][name]
         return self._memories[rank].room(self._slot, offset, self._held[rank][name].box, self._dtype)
 
@@ -46,29 +46,29 @@ class SharedParts:
         dist.barrier()
 
     def next_bucket(self) -> None:
-        """What is laid out from now on is another bucket; all ranks call it."""
+        """Starts the next bucket; all ranks call it."""
         self._slot = 1 - self._slot
 
 
 def share_parts(
     held: Sequence[Mapping[str, Held]], buckets: Sequence[Sequence[str]], dtype: torch.dtype, rank: int, able: bool
 ) -> SharedParts | None:
-    """The memory of all ranks, which all of them call for; None where some are not `able`, or not on one host.
+    """The shared memory of all ranks, all of which call this; None if any is not `able`, or they span several hosts.
 
-    LOCKSTEP_SHARED_MEMORY=0 on any rank rules it out.
+    LOCKSTEP_SHARED_MEMORY=0 on any rank disables it.
     """
     able = able and os.environ.get("LOCKSTEP_SHARED_MEMORY", "1") != "0"
     sizes = [max(_laid_out(parts, names, dtype)[1] for names in buckets) for parts in held]
     own = ShelfMemory.created(sizes[rank]) if able else None
     places = [place_of(place) for place in from_all(own and own.place)]
     memories = []
-    with contextlib.suppress(OSError):  # of ranks that do not see each other's processes
+    with contextlib.suppress(OSError):  # ranks that do not see each other's processes
         for other, (place, size) in enumerate(zip(places, sizes)):
             if place is not None:
                 memories.append(own if own and other == rank else ShelfMemory.opened(place, size))
     everywhere = all(from_all(len(memories) == len(held)))
     if own is not None:
-        own.hide()  # all who read it have it open
+        own.hide()  # all readers have it open
     return SharedParts(memories, held, buckets, dtype) if everywhere else None
 
 

@@ -1,4 +1,4 @@
-"""A step's micro-batches over the ranks that train: each computes a share, and hears what all have found."""
+"""A step's micro-batches over the ranks that train: each computes a share, and gets the results of all."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lockstep.train.packing import PackedRow
 
 
 def token_budget(rollouts: Sequence[Rollout], config: RLConfig, world: World) -> int:
-    """Tokens of a micro-batch: as few as keep the number of turns in which data-parallel ranks compute one each.
+    """Tokens per micro-batch: the fewest that do not add a turn, in which every data-parallel rank computes one.
 
-    Micro-batches are then about equal, and as many as the turns have room for, where completions can be parted so: the
-    search is MULTIFIT (Coffman, Garey and Johnson, 1978). With `train.deterministic_layout` as set: micro-batches, and
-    with them the sums over them, must not depend on ranks.
+    Micro-batches are then about equal, and as many as the turns have room for, if completions can be divided so: the
+    search is MULTIFIT (Coffman, Garey and Johnson, 1978). With `train.deterministic_layout`, as configured:
+    micro-batches, and with them the sums over them, must not depend on the ranks.
     """
     most = config.train.tokens_per_microbatch
     if config.train.deterministic_layout or world.data_size == 1:
@@ -46,10 +46,10 @@ def token_budget(rollouts: Sequence[Rollout], config: RLConfig, world: World) ->
 def own_batches(
     batches: Sequence[PolicyBatch], config: RLConfig, world: World, model: TrainableModel
 ) -> list[PolicyBatch]:
-    """Those that this rank computes, cut as its layout cuts rows; as many on every rank, so some may be idle.
+    """Those that this rank computes, with rows sharded by its layout; equally many on every rank, so some may be idle.
 
-    With `train.deterministic_layout` data-parallel rank r of n has the micro-batches r, n + r and so on; without, those
-    that `spread` gives it.
+    With `train.deterministic_layout` data-parallel rank r of n has the micro-batches r, n + r and so on; without it,
+    those that `spread` assigns.
     """
     count = math.ceil(len(batches) / world.data_size)
     if isinstance(model, Pipeline):
@@ -65,15 +65,15 @@ def own_batches(
 
 
 def cost(row: PackedRow, shape: ModelConfig) -> int:
-    """Multiplications and additions to train on a row: those of its rows, and attention's, which grow as squares."""
+    """FLOPs to train on a row: linear in its length, plus attention's, which are quadratic."""
     return training_flops(shape, row.lengths) - training_flops(shape, row.left_out or ())
 
 
 def spread(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Of each rank, the micro-batches that it computes, turn by turn.
+    """For each rank, the micro-batches that it computes, turn by turn.
 
-    FSDP's ranks wait for each other in every turn, so those of a turn cost about as much: the costliest come first. In
-    each turn the rank that has had the least so far takes the costliest, so that the sums are even too.
+    FSDP's ranks wait for each other in every turn, so the micro-batches of a turn cost about the same: the costliest
+    come first. In each turn the rank with the least so far takes the costliest, so that the totals are even too.
     """
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -85,7 +85,7 @@ def spread(costs: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _fitting(model: Pipeline, count: int) -> int:
-    """The next number of micro-batches that the pipeline's schedule runs with. Raises UserError where there is none."""
+    """The next number of micro-batches that the pipeline schedule can run. Raises UserError if there is none."""
     for more in range(count, 2 * max(count, model.plan.stages) + 1):
         try:
             model.plan.check_microbatches(more)
@@ -99,7 +99,7 @@ def _fitting(model: Pipeline, count: int) -> int:
 def share_findings(
     loss: PolicyLoss, batches: Sequence[PolicyBatch], own: Sequence[PolicyBatch], all_of: Replicas
 ) -> None:
-    """Makes `loss` and the rollouts of `batches` say what the ranks have found of their shares, on every rank."""
+    """Merges what the ranks found for their shares into `loss` and the rollouts of `batches`, on every rank."""
     world = all_of.world
     if world.mesh is None:
         return
@@ -117,7 +117,7 @@ def share_findings(
 
 
 def _plain(loss: PolicyLoss, batches: Sequence[PolicyBatch], own: Sequence[PolicyBatch]) -> dict[str, Any]:
-    """JSON-able. A rollout is named by its micro-batch and its place there."""
+    """JSON-able. A rollout is identified by its micro-batch and its index there."""
     places, notes = [], []
     if loss.compare:
         held = {id(rollout) for batch in own if not batch.idle for rollout in batch.rollouts}

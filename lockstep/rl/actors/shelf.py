@@ -1,9 +1,9 @@
-"""Weights laid out by the trainer for generators in processes of their own, which take them when they want to.
+"""Weights laid out by the trainer for generators in separate processes, which read them whenever they are ready.
 
-Each of the trainer's ranks lays its parts, rounded as the generators read them, into memory that processes of its host
-read, and serves the same by TCP to those of other hosts. So a generator can join, leave or be killed at any time: the
-trainer waits for none, and none is in a collective with it. Slots are written in turns: a reader of one version is
-not disturbed by the writing of the next.
+Each of the trainer's ranks writes its parts, rounded to the generators' dtype, into memory that processes on its host
+can read, and serves them by TCP to other hosts. So a generator can join, leave or be killed at any time: the trainer
+waits for none, and none is in a collective with it. Slots are written in turn, so that writing the next version does
+not disturb a reader of this one.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from lockstep.rl.actors.shelf_memory import ShelfMemory
 from lockstep.rl.actors.wire import Channel, Closed, Listener
 
 READER_SECONDS = 60
-"""For which a reader may ask for nothing, or take nothing of what it asked for."""
+"""How long a reader may request nothing, or take nothing of what it requested."""
 Edition = dict[str, Any]
 """Where the weights of one version are, JSON-able.
 
-`version`; `turn` and `slot`, in which they lie; `sums`: each tensor's checksum; `since`: of tensors that no gradient
-trains, the turn from which on they have been the same, bit for bit; `shelf`: what is the same for all versions, namely
-its `id`, the `dtype`, each tensor's shape in `shapes`, and for each of the `ranks` the `address` at which it serves,
-the `place` of its memory (process, file and name there, or null), the bytes of a slot in `size`, and its `parts`:
-[name, box, offset in a slot].
+`version`; `turn` and `slot`, where they are; `sums`: each tensor's checksum; `since`: for tensors without a gradient,
+the turn since which they have been bitwise identical; `shelf`: what is the same for all versions, namely its `id`, the
+`dtype`, each tensor's shape in `shapes`, and for each of the `ranks` the `address` at which it serves, the `place` of
+its memory (process, file and name there, or null), the bytes of a slot in `size`, and its `parts`: [name, box, offset
+in a slot].
 """
 
 
 class Shelf:
     """The weights of a run, for readers in other processes (`ShelfReader`).
 
-    All ranks of `world` make it, and call its methods, together. `tensors`: by the model's names; each rank gives what
-    it has. `dtype` is the generators'. `host`: the address of this host at which readers of other hosts call, who must
-    know the `key`. `slots`: versions that are there at a time. Raises UserError where it cannot listen there.
+    All ranks of `world` create it, and call its methods, together. `tensors`: by the model's names; each rank gives
+    what it has. `dtype` is the generators'. `host`: the address of this host for readers on other hosts, which must
+    know the `key`. `slots`: versions held at a time. Raises UserError if it cannot listen there.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class Shelf:
         held = {name: held_part(tensor) for name, tensor in tensors.items()}
         everyone = [read_parts(parts) for parts in world.gather(plain_parts(held))]
         holders = holders_of(everyone)
-        # A part that several ranks hold is laid out by the first of them.
+        # A part held by several ranks is laid out by the first of them.
         self._held = {name: part for name, part in held.items() if holders[name][part.box][0] == world.rank}
         parts = {name: local_values(tensors[name].detach()) for name in self._held}
         self._offsets, size = offsets({name: part.numel() * dtype.itemsize for name, part in parts.items()})
         self._memory = ShelfMemory.created(size, slots)
         frozen = [name for name in self._held if not tensors[name].requires_grad]
         self._since = dict.fromkeys(frozen, 0)
-        """As in an edition. They are compared at each publication: a router's choice bias has no gradient and moves."""
+        """As in an edition. Compared at each publication: a router's choice bias has no gradient, but changes."""
         self._there: list[dict[str, tuple[int, int]]] = [{} for _ in range(slots)]
-        """Of what lies in each slot of these: since when it has been the same, and its checksum."""
+        """For each slot's copies of these: the turn since which they are unchanged, and their checksum."""
         self._server = _Server(self, Listener(key, host))
         self._turn = 0
         own = {
@@ -101,7 +101,7 @@ class Shelf:
 
     @torch.no_grad()
     def publish(self, version: int) -> Edition:
-        """Lays out the weights as they are now; every rank returns what readers need to take them."""
+        """Lays out the current weights; returns, on every rank, what readers need to read them."""
         self._turn += 1
         slot = self._turn % self._slots
         self._memory.set_mark(slot, -self._turn)
@@ -118,7 +118,7 @@ class Shelf:
         }
 
     def _lay_out(self, name: str, slot: int) -> int:
-        """The checksum of a part that now lies in the slot."""
+        """Writes a part into the slot and returns its checksum."""
         values = local_values(self._tensors[name].detach())
         if name in self._since:
             values = values.to("cpu", self._dtype).contiguous()
@@ -137,37 +137,37 @@ class Shelf:
         return self._memory.room(slot, self._offsets[name], self._held[name].box, self._dtype)
 
     def serve(self, request: Any) -> tuple[list[int], list[memoryview]]:
-        """The slot's mark before and after the pieces were read, and the pieces; for the threads that serve.
+        """The slot's mark before and after the pieces were read, and the pieces; for the serving threads.
 
-        Raises LookupError, TypeError or ValueError for what cannot be asked for.
+        Raises LookupError, TypeError or ValueError for an invalid request.
         """
         slot, asked = request["slot"], [(name, read_box(box)) for name, box in request["pieces"]]
         if slot not in range(self._slots):
-            raise ValueError("a slot that is not there")
+            raise ValueError("no such slot")
         for name, box in asked:
             if len(box) != len(part := self._held[name].box) or common(box, part) != box:
-                raise ValueError("what is no piece of a part")
-        # As much as there is, should somebody ask for a piece again and again.
+                raise ValueError("not a piece of a part")
+        # At most the slot's size, in case a piece is requested over and over.
         if sum(volume(box) for _, box in asked) * self._dtype.itemsize > self._memory.size:
-            raise ValueError("more than is there")
+            raise ValueError("more bytes than the slot has")
         before = self._memory.mark(slot)
         pieces = []
         for name, box in asked:
             part = self._held[name].box
             room = self._memory.room(slot, self._offsets[name], part, self._dtype)
-            # A copy: what is signed must not change while it is sent.
+            # A copy: signed data must not change while it is sent.
             piece = at(room, box, part).clone(memory_format=torch.contiguous_format)
             pieces.append(piece.view(-1).view(torch.uint8).numpy().data)
         return [before, self._memory.mark(slot)], pieces
 
     def close(self) -> None:
-        """Ends all threads and connections, and gives the memory back."""
+        """Ends all threads and connections, and frees the memory."""
         self._server.close()
         self._memory.close()
 
 
 class _Server:
-    """Threads that serve a shelf: one for whoever calls, and one for each that has."""
+    """Threads that serve a shelf: one that accepts connections, and one for each connection."""
 
     def __init__(self, shelf: Shelf, listener: Listener):
         self._shelf, self._listener = shelf, listener
@@ -195,8 +195,8 @@ class _Server:
                 marks, pieces = self._shelf.serve(request)
                 channel.send(marks, *pieces)
         except (Closed, TimeoutError):
-            pass  # the reader has what it wants, or is gone, or is none of this run
-        except Exception as error:  # it asks for what is not there: its connection ends
+            pass  # the reader is done, or gone, or not part of this run
+        except Exception as error:  # an invalid request: its connection ends
             log.warning("a reader of the weights was rejected: %s", one_line(repr(error)))
         finally:
             caller.close()
@@ -205,7 +205,7 @@ class _Server:
 
     def close(self) -> None:
         self._listener.close()
-        self._thread.join()  # from here on nobody is added
+        self._thread.join()  # no callers are added from here on
         with self._lock:
             callers = dict(self._callers)
         for thread, caller in callers.items():
@@ -215,12 +215,12 @@ class _Server:
 
 
 def versions_laid_out(actors: ActorsConfig) -> int:
-    """The newest, one that may still be read, and those that generators take late, who finish what they began."""
+    """The newest, one that may still be read, and those that generators read late, as they finish requests first."""
     return 2 + (actors.max_staleness if actors.on_update == "finish" else 0)
 
 
 def _added(sums: list[dict[str, int]]) -> dict[str, int]:
-    """The sum of each tensor's parts, as int64 has it."""
+    """The sum of each tensor's parts, wrapped to int64."""
     names = {name for of_rank in sums for name in of_rank}
     return {name: _wrapped(sum(of_rank.get(name, 0) for of_rank in sums)) for name in sorted(names)}
 
@@ -230,7 +230,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _latest(turns: list[dict[str, int]]) -> dict[str, int]:
-    """Of each tensor's parts."""
+    """The latest turn of each tensor's parts."""
     names = {name for of_rank in turns for name in of_rank}
     return {name: max(of_rank.get(name, 0) for of_rank in turns) for name in sorted(names)}
 

@@ -1,4 +1,4 @@
-"""Weights taken from a trainer's shelf into a generator of another process: all of them, whole and right, or none."""
+"""Weights read from a trainer's shelf into a generator in another process: all of them, intact, or none."""
 
 from __future__ import annotations
 
@@ -36,24 +36,23 @@ from lockstep.rl.actors.shelf_memory import ShelfMemory, place_of
 from lockstep.rl.actors.wire import Channel, Closed, call
 
 TRIES = 3
-"""Times that weights are read, where they do not arrive as they were laid out."""
+"""How often weights are read before a damaged read counts as an error."""
 MESSAGE = 1 << 24
-"""Bytes that are asked for at once by TCP."""
+"""Most bytes per request over TCP."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What has become of an edition. Unless it was "taken", the model has the weights that it had before.
+    """The result of reading an edition. Unless it was "taken", the model keeps the weights that it had before.
 
-    "late": newer weights were laid out where these lay; ask for a newer edition. "torn": the trainer ended, or was
-    ended, while it laid them out. "damaged": they arrived otherwise than they were laid out. "unreachable": a rank of
-    the trainer cannot be read.
+    "late": newer weights have overwritten these; read a newer edition. "torn": the trainer ended, or was killed, while
+    writing them. "damaged": they did not arrive as written. "unreachable": a rank of the trainer cannot be read.
     """
 
     version: int
     outcome: Literal["taken", "late", "torn", "damaged", "unreachable"]
     said: str = ""
-    """A sentence on what was wrong, which names tensors and ranks; empty where all were taken."""
+    """A sentence on what was wrong, which names tensors and ranks; empty if all were taken."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class _Piece:
 
 
 class _Failed(Exception):
-    """Why an edition cannot be read, as `Taken` has it."""
+    """Why an edition cannot be read, as in `Taken`."""
 
     def __init__(self, outcome: str, said: str):
         super().__init__(said)
@@ -75,10 +74,10 @@ class _Failed(Exception):
 
 
 class ShelfReader:
-    """Takes editions of a trainer's shelf into `model`, which has a part of each tensor on every process of a replica.
+    """Reads editions of a trainer's shelf into `model`, which has a part of each tensor on every process of a replica.
 
-    The processes of a replica (the tensor group of `world`) make it, and call its methods, together. `key`: that of the
-    shelf.
+    The processes of a replica (the tensor group of `world`) create it, and call its methods, together. `key`: the
+    shelf's.
     """
 
     def __init__(self, model: Decoder, world: World, key: bytes):
@@ -89,16 +88,16 @@ class ShelfReader:
         everyone = [read_parts(parts) for parts in self._gather(plain_parts(self._wanted))]
         self._firsts = torch.tensor(first_copies(everyone, self._names))
         self._arrived: dict[str, Tensor] = {}
-        """Room for what is read of an edition; kept, for fresh memory would be cleared for each."""
+        """Memory for what is read of an edition; kept, as new memory would have to be cleared each time."""
         self._since: dict[str, int] = {}
-        """Of this shelf's tensors that the model has, as in the edition that was taken last."""
+        """`since` of the last edition taken, for this shelf's tensors that the model has."""
         self._sources: list[_Source] = []
         self._shelf = ""
 
     def take(self, edition: Edition) -> Taken:
-        """Makes the model's weights those of `edition`, if on every process all of them arrive whole.
+        """Replaces the model's weights by those of `edition`, if all of them arrive intact on every process.
 
-        Raises UserError where they are those of another model, or of another dtype.
+        Raises UserError if they belong to another model, or have another dtype.
         """
         if edition["shelf"]["id"] != self._shelf:
             self._open(edition["shelf"])
@@ -109,15 +108,15 @@ class ShelfReader:
                 self._keep()
                 self._since = edition["since"]
                 return Taken(edition["version"], outcome)
-            log.warning("weights of version %d: %s (try %d of %d)", edition["version"], said, attempt, TRIES)
+            log.warning("weights version %d: %s (try %d of %d)", edition["version"], said, attempt, TRIES)
             if outcome in ("late", "torn"):
-                break  # which another try does not mend
+                break  # another try would not help
             self._since = {}
             self._make_room(edition)
         return Taken(edition["version"], outcome, said)
 
     def close(self) -> None:
-        """Lets go of the trainer's memory."""
+        """Releases the trainer's memory."""
         for source in self._sources:
             source.close()
         self._sources, self._shelf = [], ""
@@ -133,7 +132,7 @@ class ShelfReader:
         self._since = {}
 
     def _make_room(self, edition: Edition) -> None:
-        """For all but what the model has already."""
+        """For all tensors but those that the model already has."""
         rooms, since = self._arrived, edition["since"]
         self._arrived = {
             name: rooms[name] if name in rooms else torch.empty_like(part, memory_format=torch.contiguous_format)
@@ -154,10 +153,12 @@ class ShelfReader:
             there = tuple(shelf["shapes"][name]) if name in shelf["shapes"] else None
             here = self._wanted[name].shape if name in self._wanted else None
             if there != here:
-                found = [str(list(shape)) if shape is not None else "not there" for shape in (there, here)]
+                found = [str(list(shape)) if shape is not None else "missing" for shape in (there, here)]
                 problems.append(f"{name} is {found[0]} in the trainer, but {found[1]} in the generator")
             elif covered[name] != torch.Size(there or ()).numel():
-                problems.append(f"the trainer's ranks hold only {covered[name]} elements of {name}, or some twice")
+                problems.append(
+                    f"the trainer's ranks have {covered[name]} elements of {name}, too few or some of them twice"
+                )
         if problems:
             more = f", and {len(problems) - 1} more" if problems[1:] else ""
             raise UserError(
@@ -166,7 +167,7 @@ class ShelfReader:
             )
 
     def _pieces(self, parts: list[Any]) -> list[_Piece]:
-        """What this process wants of a rank's parts."""
+        """What this process needs of a rank's parts."""
         pieces = []
         for name, plain, offset in parts:
             part = read_box(plain)
@@ -175,7 +176,7 @@ class ShelfReader:
         return pieces
 
     def _read(self, edition: Edition) -> tuple[Literal["taken", "late", "torn", "damaged", "unreachable"], str]:
-        """Reads what this process wants; what all processes of the replica say of theirs."""
+        """Reads what this process needs; returns the joint result of all processes of the replica."""
         failed: list[str] = []
         try:
             for source in self._sources:
@@ -194,7 +195,7 @@ class ShelfReader:
         ]
         if damaged:
             more = f" and {len(damaged) - 1} more" if damaged[1:] else ""
-            return "damaged", f"{damaged[0]}{more} did not arrive as laid out"
+            return "damaged", f"{damaged[0]}{more} did not arrive intact"
         return "taken", ""
 
     def _sum(self, name: str) -> int:
@@ -210,14 +211,14 @@ class ShelfReader:
 
 
 class _Source:
-    """One rank of the trainer, as it is read: through its memory where that can be opened, else by TCP."""
+    """One rank of the trainer as a source: its memory if that can be opened, else TCP."""
 
     def __init__(self, rank: int, plain: Mapping[str, Any], pieces: list[_Piece], dtype: torch.dtype, key: bytes):
         self._rank, self._pieces, self._dtype, self._key = rank, pieces, dtype, key
         self._host, self._port = plain["address"]
         self._memory: ShelfMemory | None = None
         if pieces and (place := place_of(plain["place"])) is not None:
-            # Not where it is on another host, or in a container in which processes do not see each other.
+            # Impossible if it is on another host, or in a container whose processes are not visible.
             with contextlib.suppress(OSError):
                 self._memory = ShelfMemory.opened(place, plain["size"], plain["slots"])
 
@@ -245,7 +246,7 @@ class _Source:
             ahead = _messages(pieces, self._dtype)
             asked: deque[list[_Piece]] = deque()
             while True:
-                # One is asked for ahead: it is signed there while what has come is looked at here.
+                # One message is requested ahead: it is signed there while this one is checked here.
                 while len(asked) < 2 and (message := next(ahead, None)) is not None:
                     channel.send({"slot": edition["slot"], "pieces": [[piece.name, piece.box] for piece in message]})
                     asked.append(message)
@@ -262,7 +263,7 @@ class _Source:
                     yield piece, torch.frombuffer(content, dtype=torch.uint8)[start:end].view(self._dtype).view(shape)
                     start = end
         except Closed as error:
-            raise _Failed("unreachable", f"rank {self._rank} of the trainer cannot be read: {error}") from error
+            raise _Failed("unreachable", f"cannot read from rank {self._rank} of the trainer: {error}") from error
         finally:
             if channel is not None:
                 channel.close()
@@ -271,8 +272,8 @@ class _Source:
         if mark == edition["turn"]:
             return
         if abs(mark) > edition["turn"]:
-            raise _Failed("late", f"rank {self._rank} of the trainer has laid out newer weights meanwhile")
-        raise _Failed("torn", f"rank {self._rank} of the trainer has not laid them out to the end")
+            raise _Failed("late", f"rank {self._rank} of the trainer has overwritten them with newer weights")
+        raise _Failed("torn", f"rank {self._rank} of the trainer has not finished writing them")
 
     def close(self) -> None:
         if self._memory is not None:
@@ -281,7 +282,7 @@ class _Source:
 
 
 def _messages(pieces: list[_Piece], dtype: torch.dtype) -> Iterator[list[_Piece]]:
-    """The pieces, in messages of `MESSAGE` bytes at most; rows of a large one go in several."""
+    """The pieces, in messages of at most `MESSAGE` bytes; large pieces are split by rows."""
     together: list[_Piece] = []
     size = 0
     for piece in (small for large in pieces for small in _cut(large, dtype)):

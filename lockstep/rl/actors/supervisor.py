@@ -1,4 +1,4 @@
-"""Generators that the run starts, on its own host or through Monarch on others, and starts again when they die."""
+"""Generators that the run starts, on its own host or through Monarch on others, and restarts when they die."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lockstep.rl.actors.fleet import Fleet
 from lockstep.rl.actors.ranks import Group, end_ranks, start_ranks, start_stand_in
 
 GLANCE = 0.1
-"""Seconds between two looks at the processes."""
+"""Seconds between checks of the processes."""
 MOST_FAILURES = 3
-"""Starts in a row that may fail before a generator is ready."""
+"""After this many starts in a row without becoming ready, the run ends."""
 END_SECONDS = 5.0
-"""What processes are given to end before they are killed."""
+"""Seconds that processes get to end before they are killed."""
 
 
 @dataclass
 class _Place:
-    """A generator of the run, whichever processes it has at the time."""
+    """A generator of the run, whichever processes it currently has."""
 
     name: str
     host: str
@@ -66,15 +66,15 @@ class Supervisor:
         self._thread.join()
 
     def start_no_more(self) -> None:
-        """Generators that end from here on end with the run: whoever tells them to calls this before."""
+        """Generators that end from here on are not restarted: call it before telling them to end."""
         self._ending.set()
 
     def processes(self) -> dict[str, list[int]]:
-        """The process of each rank, by the generators' names."""
+        """The process id of each rank, by generator name."""
         return {place.name: [rank.pid for rank in place.ranks] for place in self._places}
 
     def _watch(self) -> None:
-        # They die with the thread that has started them, which is this one.
+        # They die with the thread that started them, which is this one.
         try:
             for place in self._places:
                 self._start(place)
@@ -103,7 +103,7 @@ class Supervisor:
         late = not place.was_ready and time.monotonic() - place.started > self._config.start_seconds
         if not ended and not late and (remote is not None or not place.has_joined):
             return
-        # Given up by the fleet, or a rank has ended, or it never came: whatever is left of it goes.
+        # Given up by the fleet, or a rank has ended, or it never joined: whatever is left of it is killed.
         if self._ending.is_set():
             return
         why = _said(ended) if ended else "was not ready in time" if late else "was given up"
@@ -116,11 +116,11 @@ class Supervisor:
         if place.failures >= MOST_FAILURES:
             own = self._log(place, min(ended, default=0))
             self._fleet.fail(self._fleet.none_left(
-                f"{place.name} {why} before it could sample, {MOST_FAILURES} times over. {own} ends with: "
+                f"{place.name} {why} before it could sample, {MOST_FAILURES} times in a row. {own} ends with: "
                 f"{_last_line(own)}"))  # fmt: skip
             self._ending.wait()
             return
-        log.warning("%s %s; it is restarted", place.name, why)
+        log.warning("%s %s; restarting it", place.name, why)
         self._start(place)
 
     def _start(self, place: _Place) -> None:
@@ -150,8 +150,8 @@ class Supervisor:
 def _said(ended: Mapping[int, int]) -> str:
     """How ranks have ended, by their return codes."""
     rank, code = min(ended.items())
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return how if rank == 0 else f"has lost rank {rank}, which {how}"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return how if rank == 0 else f"lost rank {rank}, which {how}"
 
 
 def _last_line(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""A run's newest weights as model folders, for generators that read them from a disk that both see."""
+"""A run's newest weights as model folders, for generators that read them from a shared disk."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EMBEDDING = "model/model.embed_tokens.weight"
 
 
 class WeightFolders:
-    """Writes `FOLDER/version_N`, in whatever layout the model is, and deletes older ones. All ranks call its methods.
+    """Writes `FOLDER/version_N`, whatever the model's layout, and deletes older ones. All ranks call its methods.
 
-    A folder that has its name is whole. own_head: also writes the head of a model with a tied head. kept:
-    versions that are there at a time.
+    A folder with its final name is complete. own_head: also writes the output head of a model with tied embeddings.
+    kept: versions kept at a time.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class WeightFolders:
         self.close()
 
     def write(self, version: int) -> Path:
-        """The folder with the weights as they are now. Raises RunStopped, on all ranks, where the disk refuses them."""
+        """Writes the current weights; returns the folder. Raises RunStopped, on all ranks, if the disk refuses them."""
         folder = self.folder / f"version_{version:08}"
         incomplete = folder.with_name(folder.name + ".partial")
 
@@ -64,7 +64,7 @@ class WeightFolders:
             save_parts(in_place(tensors), incomplete, {"model": "model"}, complete, self._group)
         except OSError as error:
             raise RunStopped(
-                f"{folder}: new weights cannot be written for the generators behind HTTP ({error}), and the run ends "
+                f"{folder}: new weights for the generators behind HTTP cannot be written ({error}), and the run ends "
                 "here. Free some space, then --resume continues from the newest checkpoint",
                 exit_code=1,
             ) from error
@@ -76,7 +76,7 @@ class WeightFolders:
         return folder
 
     def close(self) -> None:
-        """Deletes all of them, those that an earlier process of the run has left behind as well."""
+        """Deletes all of them, including those left behind by an earlier process of the run."""
         if self._world.is_main:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._written = []

@@ -1,9 +1,9 @@
-"""Weights on their way from the trainer's layout to a generator's: part by part, never whole in one place, and checked.
+"""Weight sync from the trainer's layout to a generator's: part by part, never gathered in one place, and verified.
 
 Every rank says once what it holds of each tensor and what it wants; from then on each knows which parts it sends and
-receives. A tensor's checksum is the sum of its parts' (`checksum`), so that both layouts have the same one: the
-generators take new weights only where every tensor's is the trainer's. What a generator reads where the trainer has it
-(`own_weights`) does not travel, and is compared all the same: between ranks that have the same part.
+receives. A tensor's checksum is the sum of its parts' (`checksum`), so it is the same in both layouts: the generators
+use new weights only if every tensor's checksum is the trainer's. What a generator reads in place from the trainer
+(`own_weights`) is not sent, but still compared, between ranks that have the same part.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from lockstep.rl.actors.own_weights import same_memory
 from lockstep.rl.actors.shared_parts import SharedParts, share_parts
 
 BUCKET = 1 << 26
-"""Bytes of tensors, as they are whole, that travel together."""
+"""Bytes of full tensors that are sent together."""
 TRIES = 3
-"""Times that weights are sent, where they do not arrive as they were."""
+"""How often weights are sent before a damaged transfer ends the run."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What goes from one rank to another, of one tensor."""
+    """What one rank sends to another of one tensor."""
 
     name: str
     box: Box
@@ -58,7 +58,7 @@ class Piece:
 
 
 def buckets(model: Decoder, staying: Collection[str]) -> Iterator[list[str]]:
-    """The names of the model's tensors that travel together, in order; without those of `staying`, which do not."""
+    """The names of the model's tensors that are sent together, in order; without those in `staying`."""
     names: list[str] = []
     size = 0
     for name, parameter in model.named_parameters():
@@ -75,11 +75,11 @@ def buckets(model: Decoder, staying: Collection[str]) -> Iterator[list[str]]:
 
 
 class WeightTransfer:
-    """From tensors that lie on the ranks of `world` in any layout to `model`, which each rank has a part of.
+    """From tensors on the ranks of `world`, in any layout, to `model`, of which each rank has a part.
 
-    All ranks make it, and call its methods, together. `tensors`: by the model's names; what a rank has no part of is
-    not among its own. Parameters of `model` may be these very tensors. It calls `moved` for each bucket of them that
-    has arrived. Raises UserError where they are not the tensors of `model`.
+    All ranks create it, and call its methods, together. `tensors`: by the model's names; a rank leaves out those of
+    which it has no part. Parameters of `model` may be these very tensors. It calls `moved` after each bucket that has
+    arrived. Raises UserError if they are not the tensors of `model`.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class WeightTransfer:
         moved: Callable[[], None] = lambda: None,
         keep: bool = True,
     ):
-        """keep: whether the model's old weights stay until new ones have arrived whole. Else these arrive right in
-        their memory, and `drop` may give it away until then."""
+        """keep: whether the model's old weights stay until the new ones have arrived intact. Otherwise new weights are
+        received into the same memory, and `drop` may free it until then."""
         assert world.mesh is not None
         self.tensors, self.model, self.world, self.moved = tensors, model, world, moved
         self.keep = keep
@@ -106,9 +106,9 @@ class WeightTransfer:
         self._holders = holders_of(held)
         self.names = list(self.wanted[0])
         self.staying = set[str](self.names).intersection(*(of_rank[2] for of_rank in everyone))
-        """Tensors that every rank's generator reads where its trainer has them."""
+        """Tensors that every rank's generator reads in place from its trainer."""
         self.pieces = {name: self._pieces(name, held) for name in self.names}
-        # A part that several ranks hold counts once in a checksum: that of the first of them.
+        # A part held by several ranks counts once in a checksum: for the first of them.
         self._sums_sent = {n for n, part in own.items() if self._holders[n][part.box][0] == self.rank}
         self._own = own
         self._copies = {name: part for name, part in self._parts.items() if name not in self._in_place}
@@ -121,7 +121,7 @@ class WeightTransfer:
     def _pieces(self, name: str, held: list[dict[str, Held]]) -> list[Piece]:
         shapes = {part[name].shape for part in held if name in part}
         if shapes != {self.wanted[0][name].shape}:
-            found = " and ".join(str(list(shape)) for shape in sorted(shapes)) or "not there"
+            found = " and ".join(str(list(shape)) for shape in sorted(shapes)) or "missing"
             raise UserError(
                 f"weights cannot be synced: {name} is {found} in the trainer, but {list(self.wanted[0][name].shape)} "
                 "in the generator"
@@ -131,19 +131,19 @@ class WeightTransfer:
             box, covered = wants[name].box, 0
             for part, ranks in self._holders[name].items():
                 if (shared := common(part, box)) is not None:
-                    # Of copies, the one nearest to the target, so that each rank sends to as many.
+                    # Among copies, the one nearest to the target, so that every rank sends to equally many.
                     source = target if target in ranks else ranks[target * len(ranks) // len(self.wanted)]
                     pieces.append(Piece(name, shared, source, target))
                     covered += volume(shared)
-            assert covered == volume(box), f"{name}: the ranks hold {covered} of {volume(box)} elements, or hold twice"
+            assert covered == volume(box), f"{name}: the ranks hold {covered} of {volume(box)} elements, or some twice"
         return pieces
 
     def __call__(self, version: int) -> None:
-        """Makes the model's weights those of the trainer; they stay as they are until all new ones have arrived whole.
+        """Replaces the model's weights by the trainer's, once all new ones have arrived intact.
 
-        Raises RunStopped, naming the tensors, where they do not after `TRIES`.
+        Raises RunStopped, naming the tensors, if they have not after `TRIES`.
         """
-        kept = "the generators keep those that they had, and the run ends here" if self.keep else "the run ends here"
+        kept = "the generators keep their old weights, and the run ends here" if self.keep else "the run ends here"
         for attempt in range(1, TRIES + 1):
             arrived, damaged = self._exchange()
             if not damaged:
@@ -151,16 +151,16 @@ class WeightTransfer:
                 return
             said = f"{damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
             log.warning(
-                "weights of version %d: %s did not arrive as sent (try %d of %d)", version, said, attempt, TRIES
+                "weights version %d: %s did not arrive intact (try %d of %d)", version, said, attempt, TRIES
             )
         raise RunStopped(
-            f"weights of version {version} did not arrive as they were sent, {TRIES} times over: {said}; "
+            f"weights version {version} did not arrive intact, {TRIES} times in a row: {said}; "
             f"{kept}. --resume continues from the newest checkpoint",
             exit_code=1,
         )
 
     def _exchange(self) -> tuple[dict[str, Tensor], list[str]]:
-        """This rank's part of each new tensor, and the names of those that are not the trainer's, on any rank."""
+        """This rank's part of each new tensor, and the names of those that differ from the trainer's on any rank."""
         arrived: dict[str, Tensor] = {}
         expected, found = torch.zeros(2, len(self.names), dtype=torch.int64, device=self.model.device)
         places = {name: index for index, name in enumerate(self.names)}
@@ -172,7 +172,7 @@ class WeightTransfer:
                 assert sent is not None
                 expected[index] = found[index] if in_place else checksum_of(sent, self._own[name])
             if in_place and not same_memory(local_values(self.tensors[name].detach()), got):
-                found[index] += 1  # the trainer has it elsewhere now: it shows as damaged
+                found[index] += 1  # the trainer has moved it: shows as damaged
 
         for name in self.names:
             if name in self.staying:
@@ -189,7 +189,7 @@ class WeightTransfer:
         return arrived, self._damaged(expected, found)
 
     def _rounded(self, names: list[str]) -> dict[str, Tensor]:
-        """What this rank holds of the tensors, as the generator's forward is to read it."""
+        """What this rank holds of the tensors, in the dtype and on the device of the generator."""
         parts = {name: local_values(self.tensors[name].detach()) for name in names if name in self.tensors}
         if self._shared is not None:
             return {name: self._shared.room(self.rank, name).copy_(part) for name, part in parts.items()}
@@ -220,23 +220,23 @@ class WeightTransfer:
                 going[piece.target].append(at(sent[piece.name], piece.box, self._own[piece.name].box))
             if piece.target == self.rank:
                 coming[piece.source].append(at(arrived[piece.name], piece.box, self.wanted[self.rank][piece.name].box))
-        # What stays here is copied; what travels goes in one message to each rank.
+        # What stays here is copied; the rest goes in one message to each rank.
         for from_here, to_here in zip(going.pop(self.rank, []), coming.pop(self.rank, [])):
             to_here.copy_(from_here)
         self._travel(going, coming)
         return arrived
 
     def _room_for(self, copy: Tensor) -> Tensor:
-        """Where what `copy` is to hold arrives."""
+        """The memory that receives what `copy` is to hold."""
         if self.keep:
             return torch.empty_like(copy, memory_format=torch.contiguous_format)
         copy.untyped_storage().resize_(copy.nbytes)
         return copy
 
     def drop(self) -> None:
-        """Gives the memory of the model's copied weights away until the next call: nothing may read them before it.
+        """Frees the memory of the model's copied weights until the next call: nothing may read them before it.
 
-        What the model reads where the trainer has it stays. Only without `keep`.
+        What the model reads in place from the trainer stays. Only without `keep`.
         """
         assert not self.keep
         self._arrived = {}
@@ -260,14 +260,14 @@ class WeightTransfer:
             part.copy_(room)
 
     def _kept(self, purpose: str, size: int) -> Tensor:
-        """As many bytes, the same each time: the system clears every page that it hands out anew."""
+        """A buffer of this many bytes, reused: the system clears every page that it newly allocates."""
         kept = self._memory.get(purpose)
         if kept is None or len(kept) < size:
             kept = self._memory[purpose] = torch.empty(size, dtype=torch.uint8, device=self.model.device)
         return kept[:size]
 
     def _damaged(self, expected: Tensor, found: Tensor) -> list[str]:
-        """The tensors whose checksum is another in some generator than in the trainer; the same list on every rank."""
+        """The tensors whose checksum in some generator differs from the trainer's; the same list on every rank."""
         dist.all_reduce(expected)
         group = self.world.tensor_group
         of_ranks = found[None] if group is None else gather_rows(found[None], group)
@@ -285,12 +285,12 @@ class WeightTransfer:
         for name, part in arrived.items():
             self._parts[name].copy_(part)
         if self.model.device.type != "cpu":
-            # An accelerator's allocator gives the same memory again without clearing it, and has use for it meanwhile.
+            # An accelerator's allocator returns the same memory later without clearing it, and can use it meanwhile.
             self._arrived, self._memory = {}, {}
 
 
 def _rooms(message: Tensor, parts: Mapping[int, list[Tensor]], ranks: range) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where each part stands in a message, shaped as it is, with the part."""
+    """Each part with its place in a message, in the part's shape."""
     start = 0
     for part in (part for rank in ranks for part in parts.get(rank, [])):
         yield message[start : start + part.nbytes].view(part.dtype).view(part.shape), part

@@ -1,7 +1,7 @@
-"""Messages between the processes of a run: JSON with bytes beside it, every one signed with the run's key.
+"""Messages between the processes of a run: JSON with attached bytes, every one signed with the run's key.
 
-Nothing is unpickled, and nothing of a peer is read beyond its greeting until it has shown that it knows the key. What
-is sent can be read on its way by whoever can listen there, but neither changed, nor repeated, nor left out unseen.
+Nothing is unpickled, and nothing from a peer beyond its greeting is read until it has proved that it knows the key.
+Messages are not encrypted, but changing, repeating or omitting one is detected.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from typing import Any, TypeAlias
 from lockstep.errors import UserError
 
 HEADER = struct.Struct("<IQ")
-"""Bytes of a message's JSON, and of what travels beside it."""
+"""Number of bytes of a message's JSON, and of its attachment."""
 NONCE = 32
 TAG = 32
 HANDSHAKE_SECONDS = 10.0
 PARTS = 5
-"""In which the time is waited that a message may be late."""
+"""Number of parts into which a timeout is divided (see `_begin`)."""
 MOST_JSON = 2**28
-"""Bytes of a message's JSON."""
+"""Most bytes of a message's JSON."""
 MOST_UNGREETED = 64
-"""Callers of a listener that have not shown yet that they know the key; of more, the one that waits longest is cut."""
+"""Most callers of a listener that have not yet proved that they know the key; beyond it, the oldest is dropped."""
 RETRY_SECONDS = 0.1
-"""After which a listener tries again that could not take a call, as where all file descriptors are in use."""
+"""Delay after which a listener retries an accept that failed, e.g. for want of file descriptors."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Closed(Exception):
-    """The other side is gone, or what came is not of this run."""
+    """The other side is gone, or sent something that is not from this run."""
 
 
 class Malformed(Closed):
-    """What came was sent by one that knows the key, and is no message."""
+    """The peer knows the key, but what it sent is not a message."""
 
 
 class Channel:
-    """One connection, both ways. Any thread may send; one at a time receives. Closed is raised for good."""
+    """One bidirectional connection. Any thread may send; one at a time receives. Closed is permanent."""
 
     def __init__(self, connection: socket.socket, key: bytes, *, called: bool):
-        """called: whether this side was called; the two sides must differ.
+        """called: whether this side accepted the connection; the two sides must differ.
 
-        Raises Closed where the other side does not know the key within `HANDSHAKE_SECONDS`.
+        Raises Closed if the other side does not prove that it knows the key within `HANDSHAKE_SECONDS`.
         """
         self._connection = connection
         self._sending = threading.Lock()
@@ -64,7 +64,7 @@ class Channel:
         own = secrets.token_bytes(NONCE)
         self._write(own)
         other = bytes(self._read(NONCE, lambda: self._wait_until(until)))
-        # A key of this connection and direction: what was recorded elsewhere, or is sent back, fits nowhere.
+        # A key per connection and direction: what was recorded elsewhere, or is reflected, is never valid.
         nonces = (other, own) if called else (own, other)
         keys = [_signed(key, name, *nonces) for name in (b"from the caller", b"from the called")]
         self._send_key, self._receive_key = reversed(keys) if called else keys
@@ -74,7 +74,7 @@ class Channel:
         if not hmac.compare_digest(greeting, _signed(self._receive_key, b"greeting")):
             self.close()
             raise Closed("it does not have the key of this run")
-        # A timeout of the socket would count for what another thread sends, too.
+        # A timeout of the socket would also apply to what another thread sends.
         connection.settimeout(None)
 
     def send(self, message: Any, *beside: Buffer) -> None:
@@ -93,9 +93,9 @@ class Channel:
     def receive(
         self, seconds: float | None = None, goes_on: Callable[[], bool] = lambda: False
     ) -> tuple[Any, bytearray]:
-        """The next message and the bytes beside it. Raises TimeoutError where none begins for so long.
+        """The next message and its attached bytes. Raises TimeoutError if none starts within `seconds`.
 
-        One that stands still in the middle for so long is Closed. goes_on: asked in both cases; whether to wait on.
+        Raises Closed if one stalls in the middle for that long. goes_on: asked in both cases whether to keep waiting.
         """
 
         def wait() -> None:
@@ -107,40 +107,40 @@ class Channel:
         header = self._read(HEADER.size, wait)
         length, beside_length = HEADER.unpack(header)
         if length > MOST_JSON:
-            raise Closed(f"a message with an invalid length of {length} bytes")
+            raise Closed(f"it announced a message of {length} bytes, more than any message has")
         try:
             body, beside = self._read(length, wait), self._read(beside_length, wait)
         except (MemoryError, OverflowError) as error:
-            raise Closed(f"a message of {beside_length} bytes, too large for the memory") from error
+            raise Closed(f"not enough memory for a message of {beside_length} bytes") from error
         expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)
         self._received += 1
         if not hmac.compare_digest(self._read(TAG, wait), expected):
             self.close()
-            raise Closed("a message was modified in transit")
+            raise Closed("a message was altered in transit")
         try:
             return json.loads(body), beside
         except (ValueError, RecursionError) as error:
             raise Malformed(f"a message that is not JSON ({type(error).__name__})") from error
 
     def _begin(self, seconds: float | None, goes_on: Callable[[], bool]) -> None:
-        # In parts: of the time in which both sides stood still, as on a laptop that slept, only one part counts.
+        # In parts: time in which both sides were suspended, as on a sleeping laptop, uses up only one of them.
         part = None if seconds is None else seconds / PARTS
         while not any(self._arrives(part) for _ in range(PARTS)):
             if not goes_on():
                 raise TimeoutError
 
     def _arrives(self, seconds: float | None) -> bool:
-        """Whether there is something to read within that time, or the end."""
+        """Whether there is something to read, or the end, within that time."""
         try:
             poll = select.poll()
             poll.register(self._connection, select.POLLIN)
             return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
         except (OSError, ValueError) as error:  # another thread has closed it
-            raise Closed("the connection was closed here") from error
+            raise Closed("the connection was closed on this side") from error
 
     def _wait_until(self, until: float) -> None:
         if not self._arrives(until - time.monotonic()):
-            raise Closed(f"no handshake within {HANDSHAKE_SECONDS:g} s")
+            raise Closed(f"it did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
 
     def close(self) -> None:
         """Ends the connection; whoever waits on it, on either side, gets Closed."""
@@ -171,10 +171,10 @@ class Channel:
 
 
 class Listener:
-    """Where others of the run call. Listens on loopback unless told otherwise."""
+    """Accepts connections from the run's other processes. Listens on loopback by default."""
 
     def __init__(self, key: bytes, host: str = "127.0.0.1", port: int = 0):
-        """Raises UserError where the address cannot be had."""
+        """Raises UserError if it cannot listen at the address."""
         try:
             self._socket = socket.create_server((host, port), backlog=128)
         except OSError as error:
@@ -186,15 +186,15 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def accept(self) -> socket.socket:
-        """The next caller, not greeted yet: `greet` does, and may be called in another thread.
+        """The next caller, before its handshake: `greet` does that, and may be called in another thread.
 
-        Raises Closed when the listener is, and only then.
+        Raises Closed when the listener is closed, and only then.
         """
         while True:
             try:
                 caller = self._socket.accept()[0]
             except OSError as error:
-                # Without memory or file descriptors it waits for some: who is there will go.
+                # Out of memory or file descriptors: waits until current callers have gone.
                 if self._closed.wait(RETRY_SECONDS):
                     raise Closed(str(error)) from error
                 continue
@@ -208,7 +208,7 @@ class Listener:
             return caller
 
     def greet(self, caller: socket.socket) -> Channel:
-        """Raises Closed where the caller does not know the key, and has closed the connection then."""
+        """Does the handshake. Raises Closed, with the connection closed, if the caller does not know the key."""
         try:
             return Channel(caller, self._key, called=True)
         except BaseException:
@@ -227,7 +227,7 @@ class Listener:
 
 
 def call(host: str, port: int, key: bytes, seconds: float = HANDSHAKE_SECONDS) -> Channel:
-    """Calls a listener. Raises Closed where nobody answers there, or nobody who knows the key."""
+    """Connects to a listener. Raises Closed if nothing answers there, or nothing that knows the key."""
     try:
         connection = socket.create_connection((host, port), timeout=seconds)
     except OSError as error:
@@ -236,7 +236,7 @@ def call(host: str, port: int, key: bytes, seconds: float = HANDSHAKE_SECONDS) -
 
 
 def make_key(path: Path) -> bytes:
-    """A fresh key, kept in a file that only this user may read."""
+    """A new key, stored in a file that only this user can read."""
     key = secrets.token_bytes(32)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -247,23 +247,23 @@ def make_key(path: Path) -> bytes:
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file that `make_key` wrote. Raises UserError where there is none, or others may read it."""
+    """The key in a file that `make_key` wrote. Raises UserError if there is none, or others can read it."""
     try:
         if path.stat().st_mode & 0o077:
-            raise UserError(f"{path}: others may read this key; chmod 600 it, and restart the run for a new one")
+            raise UserError(f"{path}: other users can read this key; chmod 600 it, and restart the run for a new one")
         return key_of(path.read_text(), str(path))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a run's key ({error}); give the file that the run wrote") from error
+        raise UserError(f"{path}: not the key of a run ({error}); give the file that the run wrote") from error
 
 
 def key_of(text: str, source: str) -> bytes:
-    """The key that `source` has as `text`. Raises UserError where it is none."""
+    """The key that `source` has as `text`. Raises UserError if it is not a key."""
     try:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
     if len(key) != 32:
-        raise UserError(f"{source}: not a run's key; give the file that the run wrote")
+        raise UserError(f"{source}: not the key of a run; give the file that the run wrote")
     return key
 
 

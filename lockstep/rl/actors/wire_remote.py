@@ -1,4 +1,4 @@
-"""A generator that has called: what it is asked goes through its connection, and what it says is told on."""
+"""A generator that has connected: sends it requests, and passes on what it reports."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lockstep.rl.actors.shelf import Edition
 from lockstep.rl.actors.wire import Channel, Closed, Malformed
 
 BUSY = 20
-"""Times as long may be silent what the kernel of this host says still runs: on a busy machine nobody gets to speak."""
+"""Silence is allowed this many times longer for a process still running on this host: a busy machine delays it."""
 
 
 class Hearing:
-    """Who says nothing for `seconds` is taken for dead, unless it runs on this host: then for `BUSY` times as long."""
+    """A peer that sends nothing for `seconds` counts as dead; for `BUSY` times as long if it runs on this host."""
 
     def __init__(self, channel: Channel, seconds: float, hello: Mapping[str, Any]):
-        """hello: says which process it is, as `pid` and `place`."""
+        """hello: identifies its process, by `pid` and `place`."""
         self.seconds = seconds
         self._channel, self._pid, self._place = channel, hello["pid"], hello["place"]
 
@@ -36,7 +36,7 @@ class Hearing:
 
 
 class WireRemote:
-    """A `Remote`. Two threads, one for each direction, so that nobody waits for a generator that does not read."""
+    """A `Remote`. Two threads, one per direction, so that nothing waits for a generator that does not read."""
 
     def __init__(self, name: str, channel: Channel, room: int, hearing: Hearing):
         self.name, self.room, self._hearing = name, room, hearing
@@ -47,7 +47,7 @@ class WireRemote:
         self._threads: list[threading.Thread] = []
 
     def start(self, reports: Reports) -> None:
-        """From here on it tells what comes, until it is lost or closed."""
+        """From here on it reports what arrives, until it is lost or closed."""
         for work in (self._write, lambda: self._read(reports)):
             self._threads.append(threading.Thread(target=work, name=self.name, daemon=True))
             self._threads[-1].start()
@@ -77,7 +77,7 @@ class WireRemote:
             while (message := self._outbox.get()) is not None:
                 self._channel.send(message)
         except Closed:
-            self._channel.close()  # whoever reads hears of it
+            self._channel.close()  # the reading thread notices
 
     def _read(self, reports: Reports) -> None:
         false = False
@@ -85,13 +85,13 @@ class WireRemote:
             while True:
                 self._tell(self._hearing.next(), reports)
         except TimeoutError:
-            why = f"it has said nothing for {self._hearing.seconds:g} s (actors.silence_seconds)"
+            why = f"it has sent nothing for {self._hearing.seconds:g} s (actors.silence_seconds)"
         except (FalseClaim, Malformed) as error:
             why, false = str(error), True
         except Closed as error:
             why = str(error)
-        except Exception as error:  # whatever it is, no samples come here any more
-            why, false = f"an invalid message: {one_line(repr(error))}", True
+        except Exception as error:  # whatever it is, no more samples will arrive
+            why, false = f"not a message: {one_line(repr(error))}", True
         if not self._closing.is_set():
             self._channel.close()
             self._outbox.put(None)
@@ -112,4 +112,4 @@ class WireRemote:
         elif kind in ("lost", "leaves"):
             raise Closed(one_line(message["why"]))
         elif kind != "alive":
-            raise FalseClaim(f"a message of kind {kind!r}")
+            raise FalseClaim(f"a message of unknown kind {kind!r}")

@@ -1,4 +1,4 @@
-"""What generators have done, in figures for a step and as a timeline."""
+"""What generators have done, as metrics per step and as a timeline."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 from lockstep.rl.actors.remote import Request
 
 SPANS = 20_000
-"""Kept for the timeline, of all generators."""
+"""Most spans kept for the timeline, over all generators."""
 FIRST_PROCESS = 1000
-"""Numbers of generators in the timeline; those of ranks are lower."""
+"""First process number of generators in the timeline; ranks have lower ones."""
 KINDS = {"sampling_seconds": "sample", "weights_seconds": "take weights"}
 Stretch = tuple[float, float, str]
-"""When it began and ended, and what it was."""
+"""Start, end, and what it was."""
 LEFT = "left"
-"""A generator's end, as a span of no length; what comes after it is no idle time."""
+"""A generator's end, as a span of zero length; time after it is not idle time."""
 IDLE_SECONDS = 0.02
-"""What is shorter is no idle time, but what passes between two messages."""
+"""A shorter gap is the time between two messages, not idle time."""
 
 
 def figures_of(new: Mapping[str, float], past: float) -> dict[str, float]:
     """What an engine did whose `Statistics` have grown by `new` in `past` seconds.
 
-    `busy`: share of the time in which it sampled. `tokens_per_second`: of the time in which it sampled.
-    `prompt_tokens`: computed; `prompt_tokens_reused`: found in its cache. `seconds_saved`: by guesses.
-    `queue_seconds`, `prefill_seconds`, `decode_seconds`, `token_seconds`: means over the samples that have ended,
-    where any has.
+    `busy`: fraction of the time spent sampling. `tokens_per_second`: per second spent sampling.
+    `prompt_tokens`: computed; `prompt_tokens_reused`: found in its cache. `seconds_saved`: by drafts.
+    `queue_seconds`, `prefill_seconds`, `decode_seconds`, `token_seconds`: means over finished samples, if there are
+    any.
     """
     seconds, ended = new["sampling_seconds"], new["samples_ended"]
     figures = {
@@ -53,29 +53,29 @@ class Wait(NamedTuple):
     """Seconds of a request, as the trainer sees them."""
 
     given: float
-    """From asking until a generator had room for it."""
+    """From the request until a generator had room for it."""
     first_token: float
-    """From asking."""
+    """From the request to its first token."""
     decode: float
-    """From there to its last."""
+    """From its first token to its last."""
     token: float
-    """From token to token."""
+    """Between tokens."""
 
 
 class WorkLog:
-    """Kept by the fleet, by this process's clock: those of several hosts disagree."""
+    """Kept by the fleet, on this process's clock: the clocks of several hosts disagree."""
 
     def __init__(self) -> None:
         self._counted: dict[str, Mapping[str, float]] = {}
-        """What each had done when metrics were last asked for."""
+        """What each had done when metrics were last computed."""
         self._heard: dict[str, Mapping[str, float]] = {}
         self._waits: dict[str, list[Wait]] = defaultdict(list)
-        """Of the requests that have ended."""
+        """Of finished requests."""
         self._spans: deque[tuple[str, Stretch]] = deque(maxlen=SPANS)
         self._asked_at = time.monotonic()
 
     def heard(self, name: str, did: Mapping[str, float]) -> None:
-        """Notes what a generator says that it has done by now."""
+        """Records what a generator reports to have done so far."""
         before, now = self._heard.get(name, {}), time.time()
         for key, span in KINDS.items():
             seconds = did.get(key, 0.0) - before.get(key, 0.0)
@@ -84,7 +84,7 @@ class WorkLog:
         self._heard[name] = did
 
     def ended(self, name: str, request: Request) -> None:
-        """Notes how long a request took."""
+        """Records how long a request took."""
         longest, now = max(len(sample.token_ids) for sample in request.samples), time.monotonic()
         decode = now - request.first_at
         self._waits[name].append(
@@ -99,23 +99,23 @@ class WorkLog:
             self._note(name, (time.time() - (now - request.given_at), time.time(), "sample"))
 
     def left(self, name: str) -> None:
-        """Notes that a generator is gone."""
+        """Records that a generator is gone."""
         if name in self._heard:
             self._note(name, (time.time(), time.time(), LEFT))
 
     def _note(self, name: str, new: Stretch) -> None:
-        """Adds a span, or what it is longer than the last one where both are one."""
+        """Adds a span, or extends the last one if they join."""
         if self._spans and self._spans[-1][0] == name and (both := _joined(self._spans[-1][1], new)):
             self._spans[-1] = name, both
         else:
             self._spans.append((name, new))
 
     def metrics(self, did: Mapping[str, Mapping[str, float]], held: Mapping[str, int]) -> dict[str, float]:
-        """Of each generator by its name, since the last call. held: samples that each has been given and not ended.
+        """Metrics of each generator by name, since the last call. held: unfinished samples that each has.
 
-        As `figures_of`, with the time until it was given a request in `queue_seconds`. `first_token_seconds`: the
-        median over the requests that have ended, from asking on. Of one that does not say what it did there is what
-        the trainer sees.
+        As `figures_of`, with the time until a generator got a request included in `queue_seconds`.
+        `first_token_seconds`: the median over finished requests, measured from the request. For a generator that does
+        not report what it did, only what the trainer sees.
         """
         now = time.monotonic()
         past, self._asked_at = now - self._asked_at, now
@@ -136,14 +136,14 @@ class WorkLog:
         return found
 
     def _new(self, name: str, counts: Mapping[str, float]) -> dict[str, float]:
-        """What `counts` have grown by since the last call."""
+        """The increase of `counts` since the last call."""
         before, self._counted[name] = self._counted.get(name, {}), counts
         new = {key: value - before.get(key, 0) for key, value in counts.items()}
-        # One that was started again counts from 0.
+        # One that was restarted counts from 0.
         return dict(counts) if any(value < 0 for value in new.values()) else new
 
     def events(self) -> list[dict[str, Any]]:
-        """Chrome's trace events, each generator a process; what it did at once is one, and between them it was idle."""
+        """Chrome trace events, with each generator a process; adjacent spans are joined, and the gaps are idle."""
         events = []
         for place, name in enumerate(sorted({name for name, _ in self._spans})):
             number = FIRST_PROCESS + place
@@ -157,17 +157,17 @@ class WorkLog:
 
 
 def _joined(one: Stretch, other: Stretch) -> Stretch | None:
-    """Both as one, where the other is the same and began before the one's end, or at once after it."""
+    """Both as one span, if they are of the same kind and overlap or (nearly) touch."""
     if one[2] != other[2] or other[0] - one[1] >= IDLE_SECONDS or one[2] == LEFT:
         return None
     return min(one[0], other[0]), max(one[1], other[1]), one[2]
 
 
 def _with_idle(spans: Sequence[Stretch], now: float) -> list[Stretch]:
-    """A generator's spans in their order, those that are one joined, and the time between them as idle."""
+    """A generator's spans in order, joined where they touch, with the time between them as idle."""
     found: list[Stretch] = []
     there = False
-    """Whether it has come and not left."""
+    """Whether the generator has joined and not left."""
     for new in [*spans, (now, now, LEFT)]:
         if there and (both := _joined(found[-1], new)):
             found[-1] = both

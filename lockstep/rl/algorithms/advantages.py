@@ -1,4 +1,4 @@
-"""How much better a completion, or a token of it, is than what it is compared with."""
+"""How much better a completion, or one of its tokens, is than its baseline."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 EPSILON = 1e-4
 """Added to a group's standard deviation."""
 LEAST_DEVIATION = 1e-4
-"""Of a step's tokens."""
+"""Lower bound for the standard deviation over a step's tokens."""
 
 
 def group_advantages(
     rewards: Float[Tensor, "prompts samples"], normalize: bool = True
 ) -> Float[Tensor, "prompts samples"]:
-    """Rewards less their group's mean, divided by the group's standard deviation where `normalize` is set.
+    """Rewards minus their group's mean, divided by the group's standard deviation if `normalize` is set.
 
-    The deviation is the population's, √(Σ(r − mean)² / n), plus 1e-4. TRL takes the sample's, with n − 1: its
+    The deviation is the population's, √(Σ(r − mean)² / n), plus 1e-4. TRL uses the sample's, with n − 1: its
     advantages are √((n − 1) / n) times these, 0.94 in groups of 8.
 
     With the division: GRPO (arXiv 2402.03300, section 4.1.2). Without: Dr. GRPO (arXiv 2503.20783, section 3.2), which
-    does not weigh groups of nearly equal rewards up. A group of equal rewards gets exactly 0.
+    does not upweight groups of nearly equal rewards. A group of equal rewards gets exactly 0.
     """
     return _of_each_group(rewards, lambda group: _relative(group, normalize))
 
 
 def leave_one_out_advantages(rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "prompts samples"]:
-    """Each reward less the mean of the others of its group (RLOO, arXiv 2402.14740, section 2.2).
+    """Each reward minus the mean of the others in its group (RLOO, arXiv 2402.14740, section 2.2).
 
     A group of equal rewards gets exactly 0, and so does a group of one.
     """
@@ -41,8 +41,8 @@ def leave_one_out_advantages(rewards: Float[Tensor, "prompts samples"]) -> Float
 def best_of_group(rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "prompts samples"]:
     """1 for the completions with the highest reward of their group, else 0 (RAFT, arXiv 2304.06767, algorithm 1).
 
-    Where several are the best, all count, as correct ones do in rejection-sampling fine-tuning (arXiv 2308.01825). A
-    group of equal rewards has nothing to choose from and gets 0.
+    If several are best, all get 1, as correct ones do in rejection-sampling fine-tuning (arXiv 2308.01825). A group of
+    equal rewards offers no choice and gets 0.
     """
 
     def best(group: list[float]) -> list[float]:
@@ -52,11 +52,11 @@ def best_of_group(rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "p
 
 
 def whitened(advantages: Sequence[Sequence[float]], normalize: bool = True) -> list[list[float]]:
-    """Each token's advantage less the mean over all tokens of the step, divided by their standard deviation.
+    """Each token's advantage minus the mean over all tokens of the step, divided by their standard deviation.
 
-    REINFORCE++, arXiv 2501.03262: its normalisation over the global batch. The deviation is the population's, and 1e-4
-    at least, as in OpenRLHF, so that differences of rounding do not become advantages of 1; without `normalize` nothing
-    is divided. Where all are equal they become exactly 0.
+    REINFORCE++, arXiv 2501.03262: its normalization over the global batch. The deviation is the population's, and at
+    least 1e-4, as in OpenRLHF, so that rounding differences do not become advantages of 1; without `normalize` there is
+    no division. If all are equal they become exactly 0.
     """
     everything = [a for completion in advantages for a in completion]
     if not everything or all(a == everything[0] for a in everything):
@@ -68,7 +68,7 @@ def whitened(advantages: Sequence[Sequence[float]], normalize: bool = True) -> l
 
 
 def rewards_to_go(reward: float, charges: Sequence[float]) -> list[float]:
-    """Of each token, a completion's reward less the `charges` of that token and of those after it.
+    """For each token, the completion's reward minus the `charges` of that token and of those after it.
 
     REINFORCE++, arXiv 2501.03262: A_t = r − β Σ KL(i) over i ≥ t, where `charges` are β KL.
     """
@@ -77,7 +77,7 @@ def rewards_to_go(reward: float, charges: Sequence[float]) -> list[float]:
 
 
 def distillation_advantages(log_probs: Sequence[float], teacher_log_probs: Sequence[float]) -> list[float]:
-    """log p_teacher − log p of each token, which the policy sampled: minus its k1 estimate of KL(policy ‖ teacher).
+    """log p_teacher − log p of each token that the policy sampled: minus its k1 estimate of KL(policy ‖ teacher).
 
     With the loss −A log p this is the gradient of the reverse KL divergence of each next-token distribution, on the
     policy's own completions (on-policy distillation, arXiv 2306.13649, equation 3 with the reverse KL; the single-step
@@ -92,10 +92,10 @@ def _of_each_group(rewards: Tensor, advantages: Callable[[list[float]], list[flo
 
 
 def _relative(rewards: list[float], normalize: bool = False) -> list[float]:
-    # A group of equal rewards may have a mean that is rounded; its advantages are 0 all the same.
+    # The mean of a group of equal rewards may be rounded; its advantages are still 0.
     if all(reward == rewards[0] for reward in rewards):
         return [0.0] * len(rewards)
-    # Sums without rounding, so that no library's order of adding counts.
+    # Exact sums, so that they do not depend on a library's order of summation.
     mean = math.fsum(rewards) / len(rewards)
     centered = [reward - mean for reward in rewards]
     if not normalize:

@@ -1,4 +1,4 @@
-"""Advantages of single tokens by a value function's estimates, and what that function learns from."""
+"""Per-token advantages from a value function's estimates, and the targets that it learns from."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def generalized_advantages(
     """Σ (γλ)^l δ_{t+l} over l ≥ 0, with δ_t = r_t + γ V_{t+1} − V_t, of each token of one completion.
 
     Generalized advantage estimation, Schulman et al., arXiv 1506.02438, equations 11 and 16. `values[t]` is V of the
-    state that token t is sampled in; after the last token nothing is to be earned any more, so V is 0 there, for
-    completions that reached their limit too.
+    state in which token t is sampled; after the last token there is no more reward, so V is 0 there, including for
+    completions that reached their limit.
     """
     advantages: list[float] = []
     later = following = 0.0
@@ -31,7 +31,7 @@ def generalized_advantages(
 
 
 def value_returns(advantages: Sequence[float], values: Sequence[float]) -> list[float]:
-    """A_t + V_t: what the value function is to become, by the same λ as the advantages (TD(λ))."""
+    """A_t + V_t: the targets of the value function, with the same λ as the advantages (TD(λ))."""
     return [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
 
@@ -43,9 +43,9 @@ def value_losses(
 ) -> Loss:
     """½ max((V − R)², (V_clipped − R)²) with V_clipped = V_old + min(max(V − V_old, −clip), clip); ½ (V − R)² for 0.
 
-    The value loss of PPO (arXiv 1707.06347, equation 9) with the bound of its authors' implementation: like the
-    policy's, an update has no gradient where it already went further than `clip` from the values before the step and
-    is nearer to R than the bound.
+    The value loss of PPO (arXiv 1707.06347, equation 9) with the clipping of its authors' implementation: as for the
+    policy, there is no gradient where a value has already moved further than `clip` from the one before the step and is
+    closer to R than the bound.
     """
     plain = (values - returns).square()
     if clip == 0:
@@ -56,9 +56,9 @@ def value_losses(
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
-    """1 − Var(R − V) / Var(R): 1 where the values foretell the returns, 0 where they are no better than a constant.
+    """1 − Var(R − V) / Var(R): 1 if the values predict the returns, 0 if they are no better than a constant.
 
-    Sums without rounding, so in no order. 0 where all returns are equal.
+    Sums are exact, so their order does not matter. 0 if all returns are equal.
     """
     spread = _variance(returns)
     errors = [r - v for r, v in zip(returns, values, strict=True)]

@@ -17,7 +17,7 @@ def divergences(
 ) -> Float[Tensor, "tokens"]:
     """KL(policy ‖ reference) at each token, which the policy sampled.
 
-    With d = log p_reference − log p: k1 = −d, k2 = d²/2, k3 = e^d − d − 1. k1 and k3 are unbiased as values, k1 may be
+    With d = log p_reference − log p: k1 = −d, k2 = d²/2, k3 = e^d − d − 1. k1 and k3 are unbiased as values; k1 can be
     negative. As a loss, the gradient of k2 is that of the divergence, k1's is 0 on average (∇ log p, whatever the
     reference is), and k3's is that of KL(reference ‖ policy).
     """

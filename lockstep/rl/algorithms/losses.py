@@ -1,4 +1,4 @@
-"""The losses of single tokens, each a pure function of what is known of them."""
+"""Per-token losses, each a pure function of its inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.rl.algorithms.inputs import PolicyLossInputs
 from lockstep.rl.algorithms.sequences import mean_of_each
 
 Loss = tuple[Float[Tensor, "tokens"], Bool[Tensor, "tokens"]]
-"""Of each token, before its weight: its loss, and whether a bound changed it."""
+"""For each token: its loss before weighting, and whether it was clipped."""
 
 
 def clip(inputs: PolicyLossInputs, low: float, high: float) -> Loss:
@@ -28,7 +28,7 @@ def clip_sequence(inputs: PolicyLossInputs, low: float, high: float) -> Loss:
 
     In the form of equations 13 and 14: at each token s = sg(ratio) · p / sg(p), whose value is the completion's ratio.
     Summed with equal advantages and weights over a completion, loss and gradient are those of equation 5, and each
-    token's gradient is its own, in no order.
+    token's gradient depends on that token alone, so the order does not matter.
     """
     own = inputs.log_probs - inputs.log_probs.detach()
     mean = mean_of_each(inputs.log_probs - inputs.old_log_probs, inputs.of_completions)
@@ -46,7 +46,7 @@ def clip_weight(inputs: PolicyLossInputs, low: float, high: float) -> Loss:
 
 
 def reinforce(inputs: PolicyLossInputs) -> Loss:
-    """−A · log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740, section 2.2); with A = 1 the likelihood's loss."""
+    """−A · log p (REINFORCE, Williams 1992; RLOO, arXiv 2402.14740, section 2.2); with A = 1, the likelihood loss."""
     none = torch.zeros_like(inputs.advantages, dtype=torch.bool)
     return -inputs.advantages * inputs.log_probs, none
 

@@ -1,4 +1,4 @@
-"""The whole loss of a micro-batch: policy, correction, KL divergence, entropy and values, from plain data."""
+"""The full loss of a micro-batch: policy, correction, KL divergence, entropy and values, from plain data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Metrics = dict[str, Float[Tensor, ""]]
 
 def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Tensor, ""], Metrics]:
     """Σ w · c · loss + kl_coefficient · Σ w · KL − entropy_coefficient · Σ w · entropy, over the tokens, and
-    value_coefficient · Σ w · value loss where values are trained.
+    value_coefficient · Σ w · value loss if values are trained.
 
-    The token's loss is `algorithm.loss`, c is the off-policy correction where there is one, and KL counts where
+    The token's loss is `algorithm.loss`, c is the off-policy correction if there is one, and KL counts if
     `algorithm.kl_in` is the loss. Also returns metrics, without gradient: names that end in `_min` and `_max` combine
     over micro-batches by minimum and maximum, all others are weighted sums.
 
-    Everything is a sum over this micro-batch's tokens with weights of the whole step, and whatever spans a completion
-    is taken over that completion alone: losses, gradients and sums of micro-batches of whole completions add up to the
-    step's, however it was cut.
+    Everything is a sum over this micro-batch's tokens with weights of the whole step, and terms that span a completion
+    depend on that completion alone: losses, gradients and sums of micro-batches of whole completions add up to the
+    step's, however it was split.
     """
     losses, clipped = _token_losses(inputs, algorithm)
     weights = inputs.weights
@@ -65,7 +65,7 @@ def objective(inputs: PolicyLossInputs, algorithm: Algorithm) -> tuple[Float[Ten
 def policy_loss(
     inputs: PolicyLossInputs, clip_low: float, clip_high: float, kl_coefficient: float = 0.0
 ) -> tuple[Float[Tensor, ""], Metrics]:
-    """`objective` of GRPO with these bounds: the clipped loss, and the KL divergence by its estimator k3."""
+    """`objective` for GRPO with these bounds: the clipped loss, and the KL divergence with estimator k3."""
     return objective(inputs, Algorithm(clip_low=clip_low, clip_high=clip_high, kl_coefficient=kl_coefficient))
 
 

@@ -1,5 +1,5 @@
-"""Corrections for tokens that another distribution sampled: of older weights, of another engine with bits of its own,
-or cut by top-k, top-p or min-p."""
+"""Corrections for tokens sampled from another distribution: older weights, an engine with different numerics, or
+cuts by top-k, top-p or min-p."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep import ops
 from lockstep.rl.algorithms.sequences import sum_of_each
 
 FACTORS = (1.01, 1.1, 2.0)
-"""How far from 1 a ratio may be, up or down, to be counted in `within_…`."""
+"""How far from 1 a ratio may be, up or down, to count in `within_…`."""
 
 
 def correction(
@@ -26,10 +26,10 @@ def correction(
     low: float,
     high: float,
 ) -> Float[Tensor, "tokens"]:
-    """What each token's loss is multiplied by, without gradient.
+    """The factor of each token's loss, without gradient.
 
-    The ratio is ρ = p_old / p_sampler of the token or, by `sequence`, the product over its completion. `truncate`:
-    min(ρ, `high`) (truncated importance sampling, Ionides 2008; IMPALA, arXiv 1802.01561, section 4.1). `mask`: ρ where
+    The ratio is ρ = p_old / p_sampler of the token or, with `sequence`, the product over its completion. `truncate`:
+    min(ρ, `high`) (truncated importance sampling, Ionides 2008; IMPALA, arXiv 1802.01561, section 4.1). `mask`: ρ if
     `low` ≤ ρ ≤ `high`, else 0.
     """
     ratio = ratios(old_log_probs, sampler_log_probs, lengths, level)
@@ -44,7 +44,7 @@ def ratios(
     lengths: Sequence[int],
     level: Literal["token", "sequence"] = "token",
 ) -> Float[Tensor, "tokens"]:
-    """p / p_sampler of each token or, by `sequence`, at each token the product over its completion; no gradient."""
+    """p / p_sampler of each token or, with `sequence`, the product over each token's completion; no gradient."""
     difference = log_probs.detach() - sampler_log_probs
     return ops.exp(sum_of_each(difference, lengths) if level == "sequence" else difference)
 
@@ -52,10 +52,10 @@ def ratios(
 def ratio_metrics(
     ratio: Float[Tensor, "tokens"], weights: Float[Tensor, "tokens"], prefix: str
 ) -> dict[str, Float[Tensor, ""]]:
-    """How ratios are spread: `…_min` and `…_max`, and as weighted sums, which add up over micro-batches, `…_mean`, the
-    mean square `…_square`, and the shares `…_within_F` of tokens whose ratio is at most F away from 1, up or down.
+    """The spread of the ratios: `…_min` and `…_max`, and as weighted sums, which add up over micro-batches, `…_mean`,
+    the mean square `…_square`, and the fractions `…_within_F` of tokens whose ratio is within a factor F of 1.
 
-    The effective share of the samples is mean² / square (Kong 1992): 1 where all ratios are equal.
+    The effective fraction of the samples is mean² / square (Kong 1992): 1 if all ratios are equal.
     """
     ratio = ratio.detach()
     one = torch.ones((), dtype=ratio.dtype, device=ratio.device)

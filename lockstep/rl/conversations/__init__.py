@@ -1,6 +1,6 @@
-"""Conversations with the model: environments of several turns, tools, and rewards of a whole group.
+"""Conversations with the model: multi-turn environments, tools, and rewards for a whole group.
 
-What an environment needs imports no torch.
+The parts that an environment needs do not import torch.
 """
 
 from lockstep.rl.conversations.protocol import (

@@ -1,4 +1,4 @@
-"""Calls of tools as models write them: which format a chat template teaches, and reading a reply."""
+"""Tool calls as models write them: detecting the format of a chat template, and parsing replies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Literal
 from lockstep.rl.conversations.protocol import ToolCall
 
 MOST_CALLS = 32
-"""In a reply. What a model writes beyond that is not read."""
+"""Most calls in a reply; further ones are not read."""
 DEEPEST = 32
-"""Objects and lists within each other in the arguments of a call."""
+"""Deepest nesting of objects and lists in a call's arguments."""
 ENDS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>")
 
 
@@ -23,21 +23,21 @@ class ToolFormat:
 
     family: Literal["qwen3", "llama3"]
     arguments: str
-    """The key that the arguments stand under, beside `name`."""
+    """The key of the arguments, next to `name`."""
 
 
 QWEN3 = ToolFormat("qwen3", "arguments")
-"""`<tool_call>` with a JSON object and `</tool_call>`, any number of them, after reasoning and text. Qwen2.5 too."""
+"""Any number of `<tool_call>` JSON object `</tool_call>`, after reasoning and text. Also Qwen2.5."""
 LLAMA3 = ToolFormat("llama3", "parameters")
-"""JSON alone, or after `<|python_tag|>`: Llama 3.1 and later; several are divided by semicolons."""
+"""Only JSON, optionally after `<|python_tag|>`: Llama 3.1 and later; several are separated by semicolons."""
 
 
 def tool_format(template_source: str) -> ToolFormat | None:
-    """The format that a chat template writes calls in; None where it knows of no tools, or writes them otherwise."""
-    # A template holds JSON in strings of either kind of quotes, so those of the JSON may be escaped.
+    """The format in which a chat template writes calls; None if it has no tools, or uses another format."""
+    # A template has JSON in strings with either kind of quotes, so the JSON's own quotes may be escaped.
     keys = set(re.findall(r'\\?"(name|arguments|parameters)\\?"', template_source))
     if "<tool_call>" in template_source and {"name", "arguments"} <= keys:
-        # Others put tags of their own, or the name alone, between these two.
+        # Other formats put their own tags, or only the name, between these two.
         return None if re.search(r"<function=|<arg_key>|<arg_value>", template_source) else QWEN3
     if "<|start_header_id|>" in template_source and {"name", "parameters"} <= keys:
         return LLAMA3
@@ -45,9 +45,9 @@ def tool_format(template_source: str) -> ToolFormat | None:
 
 
 def parse_calls(text: str, format: ToolFormat) -> tuple[ToolCall, ...]:
-    """The calls in a reply, in order. What cannot be read is a call with a `problem`; nothing is raised.
+    """The calls in a reply, in order. What cannot be parsed is a call with a `problem`; nothing is raised.
 
-    What stands before the first `</think>` is reasoning: no call is read there.
+    Everything before the first `</think>` is reasoning, in which no calls are read.
     """
     _, closed, after = text.partition("</think>")
     if not closed and text.lstrip().startswith("<think>"):
@@ -67,7 +67,7 @@ def _qwen3(text: str) -> list[ToolCall]:
     place = text.find("<tool_call>")
     while place >= 0 and len(calls) <= MOST_CALLS:
         begin = place + len("<tool_call>")
-        # The JSON says where it ends: a text in it may hold the closing tag.
+        # The JSON determines where it ends: a string in it may contain the closing tag.
         call, end = _read(text, begin, QWEN3)
         close = text.find("</tool_call>", end)
         if not call.problem and (close < 0 or text[end:close].strip()):
@@ -83,7 +83,7 @@ def _qwen3(text: str) -> list[ToolCall]:
 def _llama3(text: str) -> list[ToolCall]:
     tagged = text.startswith("<|python_tag|>")
     text = text.removeprefix("<|python_tag|>").strip()
-    # JSON may be an answer, too: a call has a name.
+    # JSON may also be an answer: a call has a name.
     if not tagged and not re.match(r'\{\s*"(name|parameters|type|function)"\s*:', text):
         return []
     calls: list[ToolCall] = []
@@ -102,7 +102,7 @@ def _llama3(text: str) -> list[ToolCall]:
 
 
 class _Refused(ValueError):
-    """JSON that Python reads, but no call."""
+    """JSON that Python parses, but that is not a call."""
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, 
 
 
 def _read(text: str, place: int, format: ToolFormat) -> tuple[ToolCall, int]:
-    """The call whose JSON begins at `place`, after white space, and where it ends, as far as that is known."""
+    """The call whose JSON begins at `place`, after whitespace, and where it ends, as far as that is known."""
     while place < len(text) and text[place].isspace():
         place += 1
     try:

@@ -1,4 +1,4 @@
-"""What a conversation and the trainer say to each other, wherever each of them runs: plain data."""
+"""Messages between a conversation and the trainer, wherever each of them runs: plain data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Asked:
 
     number: int
     ask: int
-    """Of the conversation's, which this is."""
+    """Index of this request within the conversation."""
     messages: list[Message]
 
 
@@ -32,9 +32,9 @@ class Ended:
     outcome: Outcome | None
     """None: `converse` returned no rewards."""
     seconds: dict[str, float]
-    """What each tool took, by its name."""
+    """Seconds that each tool took, by name."""
     environment_seconds: float = 0.0
-    """Of the environment's turns: from where it could begin, and from each reply, to the next ask or the end."""
+    """Total of the environment's turns: from its start, and from each reply, to the next request or the end."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Graded:
 
     number: int
     outcomes: list[Outcome | None]
-    """Of each episode; None: `grade` returned no rewards."""
+    """One per episode; None: `grade` returned no rewards."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """A conversation begins once more: what it was in is gone, for a fault that need not be its own."""
+    """A conversation is restarted: its process is gone, which may not be its own fault."""
 
     number: int
 
@@ -57,7 +57,7 @@ Said = Asked | Ended | Graded
 
 
 def data_of(said: Said) -> list[Any]:
-    """As JSON takes it."""
+    """As JSON-able data."""
     match said:
         case Asked():
             return ["asked", said.number, said.ask, said.messages]
@@ -69,7 +69,7 @@ def data_of(said: Said) -> list[Any]:
 
 
 def said_of(data: Any, number: int | None = None) -> Said:
-    """What `data_of` made data of. Raises TypeError or ValueError for anything else, or about another than `number`."""
+    """The inverse of `data_of`. Raises TypeError or ValueError for anything else, or if it is not about `number`."""
     match data:
         case [_, int(about), *_] if number is not None and about != number:
             raise ValueError(f"an answer about {about}")
@@ -80,11 +80,11 @@ def said_of(data: Any, number: int | None = None) -> Said:
             return Ended(number, plain(messages), over, _outcome(outcome), times(seconds), own)
         case ["graded", int(number), list(outcomes)]:
             return Graded(number, [_outcome(outcome) for outcome in outcomes])
-    raise TypeError(f"{data!r:.80} is nothing that a conversation says")
+    raise TypeError(f"{data!r:.80} is not a message of a conversation")
 
 
 def reply_data(reply: Reply | None) -> list[Any] | None:
-    """As JSON takes it; None: the conversation is at a limit."""
+    """As JSON-able data; None: the conversation is at a limit."""
     if reply is None:
         return None
     calls = [[call.name, dict(call.arguments), call.problem] for call in reply.tool_calls]
@@ -92,7 +92,7 @@ def reply_data(reply: Reply | None) -> list[Any] | None:
 
 
 def reply_of(data: Any) -> Reply | None:
-    """What `reply_data` made data of."""
+    """The inverse of `reply_data`."""
     if data is None:
         return None
     text, finish_reason, calls = data
@@ -100,12 +100,12 @@ def reply_of(data: Any) -> Reply | None:
 
 
 def episode_data(episode: Episode) -> list[Any]:
-    """As JSON takes it."""
+    """As JSON-able data."""
     return [list(episode.messages), episode.rewards, episode.over]
 
 
 def plain(messages: Sequence[Any]) -> list[Message]:
-    """Messages as JSON takes them, half surrogate pairs replaced. Raises TypeError or ValueError where it cannot."""
+    """Messages as JSON-able data, with lone surrogates replaced. Raises TypeError or ValueError if that fails."""
     sent: list[Message] = json.loads(json.dumps(list(messages), ensure_ascii=False).encode(errors="replace"))
     for message in sent:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -114,7 +114,7 @@ def plain(messages: Sequence[Any]) -> list[Message]:
 
 
 def times(seconds: Any) -> dict[str, float]:
-    """Times by their names. Raises TypeError, ValueError or OverflowError where they are none."""
+    """Times by name. Raises TypeError, ValueError or OverflowError if they are not."""
     by_name = dict(seconds)
     for name, value in by_name.items():
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):

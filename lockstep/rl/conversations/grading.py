@@ -1,4 +1,4 @@
-"""Rewards of conversations: what `converse` returned, else what `grade` says of the group, else `reward`."""
+"""Rewards of conversations: what `converse` returned, else what `grade` returns for the group, else `reward`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grade_conversations(
     config: RewardConfig,
     grader: Grader,
 ) -> list[Outcome]:
-    """What came of each episode's rewards, in order; `reward` runs in `grader`. Episodes of a group stand together."""
+    """The outcome of each episode's rewards, in order; `reward` runs in `grader`. Episodes of a group are adjacent."""
     held = [_conversation(rows[0]) for rows in episodes]
     outcomes: Outcomes = [conversation.outcome for conversation in held]
     if type(environment).grade is not ConversationEnvironment.grade:
@@ -70,7 +70,7 @@ def _episode(rows: Sequence[Rollout]) -> Episode:
 def _grade_groups(
     environment: ConversationEnvironment, episodes: Sequence[Sequence[Rollout]], config: RewardConfig, grader: Grader
 ) -> Outcomes:
-    """`grade` of each group that has an episode without rewards; those that failed are not shown to it."""
+    """`grade` of each group that has an episode without rewards; failed episodes are not passed to it."""
     outcomes: Outcomes = [_conversation(rows[0]).outcome for rows in episodes]
     groups = [
         list(members) for _, members in groupby(range(len(episodes)), key=lambda number: episodes[number][0].group)
@@ -90,7 +90,7 @@ def _grade_groups(
 
 
 def _grade_in_workers(workers: Workers, groups: Sequence[Group]) -> list[Outcomes]:
-    """A group whose `grade` breaks a limit fails as a whole."""
+    """If a group's `grade` exceeds a limit, the whole group fails."""
     seeds = [zlib.crc32("".join(episode.answer for episode in shown).encode()) for _, shown in groups]
     tasks = [task_of(example, seed, shown) for seed, (example, shown) in zip(seeds, groups)]
     return [
@@ -120,7 +120,7 @@ def _grade_here(environment: ConversationEnvironment, groups: Sequence[Group], c
 
 
 def _with_names_of_others(outcomes: list[Outcome], held: Sequence[Conversation]) -> list[Outcome]:
-    """One number for a conversation that ended at its limit stands for every name that the others' rewards have."""
+    """The single number of a conversation that ended at its limit is used for every name in the others' rewards."""
     named = (o.rewards for o, conversation in zip(outcomes, held) if not o.cause and not conversation.over)
     names = next(named, {})
     return [

@@ -1,4 +1,4 @@
-"""The environment's side of conversations: coroutines, which know the model by what they ask and what they hear."""
+"""The environment's side of conversations: coroutines that send the model requests and receive its replies."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ LIMIT = "the conversation is at its limit of turns or of tokens"
 
 
 class Hosting:
-    """Conversations about `examples`, one each, by their numbers. Plain data goes in and out. A context manager.
+    """Conversations about `examples`, one each, by index. Plain data goes in and out. A context manager.
 
-    At most `rewards.concurrent` of them are the environment's at a time, each for at most `rewards.seconds` from one
-    reply to the next; the others wait for the model.
+    In at most `rewards.concurrent` of them it is the environment's turn at a time, for at most `rewards.seconds` from
+    one reply to the next request; the others wait for the model.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Hosting:
         self._running.cancel()
 
     def next(self, wait: bool) -> Asked | Ended | None:
-        """What a conversation says; None where none has said anything and there is no need to wait.
+        """The next message of a conversation; None if there is none and `wait` is False.
 
-        Raises UserError, naming the line, where the environment blocks the event loop for too long.
+        Raises UserError, naming the line, if the environment blocks the event loop for too long.
         """
         while True:
             with suppress(queue.Empty):
@@ -88,7 +88,7 @@ class Hosting:
             self._pulse.check("converse")
 
     def answer(self, number: int, ask: int, reply: Reply | None) -> None:
-        """What the model says to a conversation that has asked; None: nothing any more."""
+        """Passes the model's reply to a conversation that has requested one; None: there will be no more."""
         self._loop.call_soon_threadsafe(self._guests[number].hear, ask, reply)
 
     async def _converse_all(self) -> None:
@@ -113,11 +113,11 @@ class _Guest:
         self.reply: asyncio.Future[Reply | None] | None = None
         self.alarm: asyncio.TimerHandle | None = None
         self.beginning: asyncio.Task[None] | None = None
-        """Waits for a place, after a reply."""
+        """Waits for a free slot, after a reply."""
         self.over = False
         self.began = 0.0
         self.seconds = 0.0
-        """Of the environment's turns so far."""
+        """Total of the environment's turns so far."""
 
     async def converse(self) -> None:
         await self._begin()
@@ -129,7 +129,7 @@ class _Guest:
             outcome = self._outcome(task)
         finally:
             self._pause()
-            # One that goes on all the same asks nobody any more.
+            # One that runs on regardless can make no more requests.
             self.time_up.cancel()
             task.cancel()
         messages: list[Message] = []
@@ -137,12 +137,12 @@ class _Guest:
         problem = ""
         try:
             messages = plain(self.chat.messages)
-        except Exception as error:  # what stands there is the environment's, and so is what it raises when it is read
+        except Exception as error:  # the messages are the environment's, and so is what reading them raises
             problem = f"left messages that are not plain data ({described(error)})"
         try:
             seconds = times(self.chat.seconds)
         except Exception as error:
-            problem = problem or f"left chat.seconds that are not seconds by name ({described(error)})"
+            problem = problem or f"left chat.seconds that does not map names to times ({described(error)})"
         if problem and (outcome is None or not outcome.cause):
             outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
         self.hosting.say(Ended(self.number, messages, self.over, outcome, seconds, self.seconds))
@@ -155,18 +155,18 @@ class _Guest:
             value = task.result()
         except ConversationOver:
             self.over, value = True, environment.unfinished
-        except BaseException as error:  # SystemExit too is the environment's
+        except BaseException as error:  # including SystemExit, which is the environment's
             return failed(error, environment, example, "converse")
         return None if value is None else _outcome_of(value, environment, example, "converse")
 
     async def ask(self, messages: Sequence[Message]) -> Reply:
         self._note_time()
         if self.over or self.time_up.done():
-            # Its time runs on, and the others have their turn, even where a loop catches this and asks again.
+            # Its time runs on, and the others get their turn, even if a loop catches this and tries again.
             await asyncio.sleep(0)
             raise ConversationOver(LIMIT) if self.over else TimeoutError("this conversation has ended")
         if self.reply is not None:
-            raise RuntimeError("replies of a conversation are sequential: await each")
+            raise RuntimeError("a conversation can wait for only one reply at a time: await each before the next")
         sent = plain(messages)
         self._pause()
         self.asks += 1
@@ -176,9 +176,9 @@ class _Guest:
             reply = await self.reply
         finally:
             self.reply = None
-            # What a conversation has left behind takes nobody's place.
+            # Tasks left behind by a finished conversation take up no slot.
             if not self.time_up.done():
-                # In a task of its own: the environment may cancel this one here, and its time must run all the same.
+                # In a separate task: the environment may cancel this one here, but its time must still run.
                 self.beginning = asyncio.ensure_future(self._begin())
                 await asyncio.wait({self.beginning})
         if reply is None:
@@ -187,14 +187,14 @@ class _Guest:
         return reply
 
     def hear(self, ask: int, reply: Reply | None) -> None:
-        """The answer to its ask of that number, which it may have given up; None: to all that it asks from now on."""
+        """The reply to its request `ask`, which it may have given up; None: to all its requests from now on."""
         if reply is None:
             self.over = True
         if (ask == self.asks or reply is None) and self.reply is not None and not self.reply.done():
             self.reply.set_result(reply)
 
     async def _begin(self) -> None:
-        """The environment's time runs, once there is a place."""
+        """Starts the environment's time once there is a free slot."""
         await self.places.acquire()
         self.began = self.loop.time()
         self.alarm = self.loop.call_later(self.hosting.config.seconds, self._ring)
@@ -210,7 +210,7 @@ class _Guest:
             self.places.release()
 
     def _note_time(self) -> None:
-        # What blocks the loop keeps the alarm from ringing, too.
+        # Whatever blocks the loop also keeps the alarm from firing.
         if self.alarm is not None and self.loop.time() >= self.alarm.when():
             self._ring()
 
@@ -220,7 +220,7 @@ class _Guest:
 
 
 class BlockedError(UserError):
-    """The environment awaits nothing."""
+    """The environment blocks the event loop."""
 
     def __init__(self, said: str, place: str):
         super().__init__(said)
@@ -229,7 +229,7 @@ class BlockedError(UserError):
 
 
 class Pulse:
-    """Whether the event loop still turns, seen from another thread; what blocks it is named by its file and line."""
+    """Checks from another thread whether the event loop still turns, and reports the file and line that blocks it."""
 
     def __init__(self, environment: ConversationEnvironment, seconds: float, patience: float = PATIENCE):
         self._environment, self._seconds, self._most = environment, seconds, patience * seconds
@@ -251,13 +251,13 @@ class Pulse:
             return
         place = self._place()
         said = (
-            f"{place}: {type(self._environment).__name__}.{method} has not awaited anything for {waited:.0f} s, "
-            "which blocks all other conversations; await slow calls, or use asyncio.to_thread"
+            f"{place}: {type(self._environment).__name__}.{method} has not awaited anything for {waited:.0f} s and "
+            "blocks all other conversations; await slow operations, or run them in asyncio.to_thread"
         )
         if waited >= self._most:
             raise BlockedError(said, place)
         self._warned = True
-        from lockstep.observe import log  # which imports torch: a conversation's own process need not
+        from lockstep.observe import log  # imports torch, which a conversation's own process does not need
 
         log.warning("%s", said)
 
@@ -278,10 +278,10 @@ async def awaited(function: Callable[..., Any], *arguments: Any) -> Any:
 async def graded(
     environment: ConversationEnvironment, example: Example, episodes: Sequence[Episode], seconds: float
 ) -> Outcomes:
-    """What `grade` comes to for each episode of a group; None where it leaves the rewards to others."""
+    """The outcome of `grade` for each episode of a group; None if it returns no rewards."""
     try:
         rewards = await within(seconds, awaited(environment.grade, example, episodes))
-    except BaseException as error:  # SystemExit too is the environment's
+    except BaseException as error:  # including SystemExit, which is the environment's
         return [failed(error, environment, example, "grade")] * len(episodes)
     if rewards is None:
         return [None] * len(episodes)
@@ -292,13 +292,13 @@ async def graded(
     except BaseException as error:
         return [failed(error, environment, example, "grade")] * len(episodes)
     if len(each) != len(episodes):
-        problem = f"returned {shown}, not a list with one reward for each episode (here {len(episodes)}),"
+        problem = f"returned {shown}, not a list with one reward per episode (here {len(episodes)}),"
         return [failure(INVALID, about(environment, example, problem, "grade"))] * len(episodes)
     return [_outcome_of(own, environment, example, "grade") for own in each]
 
 
 def _outcome_of(value: Any, environment: ConversationEnvironment, example: Example, method: str) -> Outcome:
-    """As `outcome_of`; what the value raises when it is read is the environment's too."""
+    """As `outcome_of`; what reading the value raises is also a failure of the environment."""
     try:
         return outcome_of(value, environment, example, method)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The trainer's side of conversations that are held in worker processes."""
+"""The trainer's side of conversations in worker processes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from lockstep.rl.rewards.keeper import CONVERSE, DONE
 from lockstep.rl.rewards.workers import ENDED_KEEPER, LOOK_SECONDS, KeeperProcess, Workers, fields_of
 
 SILENCE = 60.0
-"""Seconds beyond the environment's time in which a keeper must say something, before it is taken for dead."""
+"""Seconds beyond the environment's time after which a silent keeper is considered dead."""
 
 Task = dict[str, Any]
-"""What a process is to do: its `method`, `example`, `seed` and, of `grade`, `episodes`."""
+"""What a process is to do: its `method`, `example`, `seed` and, for `grade`, `episodes`."""
 
 
 def task_of(example: Example, seed: int, episodes: Sequence[Episode] | None = None) -> Task:
@@ -41,23 +41,23 @@ def task_of(example: Example, seed: int, episodes: Sequence[Episode] | None = No
 
 @dataclass
 class _Table:
-    """A keeper, and the tasks that are its own."""
+    """A keeper and its tasks."""
 
     keeper: KeeperProcess
     numbers: list[int] = field(default_factory=list)
-    """Of the tasks that have not ended."""
+    """Of the unfinished tasks."""
     begun: list[int] = field(default_factory=list)
-    """All of them, or one at a time."""
+    """Tasks that have been started: all of them, or one at a time."""
     one_by_one: bool = False
     open: bool = False
     """Whether the keeper holds conversations."""
 
 
 class HostingInWorkers:
-    """Conversations, or gradings of groups, by their numbers, as `Hosting` has them. A context manager.
+    """Conversations, or gradings of groups, by index, as in `Hosting`. A context manager.
 
-    What takes its keeper with it cannot be told from the keeper's others. All of them begin once more, one by one, and
-    one that does it again is at fault.
+    If a keeper dies, it is not known which of its tasks caused it. All of them are restarted, one by one, and one that
+    brings it down again is at fault.
     """
 
     def __init__(self, tasks: Sequence[Task], workers: Workers):
@@ -67,7 +67,7 @@ class HostingInWorkers:
         self._tables = [_Table(keeper) for keeper in workers.keepers]
         self._said: deque[Said | Again] = deque()
         self._messages: dict[int, list[Message]] = {}
-        """What each has asked last, for those that are ended before they say more."""
+        """What each requested last, for those that are killed before they send more."""
 
     def __enter__(self) -> HostingInWorkers:
         for number in range(len(self._tasks)):
@@ -84,29 +84,29 @@ class HostingInWorkers:
                 _leave(table.keeper)
 
     def next(self, wait: bool) -> Said | Again | None:
-        """What a conversation says; None where none has said anything and there is no need to wait."""
-        looks = 0  # in vain; by a clock a keeper would be silent while this process itself is stopped
+        """The next message of a conversation; None if there is none and `wait` is False."""
+        looks = 0  # without news; by the clock a keeper would count as silent while this process itself is stopped
         while not self._said:
             heard = self._listen(LOOK_SECONDS if wait else 0.0)
             if not wait:
                 break
             looks = 0 if heard else looks + 1
             for table in self._tables if looks else ():
-                # All of them are the environment's, or the trainer would not wait.
+                # It is the environment's turn in all of them, or the trainer would not wait.
                 if table.numbers and (table.keeper.stays_stopped() or looks * LOOK_SECONDS > self._patience):
                     self._lose(table)
         return self._said.popleft() if self._said else None
 
     def answer(self, number: int, ask: int, reply: Reply | None) -> None:
-        """What the model says to a conversation that has asked; None: nothing any more."""
-        with suppress(Closed):  # its end is noticed where it is listened to
+        """Passes the model's reply to a conversation that has requested one; None: there will be no more."""
+        with suppress(Closed):  # its end is noticed when listening to it
             self._table(number).keeper.send(["answer", number, ask, reply_data(reply)])
 
     def _table(self, number: int) -> _Table:
         return self._tables[number % len(self._tables)]
 
     def _listen(self, seconds: float) -> bool:
-        """Whether anything has come."""
+        """Whether anything has arrived."""
         poll = select.poll()
         tables = {table.keeper.stream.reads: table for table in self._tables if table.open}
         for end in tables:
@@ -136,7 +136,7 @@ class HostingInWorkers:
             self._begin(table, table.numbers[:1])
 
     def _lose(self, table: _Table) -> None:
-        """A keeper has ended, or is stopped or silent."""
+        """Handles a keeper that has ended, or is stopped or silent."""
         table.keeper.end()
         table.open = False
         if not table.numbers:
@@ -158,13 +158,13 @@ class HostingInWorkers:
             return
         opening = [] if table.open else [CONVERSE]
         table.open = True
-        with suppress(Closed):  # its end is noticed where it is listened to
+        with suppress(Closed):  # its end is noticed when listening to it
             for message in [*opening, *(["begin", number, self._tasks[number]] for number in numbers)]:
                 table.keeper.send(message)
 
 
 def _leave(keeper: KeeperProcess) -> None:
-    """What has not ended is ended."""
+    """Ends its unfinished tasks."""
     try:
         keeper.send(DONE)
         while keeper.receive(SILENCE) != DONE:
@@ -174,7 +174,7 @@ def _leave(keeper: KeeperProcess) -> None:
 
 
 def hosted(tasks: Sequence[Task], workers: Workers) -> list[Ended | Graded]:
-    """What comes of tasks that ask for no reply, in order."""
+    """The results of tasks that request no reply, in order."""
     found: dict[int, Ended | Graded] = {}
     with HostingInWorkers(tasks, workers) as hosting:
         while len(found) < len(tasks):

@@ -1,7 +1,7 @@
-"""Conversations in processes of their own: their keeper begins them, passes on what is said, and enforces the limits.
+"""Conversations in separate processes: their keeper starts them, passes messages on, and enforces the limits.
 
-A process for each, forked from the keeper, which has loaded the environment: whatever one of them does, no other is at
-fault, and none has to be asked again.
+Each is a process forked from the keeper, which has loaded the environment: whatever one of them does, the others are
+not affected and need not be restarted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lockstep.rl.rewards.keeper import DONE, POLL_SECONDS, Keeper
 from lockstep.rl.rewards.worker import confine
 
 MOST_BYTES = 2**25
-"""Of what a conversation says at once."""
+"""Most bytes in one message of a conversation."""
 ALIVE = 4
-"""Times rewards.concurrent conversations that have begun and not ended: most of them wait for the model."""
+"""This many times rewards.concurrent conversations may be alive at a time: most of them wait for the model."""
 
 
 def grace(seconds: float) -> float:
-    """How long after its time a process may take to say itself that the time was up, and where."""
+    """How long after its time is up a process may take to report that itself, and where."""
     return 1.0 + min(2.0, seconds / 2)
 
 
 def keep_conversations(keeper: Keeper, inbox: bytearray) -> None:
-    """Until the trainer is done with them. `inbox` is what has come of its orders. Raises Closed where it is gone."""
+    """Runs until the trainer is done. `inbox`: orders received so far. Raises Closed if the trainer is gone."""
     orders, answers = keeper.trainer
     stream = Stream(orders, answers)
     stream.inbox += inbox
@@ -57,10 +57,10 @@ class _Process:
         self.until: float | None = None
         """The end of the environment's time; None while the model has its turn."""
         self.began = self.seconds = 0.0
-        """When the environment's turn began, and how long those before it were."""
+        """When the environment's turn began, and the total of those before it."""
         self.printed = 0
         self.over = False
-        """Whether it was told that the model says nothing any more."""
+        """Whether it was told that there are no more replies."""
         ours, theirs = socket.socketpair()
         self.output, output = os.pipe()
         try:
@@ -85,7 +85,7 @@ class _Process:
         self.stream: Stream = Stream(end, end)
 
     def give_turn(self, seconds: float) -> None:
-        """The environment's time runs, `seconds` of it at most."""
+        """Starts the environment's time, of at most `seconds`."""
         now = time.monotonic()
         if self.until is None:
             self.began = now
@@ -103,7 +103,7 @@ class _Process:
 
 
 class _Conversations:
-    """All that the trainer has begun and that have not ended."""
+    """All unfinished conversations."""
 
     def __init__(self, keeper: Keeper, trainer: Stream):
         self.keeper, self.trainer, self.limits = keeper, trainer, keeper.limits
@@ -113,7 +113,7 @@ class _Conversations:
         self.counted = time.monotonic()
 
     def keep(self) -> None:
-        ready = {self.trainer.reads}  # some of it has come before
+        ready = {self.trainer.reads}  # some input has arrived before
         while True:
             if self.trainer.reads in ready and any([self._obey(order) for order in self.trainer.messages()]):
                 break
@@ -146,7 +146,7 @@ class _Conversations:
         return False
 
     def _give_turns(self) -> None:
-        """`rewards.concurrent` of them are the environment's at a time; those that have begun come first."""
+        """Gives `rewards.concurrent` environments their turn at a time; conversations already started come first."""
         places = self.limits["concurrent"] - sum(one.until is not None for one in self.alive.values())
         while places > 0 and self.answers:
             number, answer = self.answers.popleft()
@@ -154,7 +154,7 @@ class _Conversations:
                 places -= process.until is None
                 process.give_turn(self.limits["seconds"])
                 process.over = process.over or answer[1] is None
-                with suppress(Closed):  # its end is noticed where it is attended to
+                with suppress(Closed):  # its end is noticed in `_attend`
                     process.stream.put(answer)
         while places > 0 and self.beginning and len(self.alive) < ALIVE * self.limits["concurrent"]:
             number, task = self.beginning.popleft()
@@ -162,17 +162,17 @@ class _Conversations:
             try:
                 process = _Process(self.keeper, number, task, list(self.alive.values()))
             except OSError as error:
-                problem = failure(KILLED, f"no process could be started for a conversation ({error})")
+                problem = failure(KILLED, f"could not start a process for a conversation ({error})")
                 self.trainer.put(data_of(Ended(number, [], False, problem, {})))
                 continue
             process.give_turn(self.limits["seconds"])
             self.alive[number] = process
 
     def _wait(self) -> set[int]:
-        """What can be read or written, after POLL_SECONDS at most."""
+        """The file descriptors that are ready, after at most POLL_SECONDS."""
         poll = select.poll()
         streams = [one.stream for one in self.alive.values()]
-        # What nobody takes is not to be heaped up here.
+        # Backpressure: nothing is read while the trainer does not read.
         listening = len(self.trainer.outbox) < MOST_BYTES
         for stream in [self.trainer, *(streams if listening else [])]:
             events: dict[int, int] = {}
@@ -185,7 +185,7 @@ class _Conversations:
         return {end for end, _ in poll.poll(1000 * POLL_SECONDS)}
 
     def _attend(self, process: _Process, ready: set[int]) -> str:
-        """Passes on what it says; why it is to be ended, if it is."""
+        """Passes on its messages; returns the cause if it must be killed."""
         if process.output in ready:
             process.printed += self.keeper.read_output(process.output)
         if process.printed > self.limits["output_kib"] * 1024:
@@ -195,7 +195,7 @@ class _Conversations:
                 for data in process.stream.messages(MOST_BYTES):
                     said = said_of(data, process.number)
                     if isinstance(said, Graded if process.task["method"] == "converse" else Asked):
-                        return KILLED  # nobody waits for that: written into the pipe by itself
+                        return KILLED  # nothing waits for that: it wrote into the pipe itself
                     if not isinstance(said, Asked):
                         self._end(process, said)
                         return ""
@@ -205,7 +205,7 @@ class _Conversations:
                     self.trainer.put(data_of(said))
                 process.stream.flush()
             except (Closed, TypeError, ValueError, OverflowError):
-                return KILLED  # or by itself, by writing into its pipe
+                return KILLED  # or broken by writing into its own pipe
         if process.until is not None and time.monotonic() > process.until:
             return TIMEOUT
         return ""
@@ -228,7 +228,7 @@ class _Conversations:
         worker = [self.keeper.worker.process] if self.keeper.worker else []
         process.end(self.keeper.own | {*worker, *(one.process for one in self.alive.values())})
         if isinstance(said, Ended) and not said.environment_seconds:
-            # It was ended before it could say how long it took.
+            # It was killed before it could report how long it took.
             said = replace(said, environment_seconds=process.seconds)
         if said is not None:
             self.trainer.put(data_of(said))

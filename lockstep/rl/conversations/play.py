@@ -1,4 +1,4 @@
-"""All conversations of a step over one engine: what they ask is rendered, sampled in one batch, and answered."""
+"""All conversations of a step over one engine: their requests are rendered, sampled in one batch, and answered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.rl.rollouts import Conversation, Rollout, of_versions
 from lockstep.rl.routes import routes_form
 
 ASKS_PER_TURN = 4
-"""Asks of a conversation for each of its `turns`, at most: those count whose reply it does not wait for."""
+"""Most requests per allowed turn of a conversation; requests whose reply it does not wait for count."""
 
 
 @dataclass(eq=False)
@@ -39,11 +39,11 @@ class _Playing:
     transcript: Transcript
     tool_calls: int = 0
     asks: int = 0
-    """Those that it has given up included."""
+    """Including those that it has given up."""
     tokens: int = 0
     """Of the model's replies."""
     sample: Sample | None = None
-    """Of the reply that it waits for."""
+    """The reply that it waits for."""
     ended: Ended | None = None
 
     @property
@@ -52,7 +52,7 @@ class _Playing:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """As that of a sample: None while it goes on."""
+        """As for a sample: None while it is unfinished."""
         return "stop" if self.ended else None
 
 
@@ -67,15 +67,15 @@ def play(
     grader: Grader | None = None,
     first: int | None = None,
 ) -> list[Rollout]:
-    """`samples` conversations about each example, one group after the other; of each, its rows one after the other.
+    """`samples` conversations about each example, one group after another, with the rows of each in order.
 
-    groups: the examples by their groups' numbers. first: so many of them are enough, those whose longest conversation
-    has the fewest tokens of the model; the others are given up once that is known of them. None: all.
+    groups: the examples by group number. first: how many groups are enough, namely those whose longest conversation has
+    the fewest model tokens; the others are given up as soon as that is known. None: all.
 
-    They are held in worker processes where `grader` has them, else in this one. A draw depends on `seed`, the group,
-    the conversation's place in it and the turn, not on who answers when. One whose `converse` fails before the model
-    has said anything is a rollout without tokens. Raises UserError for messages that the chat template refuses, for a
-    first prompt that does not fit, and where the environment blocks this process for too long.
+    They run in worker processes if `grader` has them, else in this one. A draw depends on `seed`, the group, the
+    conversation's place in it and the turn, not on timing. One whose `converse` fails before the model has said
+    anything is a rollout without tokens. Raises UserError for messages that the chat template refuses, for a first
+    prompt that does not fit, and if the environment blocks this process for too long.
     """
     playing = [
         _Playing(example, group, episode, Transcript(rendering))
@@ -100,7 +100,7 @@ def play(
 
 
 class _Conversations:
-    """Those of a step, between the environment's side and the engine."""
+    """The conversations of a step, between the environment's side and the engine."""
 
     def __init__(
         self,
@@ -115,22 +115,22 @@ class _Conversations:
         self._playing, self._hosting, self._seed = playing, hosting, seed
         self._environment, self._engine, self._rendering, self._config = environment, engine, rendering, config
         self.going = set(range(len(playing)))
-        """The numbers of those that have not ended."""
+        """Indices of the unfinished ones."""
         self.sampling: dict[int, Asked] = {}
-        """What the engine is asked, by its requests."""
+        """What the engine is sampling, by engine request."""
         self._groups: dict[int, list[_Playing]] = {}
-        """Those that are not given up."""
+        """Those that have not been given up."""
         for one in playing:
             self._groups.setdefault(one.group, []).append(one)
 
     def wanted(self) -> list[_Playing]:
-        """The conversations that are not given up, one group after the other."""
+        """The conversations that have not been given up, one group after another."""
         return [one for group in self._groups.values() for one in group]
 
     def hear(self, said: Said | Again) -> None:
-        """Asks the engine for what a conversation asks, or notes its end."""
+        """Passes a conversation's request to the engine, or records its end."""
         one = self._playing[said.number]
-        self._abort(said.number)  # what it asked before, it has given up
+        self._abort(said.number)  # it has given up its request before
         if isinstance(said, Ended):
             one.ended = said
             self.going.discard(said.number)
@@ -149,7 +149,7 @@ class _Conversations:
             self.sampling[request], one.sample = said, self._engine.samples(request)[0]
 
     def answer(self) -> None:
-        """Tells conversations the replies that have come to their end."""
+        """Passes finished replies to their conversations."""
         for request, asked in list(self.sampling.items()):
             one = self._playing[asked.number]
             if one.sample is not None and one.sample.finish_reason is not None:
@@ -158,7 +158,7 @@ class _Conversations:
                 one.sample = None
 
     def give_up_all_but(self, first: int) -> None:
-        """Gives up the groups that are not among the `first` to be whole, as far as that is known."""
+        """Gives up the groups that are known not to be among the `first` to finish."""
         for group in stragglers(self._groups, first):
             late = self._groups.pop(group)
             for number in [number for number, one in enumerate(self._playing) if one in late]:
@@ -168,7 +168,7 @@ class _Conversations:
                     self._hosting.answer(number, asked.ask, None)
 
     def _abort(self, number: int) -> Asked | None:
-        """Ends the request that a conversation waits for, if it does; returns what it had asked."""
+        """Ends the request that a conversation waits for, if any; returns it."""
         self._playing[number].sample = None
         for request, asked in self.sampling.items():
             if asked.number == number:
@@ -194,8 +194,8 @@ def _hosting(
 def _prompt(
     one: _Playing, asked: Asked, environment: ConversationEnvironment, engine: Sampler, config: RLConfig
 ) -> list[int] | None:
-    """What the engine is to continue; None at the limit of turns or of tokens."""
-    # One that gives up its replies and asks again would otherwise go on for ever.
+    """What the engine is to continue; None at the limit of turns or tokens."""
+    # One that gives up its replies and asks again would otherwise never end.
     if one.transcript.turns >= environment.turns or one.asks > ASKS_PER_TURN * environment.turns:
         return None
     try:
@@ -213,7 +213,7 @@ def _prompt(
 
 
 def unfit(prompt: Sequence[int], engine: Sampler, max_new_tokens: int) -> str:
-    """Why the engine cannot continue a prompt of an example, as what follows "its"; empty where it can."""
+    """Why the engine cannot continue a prompt of an example, as a phrase after "its"; empty if it can."""
     limit, total = engine.max_positions, len(prompt) + max_new_tokens
     both = f"prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens}"
     if not prompt or total > limit:
@@ -272,7 +272,7 @@ def _rollouts(one: _Playing, environment: ConversationEnvironment, version: int)
         ended.messages, ended.outcome, ended.over, turns, one.tool_calls, ended.seconds, ended.environment_seconds
     )
     if not rows and not (ended.outcome and ended.outcome.cause):
-        problem = about(environment, one.example, "asked the model for no reply", "converse")
+        problem = about(environment, one.example, "did not ask the model for any reply", "converse")
         conversation.outcome = failure(INVALID, problem)
     return [
         Rollout(

@@ -1,4 +1,4 @@
-"""A process of one conversation, or of one group's `grade`: forked by its keeper, which ends it."""
+"""The process of one conversation, or of one group's `grade`: forked, and ended, by its keeper."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lockstep.rl.rewards.frames import Closed, encode, receive
 def converse(
     environment: Environment, limits: dict[str, Any], number: int, task: dict[str, Any], pipe: int, most_bytes: int
 ) -> None:
-    """Says what comes of `task` through `pipe` and hears the replies there; never returns.
+    """Runs `task`, with messages and replies through `pipe`; never returns.
 
-    `task` holds the `method`, `converse` or `grade`, the `example`, the `episodes` of a group, and a `seed`.
+    `task` has the `method` (`converse` or `grade`), the `example`, the `episodes` of a group, and a `seed`.
     """
     assert isinstance(environment, ConversationEnvironment)
     own = os.getpid()
@@ -34,13 +34,13 @@ def converse(
 
     def say(said: Said) -> None:
         if os.getpid() != own:
-            os._exit(0)  # the environment forked and came back twice: this is not the process that was asked
+            os._exit(0)  # the environment forked and returned twice: this is not the original process
         for printed in (sys.stdout, sys.stderr):
             printed.flush()
         data, over = encode(data_of(said)), not isinstance(said, Asked)
         if len(data) > most_bytes:
             problem = about(
-                environment, example, f"says {len(data):,} bytes at once, of {most_bytes:,} at most,", method
+                environment, example, f"sent a message of {len(data):,} bytes, more than {most_bytes:,},", method
             )
             data, over = encode(data_of(Ended(number, [], False, failure(INVALID, problem), {}))), True
         os.set_blocking(pipe, True)
@@ -100,7 +100,7 @@ def _grade(
 
 
 def _seed(seed: int) -> None:
-    """Processes that are forked from one would all draw the same; those of a conversation that is held again do."""
+    """Without it, all processes forked from one would draw the same; a restarted conversation does draw the same."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)

@@ -1,7 +1,6 @@
 """An environment that talks with the model, and the conversation as it sees it.
 
-What passes between them is plain data: messages, texts and numbers. Who samples the replies, and where, an environment
-does not see.
+They exchange plain data: messages, texts and numbers. An environment does not see who samples the replies, or where.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any, ClassVar
 from lockstep.rl.environment import Environment, Example
 
 Message = dict[str, Any]
-"""What chat templates take: `role` (system, user, assistant, tool), `content`, and whatever else a template shows."""
+"""As chat templates expect: `role` (system, user, assistant, tool), `content`, and whatever else a template shows."""
 Rewards = float | Mapping[str, float]
 """One number, or several by name."""
 
 
 class ConversationOver(Exception):
-    """No reply is to be had: the conversation is at its limit of turns or of tokens. Let it pass, or end by it."""
+    """There are no more replies: the conversation is at its limit of turns or tokens. Let it propagate, or return."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why it cannot be read, for the model; empty: it can."""
+    """Why it cannot be parsed, for the model; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +37,28 @@ class Reply:
 
     text: str
     finish_reason: str = "stop"
-    """`stop`, or `length` where it was cut at max_new_tokens."""
+    """`stop`, or `length` if it was cut off at max_new_tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A conversation that has ended."""
+    """A finished conversation."""
 
     messages: Sequence[Message]
     rewards: Rewards | None = None
     """What `converse` returned."""
     over: bool = False
-    """Whether it ended at its limit of turns or of tokens."""
+    """Whether it ended at its limit of turns or tokens."""
 
     @property
     def answer(self) -> str:
-        """The text of the last reply; empty where there is none."""
+        """The text of the last reply; empty if there is none."""
         return next((m["content"] for m in reversed(self.messages) if m["role"] == "assistant"), "")
 
 
 Ask = Callable[[Sequence[Message]], Awaitable[Reply]]
-"""The model's reply to a conversation, whose earlier replies were its own. Raises ConversationOver."""
+"""Returns the model's reply to a conversation. Raises ConversationOver."""
 
 
 class Chat:
@@ -67,19 +66,19 @@ class Chat:
 
     def __init__(self, ask: Ask) -> None:
         self.messages: list[Message] = []
-        """All of it so far. Add to its end; what stands there already the model has seen."""
+        """All messages so far. Only append: the model has already seen the others."""
         self.seconds: dict[str, float] = {}
-        """What each tool took, by its name."""
+        """Seconds that each tool took, by name."""
         self._ask = ask
 
     def add(self, content: str, role: str = "user", **values: Any) -> None:
-        """Says something to the model, which sees it with the next reply."""
+        """Adds a message, which the model sees when it writes the next reply."""
         self.messages.append({"role": role, "content": content, **values})
 
     async def reply(self) -> Reply:
-        """What the model says now. Raises ConversationOver at the limit of turns or of tokens."""
+        """The model's next reply. Raises ConversationOver at the limit of turns or tokens."""
         reply = await self._ask(self.messages)
-        # As it was written, calls included: a template that shows it shows what the model wrote.
+        # Verbatim, including calls: a template that shows it shows what the model wrote.
         self.messages.append({"role": "assistant", "content": reply.text})
         return reply
 
@@ -87,20 +86,20 @@ class Chat:
 class ConversationEnvironment(Environment):
     """Examples and conversations about them. Write `examples`, and `converse`, `grade` or `reward`.
 
-    A conversation's rewards are what `converse` returns; where that is None, what `grade` returns for the group; where
-    that is None too, what `reward` or `rewards` say of the last reply, as for any other environment.
+    A conversation's rewards are what `converse` returns; if that is None, what `grade` returns for the group; if that
+    is also None, what `reward` or `rewards` return for the last reply, as in any other environment.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Functions, plain or coroutines, that the model may call: their names, docstrings and types are shown to it."""
+    """Functions or coroutines that the model can call: it is shown their names, docstrings and types."""
     turns: ClassVar[int] = 8
-    """Replies in a conversation, at most."""
+    """Most replies in a conversation."""
     unfinished: ClassVar[Rewards] = 0.0
-    """The rewards of a conversation that ConversationOver ended, where `converse` did not catch it. One number stands
-    for every name that the others' rewards have."""
+    """The rewards of a conversation ended by ConversationOver, if `converse` did not catch it. A single number is used
+    for every name in the others' rewards."""
 
     async def converse(self, example: Example, chat: Chat) -> Rewards | None:
-        """Talks about one example: by default its prompt and, as long as the model calls tools, their results."""
+        """Talks about one example: by default its prompt and, while the model calls tools, their results."""
         from lockstep.rl.conversations.tools import answer_calls
 
         chat.add(example.prompt)
@@ -111,5 +110,5 @@ class ConversationEnvironment(Environment):
         return None
 
     async def grade(self, example: Example, episodes: Sequence[Episode]) -> Sequence[Rewards] | None:
-        """Rewards of all conversations about one example, graded together; None: each by itself."""
+        """Rewards of all conversations about one example, graded together; None: each is graded separately."""
         return None

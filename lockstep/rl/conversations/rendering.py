@@ -1,4 +1,4 @@
-"""A conversation as tokens: what is new is rendered and encoded, and what the model said stays as it was sampled."""
+"""A conversation as tokens: new messages are rendered and encoded, and replies keep their sampled tokens."""
 
 from __future__ import annotations
 
@@ -17,37 +17,35 @@ from lockstep.observe import log
 from lockstep.rl.conversations.protocol import ConversationEnvironment, Message, ToolCall
 from lockstep.rl.environment import Environment, Example
 
-# Characters for private use: templates keep them as they are, in JSON too. Where a text has them itself, they are put
-# between them as the special tokens' names are.
+# Private-use characters: templates keep them unchanged, also in JSON. If a text contains them itself, they are
+# escaped in the same way as names of special tokens.
 LEFT, RIGHT = "\uf8f1", "\uf8f2"
 MARK = f"{LEFT}reply{RIGHT}"
-"""Stands for the reply where only what follows it is wanted."""
+"""Placeholder for the reply when only what follows it is needed."""
 
 MOST_CHARACTERS = 128
-"""Of a token: the longest of those in use are 128 spaces. To encode a text of many millions takes minutes."""
+"""Most characters per token: the longest in use are 128 spaces. Encoding a text of many millions takes minutes."""
 RENDERED = (
-    "example %s: its prompt contains a special token, so it counts as already rendered by a chat template, and "
-    "is read verbatim, like others of its kind; chat = never reads all prompts verbatim, chat = always renders all"
+    "example %s: its prompt contains a special token, so it is assumed to be rendered by a chat template already and "
+    "used as is, like other such prompts; chat = never uses all prompts as they are, chat = always renders all"
 )
-UNSHOWN = (
-    "the chat template of %s does not show tools, so the model does not see those of %s; describe them in the prompt"
-)
+UNSHOWN = "the chat template of %s does not show tools, so the model does not see those of %s; list them in the prompt"
 UNREAD = (
-    "the chat template of %s shows the tools of %s, but writes calls neither as Qwen3's does nor as Llama 3.1's, so "
-    "no call is read and no tool runs; read them in `converse`, or train a model of one of these"
+    "the chat template of %s shows the tools of %s, but its call format is neither Qwen3's nor Llama 3.1's, so no call "
+    "is parsed and no tool runs; parse them in `converse`, or train a model with one of these formats"
 )
-NO_TEMPLATE = "%s has no chat template, so the model does not see the tools of %s; describe them in the prompt"
+NO_TEMPLATE = "%s has no chat template, so the model does not see the tools of %s; list them in the prompt"
 
 
 class TooLongError(ValueError):
-    """A text is longer than any that fits in the context."""
+    """A text is too long to fit in the context."""
 
 
 class Rendering:
-    """How a model's conversations become text and tokens: by its chat template, or else its messages' texts on end.
+    """How a model's conversations become text and tokens: by its chat template, or else by concatenating the messages.
 
-    What messages say is text: with a template, a special token's name in it ("<|im_end|>" in a tool's result) becomes
-    the tokens of its characters, never the special token. Without one, texts are encoded as any prompt is.
+    Message contents are text: with a template, a special token's name in it ("<|im_end|>" in a tool's result) becomes
+    the tokens of its characters, never the special token. Without one, texts are encoded like any prompt.
     """
 
     def __init__(
@@ -73,13 +71,14 @@ class Rendering:
             self.schemas = [schema_of(tool) for tool in tools]
             self._format = tool_format(template.source) if template else None
         self.stop_token_ids = self._end_of_turn()
-        """What ends a reply by the template, besides the model's own end-of-text tokens."""
+        """Tokens that end a reply according to the template, besides the model's own end-of-text tokens."""
         self.end_ids = {*end_ids, *self.stop_token_ids}
 
     def prompt(self, example: Example) -> list[int]:
-        """A single prompt's tokens: with a template, what a user says.
+        """A single prompt's tokens: with a template, as a user message.
 
-        A prompt that holds a special token is taken as rendered already, and encoded as it is, unless `chat` is always.
+        A prompt that contains a special token counts as rendered already, and is encoded as is, unless `chat` is
+        always.
         """
         if self.is_rendered(example.prompt):
             if self.template is not None and not self._warned:
@@ -92,30 +91,30 @@ class Rendering:
             raise UserError(f"example {example.name}: {error}") from error
 
     def is_rendered(self, prompt: str) -> bool:
-        """Whether a single prompt is read as it is, and not as what a user says."""
+        """Whether a single prompt is used as it is, not as a user message."""
         return self.template is None or (self.keeps_rendered and bool(self._tokens_in_text.search(prompt)))
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the model speaks, special tokens' names in it written as `tokens` reads them.
+        """The conversation up to the model's turn, with names of special tokens escaped for `tokens`.
 
         Raises ChatTemplateError for messages that the template refuses.
         """
         return self.render([self.written(message) for message in messages])
 
     def render(self, written: list[Message]) -> str:
-        """`text` of messages that are `written` already."""
+        """`text` for messages that are already escaped (`written`)."""
         if self.template is None:
             return "".join(map(_content, written))
         return self.template.render(written, tools=self.schemas)
 
     def tokens(self, text: str) -> list[int]:
-        """Of what `text` returned, or of a part of it."""
+        """The tokens of what `text` returned, or of a part of it."""
         if self.template is None:
             return self.tokenizer.encode(text)
         plain, *others = re.split(f"{LEFT}(\\d+){RIGHT}", text)
         ids = self.tokenizer.encode(plain) if plain else []
         for number, after in zip(others[::2], others[1::2]):
-            # Character by character no text is a special token.
+            # Encoded character by character, no text becomes a special token.
             ids += [token for character in self._names[int(number)] for token in self.tokenizer.encode(character)]
             ids += self.tokenizer.encode(after) if after else []
         return ids
@@ -128,11 +127,11 @@ class Rendering:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether there are tools, and the template says how calls of them are written."""
+        """Whether there are tools, and the template has a known format for calls."""
         return self._format is not None
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls of tools in a reply, where there are tools and the template says how they are written."""
+        """The tool calls in a reply, if there are tools and the template has a known format for calls."""
         if self._format is None:
             return ()
         from lockstep.rl.conversations.tools import parse_calls
@@ -140,7 +139,7 @@ class Rendering:
         return parse_calls(text, self._format)
 
     def written(self, value: Any) -> Any:
-        """A message, or a part of one, with every special token's name as `tokens` reads it."""
+        """A message, or a part of one, with every special token's name escaped for `tokens`."""
         if self.template is None:
             return value
         if isinstance(value, str):
@@ -150,7 +149,7 @@ class Rendering:
         return [self.written(own) for own in value] if isinstance(value, list) else value
 
     def _end_of_turn(self) -> tuple[int, ...]:
-        """The special token that the template writes right after what the assistant says; empty where it is none."""
+        """The special token that the template writes right after an assistant message; empty if there is none."""
         if self.template is None:
             return ()
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
@@ -165,7 +164,7 @@ class Rendering:
 def open_rendering(
     config: RLConfig, environment: Environment, tokenizer: Tokenizer, model: TrainableModel
 ) -> Rendering:
-    """The rendering that `config.chat` asks for. Raises UserError where it is always and the model has no template."""
+    """The rendering that `config.chat` asks for. Raises UserError if it is always and the model has no template."""
     template = None if config.chat == "never" else load_chat_template(local_folder(config.model))
     if config.chat == "always" and template is None:
         raise UserError(
@@ -182,7 +181,7 @@ def open_rendering(
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    # The longest first; with none, what matches nothing.
+    # Longest first; with no names, a pattern that matches nothing.
     return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
 
 
@@ -190,30 +189,30 @@ def _content(message: Message) -> str:
     content = message.get("content")
     if not isinstance(content, str):
         raise ChatTemplateError(
-            f"the model has no chat template, so a message's content must be a text: {content!r:.80}"
+            f"the model has no chat template, so a message's content must be a string: {content!r:.80}"
         )
     return content
 
 
 @dataclass
 class Row:
-    """Tokens that the model saw and said as one sequence: a conversation, or a part of it with one history."""
+    """Tokens that the model saw and sampled as one sequence: a conversation, or a part of it with one history."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     """Everything after the first prompt, up to the end of the last reply."""
     sampled: list[bool] = field(default_factory=list)
-    """Of each of `token_ids`, whether the model said it."""
+    """For each of `token_ids`, whether the model sampled it."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each sampled token."""
+    """One per sampled token."""
     cut_logprobs: list[float] = field(default_factory=list)
-    """Of each sampled token, among those that a cut left; empty where nothing was cut."""
+    """One per sampled token, within the distribution left by a cut; empty if nothing was cut."""
     versions: list[int] = field(default_factory=list)
-    """Of the weights that each sampled token comes from; empty where they did not change."""
+    """Weights version of each sampled token; empty if it did not change."""
     routes: list[str] = field(default_factory=list)
-    """Of each sampled token; empty where there are no experts."""
+    """One per sampled token; empty if there are no experts."""
     turns: int = 0
-    """Replies."""
+    """Number of replies."""
     finish_reason: str = ""
     """Of the last reply."""
     completion: str = ""
@@ -223,9 +222,9 @@ class Row:
 class Transcript:
     """The rows of one conversation.
 
-    The next prompt is the last row and the tokens of what the template writes after the reply. Where the template, or
-    the environment, shows what came before otherwise than the model saw it, white space aside, the row is finished, and
-    a new one begins with the tokens of all that is shown now: of it nothing is a target.
+    The next prompt is the last row plus the tokens of what the template writes after the reply. If the template, or the
+    environment, shows the history differently from what the model saw, apart from whitespace, the row is finished, and
+    a new one begins with the tokens of all that is shown now, none of which are targets.
 
     A prompt costs two renderings, and the encoding of what is new; the first one costs one rendering.
     """
@@ -237,15 +236,15 @@ class Transcript:
         self._shown = ""
         """The text of the last prompt."""
         self._seen = 0
-        """Messages in it; the reply to it is the next one."""
+        """Number of messages in it; the reply to it is the next one."""
         self._continued: tuple[Row, list[int]] = Row([]), []
-        """The row that the next reply belongs to, and what the environment says before it."""
+        """The row of the next reply, and the environment's tokens before it."""
 
     def prompt(self, messages: Sequence[Message], positions: int | None = None) -> list[int]:
-        """What the model is to continue. Nothing of it is kept unless a reply is added.
+        """The tokens that the model is to continue. They are not kept unless a reply is added.
 
-        positions: the model's context, if a text that can never fit is to be refused before it is encoded. Raises
-        TooLongError for one, and ChatTemplateError for messages that the template refuses.
+        positions: the model's context, to refuse a text that can never fit before it is encoded. Raises TooLongError
+        for such a text, and ChatTemplateError for messages that the template refuses.
         """
         text = self.rendering.text(messages)
         if positions is not None and len(text) > MOST_CHARACTERS * positions:
@@ -286,7 +285,7 @@ class Transcript:
         return row.completion
 
     def _suffix(self, messages: Sequence[Message], text: str) -> str | None:
-        """What follows the last reply in `text`; None where what comes before is not what the model saw and said."""
+        """What follows the last reply in `text`; None if the text before it is not what the model saw and said."""
         if not self.rows or not text.startswith(self._shown):
             return None
         said = self.rows[-1].completion
@@ -310,12 +309,12 @@ class Transcript:
     def _new_tokens(self, suffix: str) -> list[int]:
         new = self.rendering.tokens(suffix) if suffix else []
         last = self.rows[-1].token_ids[-1]
-        # The end of the turn is there already where the model said it, and is missing where its reply was cut.
+        # The end-of-turn token is already there if the model sampled it, and missing if its reply was cut off.
         if self.rendering.template is not None and last in self.rendering.end_ids and new[:1] == [last]:
             return new[1:]
         return new
 
 
 def _squeezed(text: str) -> str:
-    """Without white space, which templates trim from replies and put between their parts."""
+    """Without whitespace, which templates trim from replies and put between their parts."""
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""What a model is told of a tool: JSON schemas of Python functions, and arguments checked against them."""
+"""How a tool is described to a model: JSON schemas of Python functions, and checks of arguments against them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ARGUMENT = re.compile(r"^[ \t]*(\w+)(?:[ \t]*\([^)\n]*\))?:[ \t]*(.*)$")
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The function as OpenAI describes tools, and as chat templates show them.
+    """The function's schema in OpenAI's tool format, as chat templates show it.
 
-    Its name, its docstring up to the first section, and its parameters by their annotations; what stands below `Args:`
-    (Google's style) describes them. A `schema` attribute of the function, a dict, is taken as it is. Raises UserError
-    for a function that a model cannot be told of: without a docstring, or with a parameter that has no annotation, one
-    that JSON knows nothing of, or that cannot be given by name.
+    Its name, its docstring up to the first section, and its parameters by their annotations, described by the `Args:`
+    section (Google style). If the function has a `schema` attribute, a dict, that is used as it is. Raises UserError
+    for a function that cannot be described: without a docstring, or with a parameter that has no annotation, has a type
+    without a JSON equivalent, or cannot be passed by name.
     """
     given = getattr(function, "schema", None)
     if isinstance(given, dict):
@@ -43,9 +43,9 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     section = SECTION.search(text)
     description = text[: section.start()].strip() if section else text.strip()
     if not description:
-        raise UserError(f"{where} has no docstring; describe in one what it does, for the model")
+        raise UserError(f"{where} has no docstring; add one that tells the model what it does")
     try:
-        # Of a parameter alone: a class or an object of the user's own may well be what comes back.
+        # Only parameters matter: the return type may well be a class of the user's own.
         hints = get_type_hints(function)
         parameters = inspect.signature(function).parameters
     except (NameError, TypeError, ValueError) as error:
@@ -54,13 +54,13 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UserError(f"{where} has the parameter {parameter}, which cannot be given by name; name each one")
+            raise UserError(f"{where} has the parameter {parameter}, which cannot be passed by name; name each one")
         if parameter.name not in hints:
             raise UserError(f"{where}: the parameter {parameter.name} has no annotation; give it one, such as `: str`")
         kind = _schema_of_type(hints[parameter.name])
         if kind is None:
             raise UserError(
-                f"{where}: the parameter {parameter.name} is a {hints[parameter.name]}, which has no JSON type; "
+                f"{where}: the parameter {parameter.name} is a {hints[parameter.name]}, which JSON cannot express; "
                 "use str, int, float, bool, None, Literal, Enum, list, dict, tuple and unions of them"
             )
         about = described.get(parameter.name)
@@ -73,13 +73,13 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """`file:line`; the module where there is none, as of what is written in C."""
+    """`file:line`; the module if there is none, as for a function written in C."""
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else str(getattr(function, "__module__", "?"))
 
 
 def tool_name(function: Callable[..., Any]) -> str:
-    """The name that a model calls a tool by."""
+    """The name by which a model calls a tool."""
     given = getattr(function, "schema", None)
     if isinstance(given, dict):
         return str(given["function"]["name"])
@@ -87,9 +87,9 @@ def tool_name(function: Callable[..., Any]) -> str:
 
 
 def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call, for the model; empty where nothing is.
+    """What is wrong with the arguments of a call, for the model; empty if nothing is.
 
-    `schema` is that of the parameters, of the kinds that `schema_of` makes.
+    `schema`: of the parameters, as made by `schema_of`.
     """
     known = schema.get("properties", {})
     for name in arguments:
@@ -146,13 +146,13 @@ def _wanted(schema: Mapping[str, Any]) -> str:
 
 
 def _schema_of_type(hint: Any) -> dict[str, Any] | None:
-    """None where JSON has nothing of the kind."""
+    """None if JSON cannot express it."""
     if hint is Any:
         return {}
     if hint in SCALARS or hint in CONTAINERS:
         return {"type": SCALARS.get(hint) or CONTAINERS[hint]}
     if isinstance(hint, type) and issubclass(hint, Enum):
-        # A parameter of an Enum would be given a plain value, which is a surprise unless it is both.
+        # The function would get a plain value instead of the Enum, a surprise unless the Enum is also a str or int.
         return _one_of([member.value for member in hint]) if issubclass(hint, str | int) else None
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
@@ -194,7 +194,7 @@ def _union(args: tuple[Any, ...]) -> dict[str, Any] | None:
 
 
 def _descriptions(text: str) -> dict[str, str]:
-    """What stands below `Args:`, by parameter; lines that are indented further belong to the one above."""
+    """The `Args:` section, by parameter; lines that are indented further belong to the one above."""
     begin = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n", text, re.MULTILINE)
     if begin is None:
         return {}

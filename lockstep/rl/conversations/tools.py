@@ -1,4 +1,4 @@
-"""Tools that a model may call: how they are described to it, how its calls are read, run and answered."""
+"""Tools that a model can call: how they are described to it, and how its calls are parsed, run and answered."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LONGEST_RESULT = 8000
 
 
 async def answer_calls(chat: Chat, reply: Reply, tools: Sequence[Callable[..., Any]]) -> None:
-    """Runs each call of `reply` and adds its result, or what was wrong with it, as a message of the role `tool`.
+    """Runs each call of `reply` and adds its result, or what was wrong with it, as a message with the role `tool`.
 
-    Calls run one after the other, in order. A plain function runs in a thread of its own, so a limit of time on the
-    conversation ends the wait for it, though not the function. What a tool raises is its result: `ValueError: …`, save
-    ConversationOver. A result that is no text is given as JSON. `chat.seconds` counts the seconds by tool.
+    Calls run one after another, in order. A plain function runs in its own thread, so a timeout of the conversation
+    ends the wait for it, though not the function. What a tool raises is its result, `ValueError: …`, except for
+    ConversationOver. A result that is not a string is passed as JSON. `chat.seconds` counts the seconds by tool.
     """
     by_name = {tool_name(tool): tool for tool in tools}
     for call in reply.tool_calls:
@@ -41,7 +41,7 @@ async def answer_calls(chat: Chat, reply: Reply, tools: Sequence[Callable[..., A
 
 
 def _refusal(call: ToolCall, by_name: dict[str, Callable[..., Any]]) -> str:
-    """Why a call is not run; empty where it is."""
+    """Why a call is not run; empty if it is."""
     if call.name not in by_name:
         there = f"There are: {', '.join(by_name)}" if by_name else "There are none"
         return f'there is no tool "{call.name[:80]}".{closest(call.name[:80], by_name)} {there}'
@@ -57,7 +57,7 @@ async def _result(tool: Callable[..., Any], call: ToolCall) -> str:
         return await _in_thread(lambda: _text(tool(**call.arguments)))
     except (ConversationOver, asyncio.CancelledError):
         raise
-    except BaseException as error:  # SystemExit too is the tool's
+    except BaseException as error:  # including SystemExit, which is the tool's
         try:
             return f"Error: {type(error).__name__}: {error}"
         except Exception:
@@ -74,14 +74,14 @@ def _text(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    # Half of a surrogate pair has no UTF-8, which tokenizers want.
+    # A lone surrogate cannot be encoded as UTF-8, which tokenizers need.
     text = text.encode(errors="replace").decode()
     left_out = len(text) - LONGEST_RESULT
     return text if left_out <= 0 else f"{text[:LONGEST_RESULT]}\n… {left_out} more characters are left out"
 
 
 async def _in_thread(function: Callable[[], str]) -> str:
-    """The function's value. Its thread is a daemon, unlike those of asyncio.to_thread: one that hangs holds up neither
+    """The function's value. Its thread is a daemon, unlike those of asyncio.to_thread: one that hangs blocks neither
     other tools nor the end of the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[str] = loop.create_future()
@@ -99,7 +99,7 @@ async def _in_thread(function: Callable[[], str]) -> str:
         try:
             value = function()
         except BaseException as error:
-            # A future takes no StopIteration, and the others would end more than the call.
+            # A future does not accept StopIteration, and the others would end more than the call.
             foreign = isinstance(error, StopIteration | asyncio.CancelledError | KeyboardInterrupt)
             raised = RuntimeError(type(error).__name__) if foreign else error
         with suppress(RuntimeError):  # the loop is closed

@@ -29,4 +29,4 @@ ADAPTERS: dict[str, Callable[[str], type[Environment]]] = {
     "gymnasium": gymnasium_game,
     "verifiers": verifiers_tasks,
 }
-"""Environments of other packages, as `PACKAGE:NAME`: what makes the class of one by its name."""
+"""Environments from other packages, given as `PACKAGE:NAME`: functions that make the class from the name."""

@@ -1,4 +1,4 @@
-"""Names to sort, and more of them in every turn: the model must merge them into the list that it has.
+"""Names to sort, and more of them in every turn: the model must merge them into its list.
 
 The task is that of the public alphabet-sort environments (`primeintellect/alphabet-sort`); names and grading are ours.
 """
@@ -27,15 +27,15 @@ LAST = (
 )  # fmt: skip
 COUNTS = {"train": 2000, "validation": 100}
 POWER = 4
-"""Of the similarity: half a list is worth a sixteenth."""
+"""Exponent of the similarity: half a list is worth a sixteenth."""
 BEGIN, END = "<sorted>", "</sorted>"
 
 
 class AlphabetSort(ConversationEnvironment):
     """Two to four names in each of one to three turns, to be sorted by first or last name, in `<sorted>` tags.
 
-    Rewards: `similarity` of each turn's list to the right one, to the fourth power, on average over all turns; and
-    `correct`, 1 where all lists are right.
+    Rewards: `similarity` of each turn's list to the right one, to the fourth power, averaged over turns; and `correct`,
+    1 if all lists are right.
     """
 
     reward_weights: ClassVar[Mapping[str, float]] = {"similarity": 1.0, "correct": 0.5}
@@ -46,7 +46,7 @@ class AlphabetSort(ConversationEnvironment):
         for number in range(COUNTS[split]):
             draw = random.Random(f"{split} {number}")
             sizes = [draw.randint(2, 4) for _ in range(draw.randint(1, 3))]
-            # No name twice, and no two alike in the part that they are sorted by: there is one right order.
+            # All first names and all last names differ, so there is exactly one right order.
             firsts, lasts = draw.sample(FIRST, sum(sizes)), draw.sample(LAST, sum(sizes))
             names = iter(f"{first} {last}" for first, last in zip(firsts, lasts))
             turns = [[next(names) for _ in range(size)] for size in sizes]
@@ -69,7 +69,7 @@ class AlphabetSort(ConversationEnvironment):
 
 
 def question(names: Sequence[str], by: str) -> str:
-    """What the model is asked first."""
+    """The first question."""
     return (
         f"Sort these names alphabetically by {by} name. Reply with all names, one per line, between <sorted> and "
         f"</sorted>.\n\n{_lines(names)}"
@@ -85,7 +85,7 @@ def _lines(names: Sequence[str]) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """The names of the last list in a reply, after its reasoning; none where there is no list."""
+    """The names of the last list in a reply, after its reasoning; empty if there is no list."""
     _, closed, after = text.partition("</think>")
     said = after if closed else text
     begin = said.rfind(BEGIN, 0, max(0, said.rfind(END)))
@@ -96,8 +96,8 @@ def listed(text: str) -> list[str]:
 
 
 def similarity(wanted: Sequence[str], got: Sequence[str]) -> float:
-    """From 0 to 1: how far two lists agree, in what they hold and in what order (Ratcliff and Obershelp, on lines)."""
-    # A list far too long is none, and would take long to compare.
+    """How far two lists agree in content and order, from 0 to 1 (Ratcliff and Obershelp, on lines)."""
+    # A list that is far too long counts as wrong, and would take long to compare.
     if len(got) > 2 * len(wanted):
         return 0.0
     return difflib.SequenceMatcher(None, wanted, got, autojunk=False).ratio()

@@ -1,4 +1,4 @@
-"""Sums in words with numbers too large to work out in the head, and a tool that does."""
+"""Word problems with numbers too large for mental arithmetic, and a calculator tool."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def calculate(expression: str) -> str:
 
 
 class Calculator(ConversationEnvironment):
-    """Word sums; the reply's last line, `Answer: NUMBER`, must be right. The reward is `correct`.
+    """Word problems; the reply's last line, `Answer: NUMBER`, must be right. The reward is `correct`.
 
-    Nothing is paid for calls: who works it out without the tool is as right.
+    Tool calls are not rewarded: an answer without the tool counts the same.
     """
 
     tools: ClassVar[tuple[Callable[..., Any], ...]] = (calculate,)
@@ -68,8 +68,8 @@ class Calculator(ConversationEnvironment):
 def evaluate(expression: str) -> int | float:
     """The value of an arithmetic expression. Raises ValueError, ZeroDivisionError or OverflowError.
 
-    Its syntax tree is walked, and holds numbers and operators alone; results are bounded, so that no expression takes
-    long.
+    It walks the syntax tree, which may contain only numbers and operators; results are bounded, so that no expression
+    takes long.
     """
     if len(expression) > LONGEST:
         raise ValueError(f"an expression has at most {LONGEST} characters")
@@ -106,7 +106,7 @@ def _value(node: ast.expr, depth: int) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    # Before it is worked out: 9**9**9 has 370 million digits.
+    # Checked before it is computed: 9**9**9 has 370 million digits.
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > MOST_BITS:
         raise OverflowError("the result is too large")
     value = base**exponent

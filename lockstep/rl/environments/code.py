@@ -1,4 +1,4 @@
-"""Programs that must pass tests, which they never see."""
+"""Programs that must pass hidden tests."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from lockstep.rl.sandbox import SandboxLimits, missing_protections, run_code
 PROMPT_KEYS = ("prompt", "problem", "question")
 NEEDS = "`prompt`, and `tests`: Python source, or a list of sources, or of {input, output}"
 STOPPED_SECONDS = 3.0
-"""After which a harness that says nothing is given up: it stops waiting by itself, unless the code has stopped it."""
+"""Seconds after its own timeout after which a silent harness is given up: the code may have stopped it."""
 FENCE = "```"
 LANGUAGE = re.compile(r"[ \t]*(\w*)")
 INSTRUCTION = "\n\nWrite Python. Give the whole program in one ```python block."
 
 
 class Code(ConversationEnvironment):
-    """Lines of `prompt` and `tests`; what counts is the last block of Python in the reply.
+    """Lines of `prompt` and `tests`; the last Python block in the reply is graded.
 
-    `tests` are Python source (assertions, functions `test_…`, unittest's classes), whose undefined names are the
-    functions asked for, or a list of such sources, or a list of `{"input": …, "output": …}` for programs that read and
-    print. With `entry_point`, `check(ENTRY_POINT)` is called, as HumanEval has it (arXiv 2107.03374).
+    `tests` are Python source (assertions, functions `test_…`, unittest classes), whose undefined names are the
+    functions to write, or a list of such sources, or a list of `{"input": …, "output": …}` for programs that read and
+    print. With `entry_point`, `check(ENTRY_POINT)` is called, as in HumanEval (arXiv 2107.03374).
 
-    Rewards: `correct`, 1 where all tests pass; `passed`, the share of those that do, which weighs 0: give it a weight
-    in `reward_weights` to reward parts.
+    Rewards: `correct`, 1 if all tests pass; `passed`, the fraction that do, with weight 0: give it a weight in
+    `reward_weights` for partial credit.
 
-    The tests run in the sandbox, in another process than the code, which is called with plain data and returns it: see
+    The tests run in the sandbox, in a different process from the code, with which they exchange plain data: see
     `code_harness.py`.
     """
 
@@ -44,13 +44,13 @@ class Code(ConversationEnvironment):
     turns = 1
     unfinished: ClassVar[Mapping[str, float]] = {"correct": 0.0, "passed": 0.0}
     seconds = 5.0
-    """For all tests of a problem together."""
+    """Timeout for all tests of a problem together."""
     memory_mib = 512
 
     def examples(self, split: str) -> Iterator[Example]:
         if missing := missing_protections():
             reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
-            raise UserError(f"code is not run here, because the kernel cannot confine it: {reasons}")
+            raise UserError(f"code is not run here, because the kernel cannot confine it sufficiently: {reasons}")
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
             prompt = text_of(values, PROMPT_KEYS)
             tests, problem = _tests(values)
@@ -68,7 +68,7 @@ class Code(ConversationEnvironment):
 
 
 def code_in(completion: str) -> str:
-    """The last block of Python of a reply, after its reasoning; any last block where none is marked so, else all."""
+    """A reply's last Python block, after its reasoning; if none is marked Python, the last block, else all of it."""
     _, closed, after = completion.partition("</think>")
     said = after if closed else completion
     blocks = _blocks(said)
@@ -77,7 +77,7 @@ def code_in(completion: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Language and body of each block that is closed. Line by line: its time is linear in the text's length."""
+    """Language and body of each closed block. Works line by line, so its time is linear in the text's length."""
     blocks: list[tuple[str, str]] = []
     language: str | None = None
     body: list[str] = []
@@ -94,7 +94,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 def run_tests(code: str, tests: Any, seconds: float = 5.0, memory_mib: int = 512) -> tuple[int, int]:
-    """(tests passed, tests) of a code, in the sandbox: (0, 0) where it left no verdict.
+    """(tests passed, tests) of some code, in the sandbox; (0, 0) if there is no result.
 
     `tests` is Python source, or a list of `{"input": …, "output": …}`. Raises what `run_code` does.
     """
@@ -116,12 +116,12 @@ def _harness() -> str:
 
 
 def _tests(values: Mapping[str, Any]) -> tuple[Any, str]:
-    """A line's tests as `run_tests` takes them, and what is wrong with them."""
+    """A line's tests in the form that `run_tests` takes, and what is wrong with them."""
     tests = values.get("tests", values.get("test"))
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
         if all(isinstance(t.get("input"), str) and isinstance(t.get("output"), str) for t in tests):
             return [{"input": t["input"], "output": t["output"]} for t in tests], ""
-        return None, "each of `tests` needs the texts `input` and `output`"
+        return None, "each of `tests` needs the strings `input` and `output`"
     if isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
         tests = "\n".join(tests)
     if not isinstance(tests, str) or not tests.strip():
@@ -131,5 +131,5 @@ def _tests(values: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         count = count_tests(tests)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return None, f"its `tests` are not Python ({error})"
+        return None, f"its `tests` are not valid Python ({error})"
     return tests, "" if count else "its `tests` have no assertion and no function `test_…`"

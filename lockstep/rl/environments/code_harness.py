@@ -1,11 +1,11 @@
 """Runs inside the sandbox: tests in one process, model-written code in another, plain data between them.
 
-The process with the tests is the one that says how many passed. The code runs in a child of it, which has neither the
-tests nor what they expect, no way to write to its parent's output, and cannot look into its memory. It hears of a test
-only what it is called with, and what it returns comes back as plain data: an object that equals everything becomes
-none. So nothing that the code does passes a test but returning what the test wants.
+The process with the tests reports how many passed. The code runs in a child of it, which has neither the tests nor
+their expected values, cannot write to its parent's output, and cannot read its memory. All it sees of a test are the
+arguments of its calls, and what it returns comes back as plain data, so that an object that equals everything does not
+survive. So the code can pass a test only by returning what the test expects.
 
-This file imports the standard library alone; it is given to the sandbox as text.
+This file imports only the standard library; it is given to the sandbox as text.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 LONGEST_ANSWER = 2**20
 PR_SET_DUMPABLE = 4
 SILENT = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
-"""What ends a loop or a generator without a word: raised into `all(map(f, cases))`, the first would make it true."""
+"""Exceptions that end a loop or a generator silently: raised in `all(map(f, cases))`, the first would make it true."""
 
 
 class Broken(BaseException):
-    """The code's process is gone, hangs or answers nonsense: every test that calls it fails from here on, also one that
+    """The code's process is gone, hangs or sends nonsense: every test that calls it fails from here on, even one that
     expects an exception."""
 
 
 def main() -> None:
-    """Reads a job from the standard input and prints `[tests passed, tests]`."""
+    """Reads a job from standard input and prints `[tests passed, tests]`."""
     job = json.loads(sys.stdin.buffer.read())
     sys.set_int_max_str_digits(0)
     # No process of the same user may attach to this one, read its memory or take its open files.
@@ -59,7 +59,7 @@ def programs(job: dict[str, Any], until: float) -> Iterator[bool]:
 
 
 def run_program(given: str, until: float, most: int) -> str | None:
-    """What the code prints; None where it fails, prints too much or takes too long."""
+    """What the code prints; None if it fails, prints too much or takes too long."""
     child = start(["solution.py"])
     assert child.stdin and child.stdout
     left, printed = memoryview(given.encode(errors="surrogatepass")), bytearray()
@@ -97,7 +97,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def functions(job: dict[str, Any], until: float) -> Iterator[bool]:
-    """Whether each test of the source passes, where names that it uses and does not define are the code's functions."""
+    """Whether each test of the source passes; names that it uses but does not define are the code's functions."""
     child = start(["-c", job["harness"], "child"])
     answers = Answers(child, until)
     namespace: dict[str, Any] = {"__name__": "tests"}
@@ -114,7 +114,7 @@ def functions(job: dict[str, Any], until: float) -> Iterator[bool]:
             if is_test(statement):
                 yield passed
             elif not passed:
-                broken = True  # what the tests stand on
+                broken = True  # the tests depend on it
         for test in test_functions(namespace) if not broken else ():
             yield succeeds(test)
         if broken:
@@ -124,7 +124,7 @@ def functions(job: dict[str, Any], until: float) -> Iterator[bool]:
 
 
 def is_test(statement: ast.stmt) -> bool:
-    """A statement that asserts, or a call by itself, is a test; whatever else stands there prepares them."""
+    """A statement that asserts, or a bare call, is a test; anything else is setup."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return False
     call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
@@ -141,7 +141,7 @@ def count_functions(tests: ast.Module) -> int:
 
 
 def count_tests(source: str) -> int:
-    """How many tests a source has. Raises SyntaxError or ValueError where it is no Python."""
+    """How many tests a source has. Raises SyntaxError or ValueError if it is not valid Python."""
     tests = ast.parse(source)
     return sum(map(is_test, tests.body)) + count_functions(tests)
 
@@ -174,8 +174,8 @@ def succeeds(test: Callable[[], Any]) -> bool:
 
 
 def unknown_names(tests: ast.Module) -> set[str]:
-    """Names that the tests read but nobody defines there. Those of Python itself are never the code's: its own `abs` or
-    `all` would decide what passes."""
+    """Names that the tests read but do not define. Built-ins are never the code's: its own `abs` or `all` would decide
+    what passes."""
     read: set[str] = set()
     known = set(dir(builtins))
     for node in ast.walk(tests):
@@ -193,14 +193,14 @@ def unknown_names(tests: ast.Module) -> set[str]:
 
 
 def caller(name: str, answers: Answers) -> Callable[..., Any]:
-    """A function of the code, as the tests see it: plain data in, plain data out, or an exception of Python's own."""
+    """A function of the code, as the tests see it: plain data in, plain data out, or a built-in exception."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = answers.ask({"name": name, "args": encode(args), "kwargs": encode(kwargs)})
         if "raised" in answer:
             for kind in (getattr(builtins, name, None) for name in answer["raised"] if name not in SILENT):
                 if isinstance(kind, type) and issubclass(kind, Exception):
-                    with suppress(TypeError):  # such as UnicodeDecodeError, which wants more
+                    with suppress(TypeError):  # such as UnicodeDecodeError, which needs more arguments
                         error = kind("the code raised this")
                         break
             else:
@@ -213,13 +213,13 @@ def caller(name: str, answers: Answers) -> Callable[..., Any]:
 
 
 class Answers:
-    """Asks the code's process, one line of JSON each way."""
+    """Calls the code's process, with one line of JSON each way."""
 
     def __init__(self, child: subprocess.Popen[bytes], until: float):
         self.child, self.until, self.broken = child, until, False
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Raises Broken, and does so again at every call after that."""
+        """Raises Broken, and then at every later call."""
         if self.broken:
             raise Broken
         try:
@@ -253,7 +253,7 @@ class Answers:
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Another interpreter, with pipes for its input and output and nothing else of this one's."""
+    """Another interpreter, which inherits nothing but pipes for its input and output."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", *arguments],
         stdin=subprocess.PIPE,
@@ -277,11 +277,11 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def child() -> None:
-    """The code's process: runs the code, then calls its functions as it is asked to."""
+    """The code's process: runs the code, then calls its functions on request."""
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
-        os.dup2(nothing, number)  # what the code prints is no answer
+        os.dup2(nothing, number)  # what the code prints is not an answer
     sys.set_int_max_str_digits(0)
     namespace: dict[str, Any] = {"__name__": "solution"}
     for line in questions:
@@ -302,7 +302,7 @@ def child() -> None:
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON: what JSON has no word for, by its kind. Raises TypeError for anything else."""
+    """Plain data as JSON, with types that JSON lacks tagged by name. Raises TypeError for anything else."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -322,7 +322,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given. Raises ValueError for what it never makes."""
+    """The inverse of `encode`. Raises ValueError for anything that it never makes."""
     if isinstance(value, list):
         return [decode(one) for one in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Sums of digits: a task that a small model learns in minutes, with a right answer to check."""
+"""Sums of digits: a task with checkable answers that a small model learns in minutes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from lockstep.rl.environment import Environment, Example
 
 TERMS = (2, 3)
-"""Digits of a sum."""
+"""Numbers of digits in a sum."""
 HELD_OUT = 5
 """Every fifth sum, by a fixed hash, is for validation and never trained on."""
 
 
 class DigitSum(Environment):
-    """`3+5+2=` is to be continued with `10` and a line break."""
+    """`3+5+2=` must be continued with `10` and a line break."""
 
     stop = ("\n",)
 
@@ -31,11 +31,11 @@ class DigitSum(Environment):
 
 
 def pretraining_text(lines: int, error_rate: float, seed: int = 0) -> Iterator[str]:
-    """Sums of the training split, one per document; a share of `error_rate` repeats the last digit instead of adding.
+    """Sums of the training split, one per document; a fraction `error_rate` repeats the last digit instead of adding.
 
-    So a model pretrained on them knows form and arithmetic, and has yet to learn to use it always. A mistake of this
-    kind takes nothing away from what the right lines teach, as results that are off by a random amount do. Lines are
-    documents of their own, for that is how prompts ask, and attention over short sequences costs least.
+    So a model pretrained on them knows the format and the arithmetic, but has yet to learn to use it every time.
+    Mistakes of this kind do not interfere with what the right lines teach, as randomly wrong results would. Every line
+    is a separate document, since prompts look like that, and attention over short sequences is cheapest.
     """
     draw = random.Random(seed)
     examples = list(DigitSum().examples("train"))

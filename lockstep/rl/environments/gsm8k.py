@@ -11,22 +11,22 @@ from lockstep.errors import UserError
 from lockstep.rl.environment import Environment, Example
 
 FILES = {"train": "train.jsonl", "validation": "test.jsonl"}
-# No two repeats of the same characters stand side by side, so a long run of digits is read in linear time.
+# No two adjacent repeats match the same characters, so a long run of digits is matched in linear time.
 DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 FINAL = re.compile(rf"(?<!#)#### *((?:-?\$?|\$-){DIGITS})\s*\Z")
-"""`#### NUMBER` at the end: with or without dollar sign, thousands' commas, decimals; nothing after it but space."""
+"""`#### NUMBER` at the end, optionally with dollar sign, thousands separators, decimals; only whitespace after it."""
 
 PROMPT = "Question: {question}\nAnswer:"
-"""What the model continues."""
+"""The text that the model continues."""
 TEMPLATE = PROMPT + " {answer}"
-"""A problem with its solution as a text to pretrain on, whose beginning is the prompt."""
+"""A problem with its solution as a text for pretraining, which begins with the prompt."""
 
 
 class GSM8K(Environment):
-    """Lines of `question` and `answer`, the result behind `####`, in the folder's train.jsonl and test.jsonl.
+    """Lines of `question` and `answer`, with the result after `####`, in the folder's train.jsonl and test.jsonl.
 
-    Rewards: `correct`, 1 where math-verify finds the completion's final number equal to the answer's; `format`, 1
-    where the completion ends with a single `#### NUMBER`. The format weighs 0.3 in the total.
+    Rewards: `correct`, 1 if math-verify finds the completion's final number equal to the answer's; `format`, 1 if the
+    completion ends with a single `#### NUMBER`. The format has weight 0.3 in the total.
     """
 
     reward_weights = {"correct": 1.0, "format": 0.3}  # noqa: RUF012
@@ -49,7 +49,7 @@ class GSM8K(Environment):
 
 def problems(folder: str, split: str, skip_bad_lines: bool = False) -> Iterator[tuple[int, str, str]]:
     """(line number, question, answer) of each problem of a split. Raises UserError for a missing file or bad line."""
-    from lockstep.data.records import read_jsonl  # which imports torch: a reward's worker need not
+    from lockstep.data.records import read_jsonl  # imports torch, which a reward worker does not need
 
     path = Path(folder) / FILES[split]
     if not folder or not path.is_file():
@@ -64,18 +64,18 @@ def problems(folder: str, split: str, skip_bad_lines: bool = False) -> Iterator[
 
 
 def is_right(answer: str, completion: str) -> bool:
-    """Whether the completion's final number equals the answer's, as math-verify sees it; False where it has none."""
+    """Whether the completion's final number equals the answer's, according to math-verify; False if it has none."""
     found = FINAL.search(completion)
     if found is None:
         return False
     from math_verify import parse, verify
 
-    # Its time-outs work in the main thread alone; a number needs none, which it warns of once.
+    # Its timeouts work only in the main thread; numbers need none, but it warns once about their absence.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold, given = (parse(_plain(text), parsing_timeout=None) for text in (answer, found.group(1)))
     return bool(gold) and bool(given) and verify(gold, given, timeout_seconds=None)
 
 
 def _plain(number: str) -> str:
-    # math-verify reads ".5", but not "-.5".
+    # math-verify parses ".5", but not "-.5".
     return re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", "").replace("$", ""))

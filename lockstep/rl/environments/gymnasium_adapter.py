@@ -1,4 +1,4 @@
-"""Games of Gymnasium whose observations and actions are text: `gymnasium:ID`, or `gymnasium:MODULE:ID`."""
+"""Gymnasium games whose observations and actions are text: `gymnasium:ID`, or `gymnasium:MODULE:ID`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lockstep.rl.conversations import Chat, ConversationEnvironment, Conversatio
 from lockstep.rl.environment import Environment, Example
 
 GAMES = {"train": range(1000), "validation": range(1_000_000, 1_000_100)}
-"""The seeds that games are reset with."""
+"""The seeds with which games are reset."""
 
 
 class GymnasiumGame(ConversationEnvironment):
-    """A game in each conversation: the model is shown the observation, and its reply, without reasoning, is the action.
+    """One game per conversation: the model is shown the observation, and its reply, without reasoning, is the action.
 
-    The reward is the sum of the game's own, also where the conversation ends before the game. `turns` are the game's
-    `max_episode_steps`, 8 where it has none. An action that the game's space does not hold is answered with what it
-    may be, and costs a turn.
+    The reward is the sum of the game's rewards, even if the conversation ends before the game. `turns` is the game's
+    `max_episode_steps`, or 8 if it has none. An action outside the game's action space is answered with a description
+    of valid actions, and costs a turn.
     """
 
     game: ClassVar[str] = ""
@@ -77,19 +77,19 @@ class GymnasiumGame(ConversationEnvironment):
             return gymnasium.make(self.game)
         except (gymnasium.error.Error, ImportError) as error:
             raise UserError(
-                f"gymnasium:{self.game}: cannot be made ({error}); give the ID of a registered game, or MODULE:ID for "
-                "one that MODULE registers when it is imported"
+                f"gymnasium:{self.game}: cannot be created ({error}); give the ID of a registered game, or MODULE:ID "
+                "for one that MODULE registers when it is imported"
             ) from error
 
 
 def gymnasium_game(name: str) -> type[Environment]:
-    """The class of a game, by its ID. Raises UserError where Gymnasium is missing."""
+    """The class of a game, by its ID. Raises UserError if Gymnasium is not installed."""
     _gymnasium()
     return type("GymnasiumGame", (GymnasiumGame,), {"game": name, "__module__": __name__})
 
 
 def _refusal(space: Any) -> str:
-    """What an action may be."""
+    """A description of valid actions."""
     characters = "".join(sorted(space.character_set))
     said = f"Error: an action has {space.min_length} to {space.max_length} characters"
     return said + (f" of these: {characters}" if len(characters) <= 100 else "")

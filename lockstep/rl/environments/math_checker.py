@@ -1,7 +1,7 @@
-"""math-verify in a process of its own, which is ended where it takes too long.
+"""math-verify in a separate process, which is killed if it takes too long.
 
-Its time-outs are signals, which only the main thread of a process gets, and which do not end a computation within C.
-A reward may run in any thread of the trainer, where an answer such as 9^{9^{9^9}} must not hold up the run.
+Its timeouts are signals, which only the main thread of a process receives, and which do not interrupt C code. A reward
+can run in any thread of the trainer, where an answer such as 9^{9^{9^9}} must not hold up the run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import time
 from typing import Any
 
 START_SECONDS = 120.0
-"""To import sympy: a second where the machine is not busy."""
+"""To import sympy: takes a second if the machine is not busy."""
 SECONDS = 3.0
-"""For one comparison."""
+"""Timeout of one comparison."""
 MEMORY_BYTES = 2 * 2**30
 
 
 class MathChecker:
-    """Compares answers, one at a time. Its process starts with the first, and again where it had to be ended."""
+    """Compares answers, one at a time. Its process starts with the first, and again after it had to be killed."""
 
     def __init__(self, seconds: float = SECONDS):
         self.seconds = seconds
@@ -34,9 +34,9 @@ class MathChecker:
         self.owner = 0
 
     def equal(self, answer: str, given: str) -> bool:
-        """Whether `given` is the same as `answer`; False where that takes too long or cannot be read."""
+        """Whether `given` is equal to `answer`; False if that takes too long or cannot be parsed."""
         with self.lock:
-            if self.process is None or self.owner != os.getpid():  # a fork has the pipes of its parent
+            if self.process is None or self.owner != os.getpid():  # a fork would share its parent's pipes
                 self._start()
             try:
                 return self._ask([answer, given], self.seconds) is True
@@ -46,7 +46,7 @@ class MathChecker:
 
     def _start(self) -> None:
         self.process, self.owner = None, os.getpid()
-        # The modules that this process finds, in a folder or zipped.
+        # With the same module search path as this process.
         code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); " + (
             "from lockstep.rl.environments.math_checker import serve; serve()"
         )
@@ -94,19 +94,19 @@ class MathChecker:
 
 
 def serve() -> None:
-    """The process: compares what comes, a line of JSON each, until its input ends."""
+    """The process: compares answers, one line of JSON each, until its input ends."""
     from lockstep.rl.processes import die_with_parent
 
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     out = os.dup(1)
-    os.dup2(2, 1)  # what is printed on the way is no answer
+    os.dup2(2, 1)  # keeps other output out of the answers
     for line in sys.stdin.buffer:
         os.write(out, json.dumps(compare(*json.loads(line))).encode() + b"\n")
 
 
 def compare(answer: str, given: str) -> bool:
-    """Whether math-verify finds two answers, as they stand in `\\boxed{…}`, to be equal."""
+    """Whether math-verify considers two answers, the contents of `\\boxed{…}`, equal."""
     from math_verify import parse, verify
 
     wanted, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, given))

@@ -1,4 +1,4 @@
-"""Mathematics from JSONL: any problems with an answer, compared by math-verify."""
+"""Math problems from JSONL files, with answers compared by math-verify."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lockstep.rl.environments.problems import needs_text, read_problems, text_of
 NEEDS = "`problem` or `question`, and `answer` or `solution`"
 INSTRUCTION = "\n\nReason step by step, and give the final answer in \\boxed{}."
 LONGEST = 300
-"""Characters of an answer: a longer one is none."""
+"""Most characters of an answer: anything longer does not count as one."""
 NUMBER = re.compile(r"-?[0-9][0-9,]*(\.[0-9]+)?")
 SUM = re.compile(r"[0-9)}]\s*(?:[-+*^!]|\\(?:times|cdot|div|pm)\b)|\\(?:binom|sum|prod|int|left\s*\()")
-"""What leaves the work undone: 37*43 equals 1591, but is no answer."""
+"""Unevaluated expressions: 37*43 equals 1591, but is not an answer."""
 WORDS = re.compile(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+)*")
 
 
 class Math(ConversationEnvironment):
     """Lines of a problem and its answer; the reply's last `\\boxed{…}` is compared with it.
 
-    The answer of a line is what stands behind `####` in it, or in its last `\\boxed{…}`, or all of it. The keys are
-    tried in order: a subclass may name others. The reward is `correct`.
+    The answer of a line is what follows `####`, or the content of its last `\\boxed{…}`, or all of it. The keys are
+    tried in order; a subclass can name others. The reward is `correct`.
     """
 
     in_workers = True
@@ -46,7 +46,7 @@ class Math(ConversationEnvironment):
                 if problem is None or solution is None:
                     raise needs_text(where, values, self.problem_keys if problem is None else self.answer_keys)
                 raise UserError(
-                    f"{where}: its answer is empty or longer than {LONGEST}; fix it or use --skip-bad-lines"
+                    f"{where}: its answer is empty or longer than {LONGEST} characters; fix it or use --skip-bad-lines"
                 )
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
@@ -56,7 +56,7 @@ class Math(ConversationEnvironment):
 
 
 def final_answer(solution: str) -> str:
-    """The answer in a data set's solution; empty where it is too long to be one."""
+    """The answer in a dataset's solution; empty if it is too long."""
     boxed = last_boxed(solution)
     found = solution.rpartition("####")[2] if "####" in solution else solution if boxed is None else boxed
     answer = found.strip().strip("$").strip()
@@ -64,7 +64,7 @@ def final_answer(solution: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{…}` holds, braces in it paired; None where there is none or it is not closed."""
+    """The content of the last `\\boxed{…}`, with balanced braces; None if there is none or it is not closed."""
     begin = text.rfind("\\boxed{")
     if begin < 0:
         return None
@@ -78,8 +78,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def is_right(answer: str, given: str) -> bool:
-    """Whether an answer equals the right one, as math-verify sees it; words, which it takes for products of letters,
-    are compared as words. A number must be given as one, not as the sum that leads to it."""
+    """Whether an answer equals the right one, according to math-verify; words, which it reads as products of letters,
+    are compared as words. A number must be given as a number, not as an expression for it."""
     if plain(given) == plain(answer):
         return bool(plain(answer))
     if WORDS.fullmatch(plain(answer)):
@@ -90,7 +90,7 @@ def is_right(answer: str, given: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """An answer without the signs around it."""
+    """An answer without surrounding markup."""
     inner = re.fullmatch(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", text.strip("$ ."))
     return " ".join((inner.group(1) if inner else text).strip("$ .").casefold().split())
 

@@ -1,4 +1,4 @@
-"""Prompts without answers: a reward model is all that rewards them."""
+"""Prompts without answers, rewarded only by a reward model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEYS = ("prompt",)
 
 
 class Prompts(Environment):
-    """Lines with a `prompt`: a text, or a list with the one message of a user, as data of preferences have it."""
+    """Lines with a `prompt`: a string, or a list with a single user message, as in preference data."""
 
     has_rewards = False
 
@@ -24,14 +24,14 @@ class Prompts(Environment):
             elif not self.skip_bad_lines:
                 if isinstance(values.get("prompt"), list):
                     raise UserError(
-                        f"{where}: `prompt` is a list of other things than one user's message; give one, or write an "
-                        "environment of your own (docs/environments.md); --skip-bad-lines leaves such lines out"
+                        f"{where}: `prompt` is a list, but not of exactly one user message; give one, or write your own "
+                        "environment (docs/environments.md); --skip-bad-lines skips such lines"
                     )
                 raise needs_text(where, values, KEYS)
 
 
 def _asked(values: dict[str, Any]) -> str | None:
-    """The prompt of a line; None where it has none that can be asked."""
+    """The prompt of a line; None if it has no usable one."""
     prompt = values.get("prompt")
     if not isinstance(prompt, list):
         return text_of(values, KEYS)

@@ -1,4 +1,4 @@
-"""Questions whose answers stand in a folder of texts, which the model searches and reads."""
+"""Questions whose answers are in a folder of texts, which the model searches and reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.rl.conversations import ConversationEnvironment
 from lockstep.rl.environment import Example
 from lockstep.rl.environments.problems import needs_text, read_problems, text_of
 
-NEEDS = "`question` and `answer` (a text, or a list of those that are right)"
+NEEDS = "`question` and `answer` (a string, or a list of right answers)"
 TEXT_KEYS, QUESTION_KEYS, ANSWER_KEYS = ("text", "contents", "content"), ("question",), ("answer", "answers")
 FOLDER = "documents"
 HITS, PAGE = 5, 4000
@@ -26,10 +26,10 @@ LONGEST_ANSWER = 500
 
 
 class Retrieval(ConversationEnvironment):
-    """Lines of `question` and `answer`, and a folder `documents` beside them: .txt, .md, and .jsonl of `text` and `id`.
+    """Lines of `question` and `answer`, next to a folder `documents`: .txt, .md, and .jsonl with `text` and `id`.
 
     The model has two tools: `search` (BM25, by SQLite's full-text index, in memory) and `read`. Rewards: `correct`, 1
-    where the answer is one of the right ones, and `f1`, the overlap of their words, both after SQuAD's normalization
+    if the answer is one of the right ones, and `f1`, the overlap of their words, both after SQuAD's normalization
     (arXiv 1606.05250, section 6).
     """
 
@@ -41,7 +41,7 @@ class Retrieval(ConversationEnvironment):
         super().__init__(data, skip_bad_lines)
         self.tools: Sequence[Callable[..., Any]] = (self.search, self.read)  # type: ignore[misc]
         if data:
-            # Here, and not when it is first asked for: conversations' processes are forked from the one that has it.
+            # Built here, not at first use: conversations' processes are forked from the one that has it.
             self.index = Index(Path(data) / FOLDER, skip_bad_lines)
 
     def examples(self, split: str) -> Iterator[Example]:
@@ -86,7 +86,7 @@ class Retrieval(ConversationEnvironment):
 
 
 class Index:
-    """Texts by name, and which of them fit some words best: BM25 of SQLite's FTS5. Any thread may ask."""
+    """Texts by name, with search by BM25 (SQLite's FTS5). Any thread may use it."""
 
     def __init__(self, folder: Path, skip_bad_lines: bool = False):
         self.lock = threading.Lock()
@@ -98,15 +98,15 @@ class Index:
         names: set[str] = set()
         for where, name, text in _texts(folder, skip_bad_lines):
             if name in names:
-                raise UserError(f"{where}: a second text is named {name!r}; give each `id` once")
+                raise UserError(f"{where}: there is already a text with the id {name!r}; make each `id` unique")
             names.add(name)
             self.database.execute("INSERT INTO texts VALUES (?, ?)", (name, text))
         if not names:
-            raise UserError(f"{folder}: no texts there; put .txt, .md or .jsonl files into it")
+            raise UserError(f"{folder}: contains no texts; put .txt, .md or .jsonl files into it")
 
     def search(self, query: str) -> list[tuple[str, str]]:
         """(name, a few words around the hits) of the best texts."""
-        # Words alone, each in quotes: a query of the model's own could hold operators, or be none.
+        # Only words, each in quotes: the model's query could contain operators, or be invalid.
         words = re.findall(r"\w+", query)[:32]
         if not words:
             return []
@@ -117,7 +117,7 @@ class Index:
         return [(name, " ".join(snippet.split())) for name, snippet in found]
 
     def read(self, name: str) -> str:
-        """Raises ValueError where there is none of the name."""
+        """Raises ValueError if there is no text of this name."""
         with self.lock:
             found = self.database.execute("SELECT text FROM texts WHERE name = ?", (name,)).fetchone()
         if found is None:
@@ -126,11 +126,11 @@ class Index:
 
 
 def _texts(folder: Path, skip_bad_lines: bool) -> Iterator[tuple[str, str, str]]:
-    """(where, name, text) of each text, in the order of their paths."""
-    from lockstep.data.records import read_jsonl  # which imports torch: a reward's worker need not
+    """(where, name, text) of each text, ordered by path."""
+    from lockstep.data.records import read_jsonl  # imports torch, which a reward worker does not need
 
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give --data a folder with `{FOLDER}`, and train.jsonl next to it")
+        raise UserError(f"{folder}: no such folder; give --data a folder that contains `{FOLDER}` and train.jsonl")
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".txt", ".md", ".jsonl") and p.is_file()):
         name = path.relative_to(folder).as_posix()
         if path.suffix != ".jsonl":
