@@ -2,7 +2,7 @@
 
     step      our training step against a transformers model in a plain loop, 4 x 512 tokens
     run       a whole run on real text, `lockstep pretrain` against transformers' Trainer: importing the library,
-              loading the model, tokenising, steps, saving
+              loading the model, tokenizing, steps, saving
     ranks     two FSDP ranks of one thread each against one process of two threads
     overhead  the share of a run's step that is not forward, backward or optimizer
 

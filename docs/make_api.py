@@ -23,7 +23,7 @@ MODULES = (
 )
 ABOUT = """# API reference
 
-Made from the docstrings by `make api`. Shapes stand in the annotations, in
+Made from the docstrings by `make api`. Shapes are in the annotations, in
 [jaxtyping](https://docs.kidger.site/jaxtyping/)'s notation. Everything that a user can mend raises
 `lockstep.errors.UserError`.
 """

@@ -254,7 +254,7 @@ def _print_next(folder: Path, command: str) -> None:
 
 @dataclass
 class TokenizeOptions:
-    """Tokenise data once, into a folder that pretrain and sft take as --data."""
+    """Tokenize data once, into a folder that pretrain and sft take as --data."""
 
     data: str
     """Text, JSONL or Parquet: a file, a folder or a glob; or hf:NAME[:config][:split]."""
@@ -270,11 +270,11 @@ class TokenizeOptions:
     skip_bad_lines: bool = False
     """Count and skip malformed lines instead of stopping at the first."""
     workers: int = 4
-    """Processes that tokenise; 0: none beside this one."""
+    """Processes that tokenize; 0: only this one."""
 
 
 def data(arguments: list[str]) -> int:
-    """data tokenize: tokenise text or conversations once, for runs to come"""
+    """data tokenize: tokenize text or conversations once, for runs to come"""
     if arguments[:1] != ["tokenize"]:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
     from lockstep.checkpoint import folder_if_model

@@ -200,7 +200,7 @@ class LockstepLM(TemplateLM):
         """A conversation as text. Raises UserError where the model has no template, or it refuses the messages."""
         template = load_chat_template(self._folder)
         if template is None:
-            raise UserError(f"{self._folder}: has no chat template; put a chat_template.jinja beside its weights")
+            raise UserError(f"{self._folder}: has no chat template; put a chat_template.jinja next to its weights")
         try:
             return template.render(chat_history, add_generation_prompt=add_generation_prompt)
         except ChatTemplateError as error:

@@ -30,7 +30,7 @@ def test_the_api_reference_describes_every_public_name():
             value = getattr(importlib.import_module(module), name)
             if inspect.isclass(value) or inspect.isfunction(value):
                 assert f"\n### {name}\n" in page and (value.__doc__ or "").strip(), f"{module}.{name} is not documented"
-    assert "- `samples_per_prompt: Annotated[int, AtLeast(2)] = 8`: Completions of each prompt" in page
+    assert "- `samples_per_prompt: Annotated[int, AtLeast(2)] = 8`: Completions per prompt" in page
 
 
 @pytest.mark.slow

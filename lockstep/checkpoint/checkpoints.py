@@ -125,7 +125,7 @@ class Checkpoints:
             folder = self.folder / name
             state, problem = self._verified(folder)
             if not problem and state["model_only"] and not self._has_ended(state):
-                problem = "it holds the model only (checkpoint.last_model_only)"
+                problem = "it contains only the model (checkpoint.last_model_only)"
             if not problem:
                 problem = self._restore(state, restore)
             if not problem and not state["model_only"]:
@@ -139,8 +139,8 @@ class Checkpoints:
                 log.warning("%s cannot be resumed from: %s; trying an older one", folder, problem)
         if problem:
             message = (
-                f"{self.folder}: the run cannot resume from any checkpoint in it, the oldest because {problem}; begin "
-                "anew with --overwrite, or from a checkpoint's weights with --model FOLDER and another --output"
+                f"{self.folder}: the run cannot resume from any checkpoint in it, the oldest because {problem}; start "
+                "over with --overwrite, or from a checkpoint's weights with --model FOLDER and another --output"
             )
             # Weights that are partly another checkpoint's must not be trained on, whoever catches a UserError.
             raise RunStopped(message, exit_code=1) if overwritten else UserError(message)
@@ -193,7 +193,7 @@ class Checkpoints:
             problem = f"{folder.name}: {error}"
         if self.world.is_main:
             _delete(incomplete)
-            log.error("CHECKPOINT NOT WRITTEN: %s. The run goes on; earlier ones are whole", problem)
+            log.error("CHECKPOINT NOT WRITTEN: %s. The run continues; earlier checkpoints are intact", problem)
         return problem
 
     def _complete(

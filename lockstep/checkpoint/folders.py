@@ -31,10 +31,10 @@ def newest_checkpoint(run: Path) -> Path | None:
     for folder in checkpoints_in(run / "checkpoints"):
         if not (found := damage(folder, checksums=False)):
             return folder
-        log.warning("%s is not whole: %s; taking an older one", folder, found)
+        log.warning("%s is not complete: %s; using an older one", folder, found)
         problem = problem or f"{folder.name}: {found}"
     if problem:
-        raise UserError(f"{run}: holds no checkpoint that is whole ({problem}); give another folder")
+        raise UserError(f"{run}: has no complete checkpoint ({problem}); give another folder")
     return None
 
 
@@ -46,7 +46,7 @@ def weights_folder(folder: Path) -> Path:
     if newest := newest_checkpoint(folder):
         return newest
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: holds a run that has no finished checkpoint so far; give a model's folder")
+        raise UserError(f"{folder}: is a run without a finished checkpoint yet; give a model's folder")
     if folder.suffix == ".partial":
         raise UserError(f"{folder}: is a checkpoint that was not finished; give an older one")
     if (folder / STATE).is_file() or (folder / MANIFEST).is_file():
@@ -54,5 +54,5 @@ def weights_folder(folder: Path) -> Path:
         patterns = ("*.json", "model*", "adapter_model*")
         problem = next(filter(None, (damage(folder, checksums=False, pattern=p) for p in patterns)), "")
         if problem:
-            raise UserError(f"{folder}: is not a whole checkpoint: {problem}; give an older one")
+            raise UserError(f"{folder}: is not a complete checkpoint: {problem}; give an older one")
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ class Part:
 
     def __init__(self, local: Tensor, place: tuple[slice, ...], shape: torch.Size):
         self.local, self.place, self.shape = local, place, shape
+        assert local.numel() == math.prod(self.box[1]), f"{list(local.shape)} are not the values at {place}"
 
     @classmethod
     def of(cls, tensor: Tensor) -> Part:

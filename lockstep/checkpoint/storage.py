@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,8 +58,7 @@ def save_parts(
     """
     ranks = _Ranks(group)
     held = {name: part for name, part in parts.items() if part.local.numel()}
-    boxes = [(n, *part.box, DTYPES[part.local.dtype], tuple(part.shape)) for n, part in held.items()]
-    of_ranks = ranks.each(lambda: boxes)
+    of_ranks = ranks.each(lambda: [(n, *p.box, DTYPES[p.local.dtype], tuple(p.shape)) for n, p in held.items()])
     plan = Plan(**ranks.first(lambda: vars(_plan(of_ranks, folder, stems, max_file_bytes))))
     own = {name: part for (name, part), writes in zip(held.items(), plan.writes[ranks.rank]) if writes}
     pieces = ranks.each(lambda: [vars(piece) for piece in _write_parts(own, folder, plan)])
@@ -87,10 +87,12 @@ class StoredTensors(dict[str, StoredTensor]):
                 self[f"{group}/{name}"] = StoredTensor(path, name, shape, dtype)
 
     def fill(self, parts: Mapping[str, Part]) -> None:
-        """Reads the values of `parts` into their memory, file by file."""
+        """Reads the values of `parts` into their memory, file by file. Raises ValueError where shapes differ."""
         for name, part in sorted(parts.items(), key=lambda item: str(self[item[0]].path)):
+            stored = self[name]
+            if stored.shape != part.shape:
+                raise ValueError(f"{name} has shape {list(stored.shape)} in {stored.path}, not {list(part.shape)}")
             if part.local.numel():
-                stored = self[name]
                 part.local.copy_(self._opened[stored.path].get_slice(stored.name)[part.place])
 
 
@@ -105,14 +107,17 @@ class _Ranks:
         """What `action` returns on every rank, on rank 0; on the others nothing."""
         if self._group is None:
             return [action()]
-        result, failure = None, None
+        result: Any = None
+        failure: BaseException | None = None
         try:
             result = action()
-        except Exception as error:  # told to all ranks, and raised on all
+        except BaseException as error:  # told to all ranks, which would wait for this one, and raised on all
             failure = error
         told = failure and [str(failure) or repr(failure), isinstance(failure, OSError)]
         answers = to_rank_0([result, told], self._group)
         failures = from_rank_0([(rank, *told) for rank, (_, told) in enumerate(answers) if told], self._group)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
         if failures:
             kind = OSError if all(of_disk for _, _, of_disk in failures) else RuntimeError
             raise kind("; ".join(f"rank {rank}: {why}" for rank, why, _ in failures)) from failure
@@ -126,26 +131,38 @@ class _Ranks:
 
 def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max_file_bytes: int) -> Plan:
     """Gives each value to one of its holders, the one with the fewest bytes to write so far, and makes the files."""
-    tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    holders: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    kinds: dict[str, tuple[str, Any]] = {}
+    holders: dict[str, dict[Any, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, boxes in enumerate(of_ranks):
-        for index, (name, offsets, sizes, dtype, shape) in enumerate(boxes):
-            if name not in tensors:
-                tensors[name] = OF_NAME[dtype], torch.Size(shape)
-            holders[name, tuple(offsets), tuple(sizes)].append((rank, index))
+        for index, (name, offsets, sizes, *kind) in enumerate(boxes):
+            if kinds.setdefault(name, kind) != kind:
+                raise RuntimeError(f"{name} is {kinds[name]} on one rank and {kind} on another")
+            holders[name][tuple(offsets), tuple(sizes)].append((rank, index))
+    tensors = {name: (OF_NAME[dtype], torch.Size(shape)) for name, (dtype, shape) in kinds.items()}
     written = [0] * len(of_ranks)
     writes = [[0] * len(boxes) for boxes in of_ranks]
-    values: dict[str, int] = defaultdict(int)
-    for (name, _, sizes), of_box in holders.items():
-        rank, index = min(of_box, key=lambda holder: written[holder[0]])
-        writes[rank][index] = 1
-        written[rank] += math.prod(sizes) * tensors[name][0].itemsize
-        values[name] += math.prod(sizes)
-    for name, (_, shape) in tensors.items():
-        if values[name] != shape.numel():
-            raise RuntimeError(f"the ranks hold {values[name]} values of {name}, which has {shape.numel()}")
+    for name, of_boxes in holders.items():
+        _refuse_gaps(name, tensors[name][1], list(of_boxes))
+        for (_, sizes), of_box in of_boxes.items():
+            rank, index = min(of_box, key=lambda holder: written[holder[0]])
+            writes[rank][index] = 1
+            written[rank] += math.prod(sizes) * tensors[name][0].itemsize
     files, begins = _create_files(tensors, folder, stems, max_file_bytes)
     return Plan(files, begins, writes)
+
+
+def _refuse_gaps(name: str, shape: torch.Size, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Raises RuntimeError unless `boxes`, by offsets and sizes, have each value of the tensor once."""
+    begins, sizes = np.array(boxes, np.int64).reshape(len(boxes), 2, len(shape)).swapaxes(0, 1)
+    # Between two neighboring cuts of each axis all values are in the same boxes.
+    cuts = [np.unique([0, size, *begins[:, axis], *(begins + sizes)[:, axis]]) for axis, size in enumerate(shape)]
+    firsts = [np.searchsorted(cut, begins[:, axis]) for axis, cut in enumerate(cuts)]
+    lasts = [np.searchsorted(cut, (begins + sizes)[:, axis]) for axis, cut in enumerate(cuts)]
+    covered = np.zeros([len(cut) - 1 for cut in cuts], np.int64)
+    for box in range(len(boxes)):
+        covered[tuple(slice(first[box], last[box]) for first, last in zip(firsts, lasts))] += 1
+    if any(cut[0] < 0 or cut[-1] > size for cut, size in zip(cuts, shape)) or (covered != 1).any():
+        raise RuntimeError(f"the ranks do not hold each value of {name} ({list(shape)}) once: {boxes[:4]}")
 
 
 def _create_files(

@@ -14,13 +14,13 @@ from lockstep.config import Arithmetic
 from lockstep.errors import UserError, closest
 
 HELP = {
-    "/reset": "forget the conversation, but for the system message",
+    "/reset": "forget the conversation, except the system message",
     "/system TEXT": "set the system message and reset; without TEXT: show it",
     "/help": "show this",
     "/quit": "leave, as Ctrl-D does",
 }
-CUT = " (cut at its last token: --max-tokens or the context ends it)"
-KEYS = "Ctrl-C stops an answer; the arrow keys bring back what you said"
+CUT = " (truncated: --max-tokens or the end of the context)"
+KEYS = "Ctrl-C stops an answer; the arrow keys recall earlier input"
 
 
 @dataclass
@@ -32,9 +32,9 @@ class ChatOptions:
     system: str = ""
     """System message that the conversation begins with; empty: none."""
     max_tokens: int = 0
-    """Tokens of an answer at most; 0: up to the end of the context."""
+    """Maximum number of tokens per answer; 0: up to the end of the context."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time."""
+    """0: greedy, the likeliest token each time."""
     top_k: int = 0
     """Sample from the k likeliest tokens only; 0: off."""
     top_p: float = 1.0
@@ -186,7 +186,7 @@ def open_talk(options: ChatOptions) -> Talk:
     folder = model_folder(options.model)
     template = load_chat_template(folder)
     if template is None:
-        raise UserError(f"{folder}: has no chat template; put a chat_template.jinja beside the model's weights")
+        raise UserError(f"{folder}: has no chat template; put a chat_template.jinja next to the model's weights")
     model = open_model(folder, options.dtype, options.device, options.arithmetic)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     cache = min(65536, model.config.max_positions + 16)

@@ -33,15 +33,15 @@ class GenerateOptions:
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
-    """Replace the file that `output` names."""
+    """Replace an existing output file."""
     chat: bool = False
     """Each prompt is a user's message, which the model's chat template renders."""
     n: int = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     max_tokens: int = 128
-    """Tokens to sample at most."""
+    """Maximum number of tokens to sample."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time."""
+    """0: greedy, the likeliest token each time."""
     top_k: int = 0
     """Sample from the k likeliest tokens only; 0: off."""
     top_p: float = 1.0
@@ -112,7 +112,7 @@ def generate(options: GenerateOptions, world: World) -> None:
 
 def _refuse_to_replace(options: GenerateOptions) -> None:
     if options.output and Path(options.output).exists() and not options.overwrite:
-        raise UserError(f"{options.output}: is there already; replace it with --overwrite, or give another --output")
+        raise UserError(f"{options.output}: already exists; replace it with --overwrite, or give another --output")
 
 
 def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
@@ -120,14 +120,14 @@ def _prompts(options: GenerateOptions, folder: Path) -> Iterator[Prompt]:
 
     given = [{"prompt": options.prompt}] if options.prompt else list(_read(Path(options.prompts)))
     if not given:
-        raise UserError(f"{options.prompts}: holds no prompts; write one per line")
+        raise UserError(f"{options.prompts}: contains no prompts; write one per line")
     template = load_chat_template(folder) if options.chat or any("messages" in line for line in given) else None
     for line in given:
         messages = line.get("messages", [{"role": "user", "content": line.get("prompt", "")}])
         if "prompt" in line and not options.chat:
             text = line["prompt"]
         elif template is None:
-            raise UserError(f"{folder}: has no chat template; put a chat_template.jinja beside the model's weights")
+            raise UserError(f"{folder}: has no chat template; put a chat_template.jinja next to the model's weights")
         else:
             text = _rendered(template, messages)
         if not text:

@@ -40,7 +40,7 @@ FRAMES = 10
 INNERMOST = 2
 """Of a stack that are printed even where they are an installed package's."""
 BRIEF = 10.0
-"""Seconds without progress that are nothing to speak of."""
+"""Seconds without progress that are not worth reporting."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Explanation:
             lines += ["", f"{actor.title}{': ' + stack.said if stack.said else ', innermost call first:'}"]
             lines += [f"  {frame}" for frame in _shown(stack.frames)]
         if self.damaged:
-            lines += ["", f"what is no sign of life was left out: {', '.join(self.damaged)}"]
+            lines += ["", f"files that are not heartbeats were ignored: {', '.join(self.damaged)}"]
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -126,7 +126,7 @@ def why(run: Path) -> Explanation:
     A process whose user this is not, or on another host, is known by what it has written.
     """
     if not (run / CONFIG).is_file():
-        raise UserError(f"{run}: holds no run; give the folder that a run writes, its --output")
+        raise UserError(f"{run}: is not a run's folder; give a run's --output folder")
     actors = list(read_actors(run).values())
     damaged = [path.name for path in damaged_signs(run)]
     if not actors:
@@ -141,9 +141,9 @@ def why(run: Path) -> Explanation:
 
 def _without_actors(run: Path, damaged: list[str]) -> Explanation:
     if holder := _starting(run):
-        return Explanation(run, f"the run is starting, and has said nothing yet: {holder} loads the model", True)
+        return Explanation(run, f"the run is starting, without a heartbeat yet: {holder} loads the model", True)
     if RunFolder(run).summary.is_file():
-        return Explanation(run, "the run has ended: all its steps are made (summary.json)", True)
+        return Explanation(run, "the run has finished all its steps (summary.json)", True)
     if damaged:
         raise UserError(f"{run}/logs: {', '.join(damaged)} cannot be read as what a process of the run says of itself")
     raise UserError(
@@ -172,7 +172,7 @@ def _brief(actor: Actor) -> float:
 def _summary(run: Path, holding: Sequence[Actor], actors: Sequence[Actor], moves: bool) -> str:
     """Who holds everybody up, in a sentence."""
     if moves:
-        return f"the run moves, and nobody holds it up: step {max(actor.step for actor in actors)}"
+        return f"the run is making progress: step {max(actor.step for actor in actors)}"
     limit = _watchdog_seconds(run)
     first = holding[0]
     if ended := verdict(actors):
@@ -223,17 +223,17 @@ def _stack(run: Path, actor: Actor, asked: int | None, until: float) -> Stack:
     path = stacks_path(run, actor.name)
     if asked is not None:
         frames = _answer(path, asked, actor.thread, until)
-        return Stack(frames) if frames else Stack(said=f"it has not answered within {ANSWER_SECONDS:g} s")
+        return Stack(frames) if frames else Stack(said=f"no answer within {ANSWER_SECONDS:g} s")
     text = _text(path, 0)
     if text.startswith(f"{LEFT} {actor.pid}\n") and (left := frames_of(text, actor.thread)):
         return Stack(left, "its stack as the watchdog left it, innermost call first:")
     if actor.process == "stopped":
-        return Stack(said="a stopped process cannot answer; let it continue, and ask again")
+        return Stack(said="a stopped process cannot answer; let it continue, and try again")
     if actor.process in ("gone", "ended"):
         return Stack(said="its process has ended")
     if actor.process == "elsewhere":
         return Stack(said=f"ask on its host: lockstep why {run}")
-    return Stack(said="it cannot be asked from here; its own user can")
+    return Stack(said="not permitted from here; its own user can ask it")
 
 
 def _answer(path: Path, start: int, thread: int, until: float) -> list[str]:

@@ -15,9 +15,9 @@ class CheckpointConfig:
     every: Annotated[int, AtLeast(0)] = 0
     """Steps between checkpoints; 0: only the last."""
     keep_last: Annotated[int, AtLeast(0)] = 3
-    """Newest checkpoints to keep; older ones are deleted once a newer one is whole. 0: keep all."""
+    """Newest checkpoints to keep; older ones are deleted once a newer one is complete. 0: keep all."""
     keep_every: Annotated[int, AtLeast(0)] = 0
-    """Also keep every checkpoint whose step this divides; 0: none."""
+    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     asynchronous: bool = True
     """Write in the background: a step waits only until its tensors are copied to the host's memory."""
     last_model_only: bool = False

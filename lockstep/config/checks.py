@@ -57,7 +57,7 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     yield from _lora_problems(config)
     if isinstance(config, PretrainConfig):
         if config.compile.backend != "none" and any("frozen=true" in rule for rule in config.train.rules):
-            yield 'train.rules that freeze do not go with compiled layers; set compile.backend = "none"'
+            yield 'train.rules that freeze do not work with compiled layers; set compile.backend = "none"'
         if config.faults.on_spike == "rollback" and not config.checkpoint.every:
             yield (
                 'faults.on_spike is "rollback" and checkpoint.every is 0, so there would be no checkpoint to go back '
@@ -138,10 +138,10 @@ def _replay_problems(config: RLConfig) -> Iterator[str]:
     if not config.router_replay:
         return
     if config.recompute.mode != "none":
-        yield f'router_replay does not go with recompute.mode "{config.recompute.mode}" so far; leave one of them out'
+        yield f'router_replay does not work with recompute.mode "{config.recompute.mode}" yet; leave one of them out'
     for name in ("tensor", "context", "pipeline"):
         if (degree := getattr(config.parallel, name)) > 1:
-            yield f"router_replay does not go with parallel.{name} {degree} so far; leave one of them out"
+            yield f"router_replay does not work with parallel.{name} {degree} yet; leave one of them out"
 
 
 def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
@@ -235,17 +235,17 @@ def _expert_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         return
     if config.recompute.mode == "budget":
         yield (
-            'recompute.mode "budget" does not go with parallel.expert: ranks with other tokens would recompute other '
+            'recompute.mode "budget" does not work with parallel.expert: ranks with other tokens would recompute other '
             'layers, and wait for each other in vain; set it to "full", "every" or "selective"'
         )
     if config.compile.backend != "none":
         yield (
-            "compiled layers do not go with parallel.expert so far, whose experts FSDP gathers by themselves; set "
+            "compiled layers do not work with parallel.expert yet, whose experts FSDP gathers by themselves; set "
             'compile.backend = "none", or share the experts by parallel.tensor alone'
         )
     if config.train.deterministic_layout:
         yield (
-            "train.deterministic_layout does not go with parallel.expert so far: the gradients of experts are summed "
+            "train.deterministic_layout does not work with parallel.expert yet: the gradients of experts are summed "
             "over the tokens of several ranks at once; switch one of them off"
         )
 
@@ -263,7 +263,7 @@ def _lora_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
             )
         if config.actors.urls:
             yield (
-                "lora.rank does not go with servers (actors.urls), which are given whole weights; give "
+                "lora.rank does not work with servers (actors.urls), which are given whole weights; give "
                 "actors.generators, or train without an adapter"
             )
 
@@ -300,7 +300,7 @@ def _train_problems(train: TrainConfig) -> Iterator[str]:
                 f"clipped to train.max_grad_norm {train.max_grad_norm}; set max_grad_norm = 0"
             )
         if train.optimizer == "muon" or any("optimizer=muon" in rule for rule in train.rules):
-            yield "train.optimizer_in_backward goes with adamw only: ranks gather Muon's matrices together"
+            yield "train.optimizer_in_backward works with adamw only: ranks gather Muon's matrices together"
 
 
 def _serve_problems(config: ServeConfig) -> Iterator[str]:

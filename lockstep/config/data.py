@@ -1,4 +1,4 @@
-"""How documents become rows, and where they are kept once tokenised."""
+"""How documents become rows, and where they are kept once tokenized."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class DataConfig:
     """The loader's settings."""
 
     packing: Literal["cut", "whole"] = "cut"
-    """Documents one after the other, cut where a row ends; or whole, in rows filled up with padding."""
+    """`cut`: concatenate documents and cut at row ends; `whole`: whole documents in padded rows."""
     separate_documents: bool = True
     """Attention and positions stay within a document; off: a row is one sequence."""
     repeat: bool = True
-    """Begin again, in another order, where the data ends; off: the run stops there."""
+    """Start over, in a different order, when the data ends; off: the run stops there."""
     shuffle_window: Annotated[int, Above(0)] = 4096
     """Documents of a stream (hf:…) that are shuffled together; files are shuffled as a whole."""
     workers: Annotated[int, AtLeast(0)] = 4
-    """Processes that tokenise in the background; 0: none. A few megabytes of files never need them."""
+    """Processes that tokenize in the background; 0: none. A few megabytes of files never need them."""
     cache: str = ""
-    """Folder that keeps tokenised files for the next run. Empty: files up to 256 MiB are tokenised in memory at every
+    """Folder that keeps tokenized files for the next run. Empty: files up to 256 MiB are tokenized in memory at every
     start, more of them once, into ~/.cache/lockstep."""

@@ -20,11 +20,11 @@ class EngineConfig:
     """Capacity of the key-value cache in tokens; when it runs out, the newest sequences are preempted. On a CPU memory
     is taken as it is used."""
     prefix_cache: bool = True
-    """Share full cache pages between sequences that begin alike (the n samples of a prompt, for one)."""
+    """Share full cache pages between sequences with a common prefix (such as the n samples of a prompt)."""
     cuda_graphs: Literal["none", "piecewise", "full", "full_and_piecewise"] = "none"
     """Record the generator's launches and replay them: decode steps whole, or small steps between attentions."""
     draft: Literal["auto", "none", "ngram", "layers", "model"] = "auto"
-    """Whose guesses at the next tokens a step checks beside its own work; results are the same bits with any of them.
+    """Source of draft tokens for speculative decoding; results have the same bits with any of them.
     `ngram`: what followed the last tokens before; `auto`: that, and in `rl` earlier completions of the same prompt;
     `layers` and `model`: as the two settings below say."""
     draft_tokens: Annotated[int, Above(0)] = 15

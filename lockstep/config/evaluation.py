@@ -30,7 +30,7 @@ class EvalConfig:
     examples: Annotated[int, AtLeast(0)] = 0
     """So many from the beginning; 0: all."""
     samples_per_prompt: Annotated[int, Above(0)] = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     pass_at: tuple[int, ...] = ()
     """The k of pass@k, at most samples_per_prompt; empty: 1, 2, 4 … and samples_per_prompt."""
     reward_model: str = ""
@@ -38,7 +38,7 @@ class EvalConfig:
     reward_model_weight: Annotated[float, AtLeast(0)] = 1.0
     """Of its score in the total reward."""
     max_new_tokens: Annotated[int, Above(0)] = 32
-    """Completions are cut here and count as truncated."""
+    """Completions are truncated after this many tokens."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts are rendered by the model's chat template, as for `rl`."""
     temperature: Annotated[float, AtLeast(0), AtMost(100)] = 1.0

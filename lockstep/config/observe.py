@@ -19,16 +19,16 @@ class ObserveConfig:
     trackio: bool = False
     """Also log to trackio, which keeps runs on this machine (needs the trackio package)."""
     terminal: tuple[str, ...] = ()
-    """Metrics that the terminal shows beside its own, by name, such as time/generate; * stands for anything."""
+    """Additional metrics to show on the terminal, by name, such as time/generate; * matches anything."""
     project: str = "lockstep"
     """Project that Weights & Biases and trackio show the run in, under the name of its folder."""
     timeline_steps: Annotated[int, AtLeast(0)] = 200
     """Steps whose phases timeline.json holds, the last of the run; 0: no timeline."""
     profile_steps: tuple[int, ...] = ()
-    """Steps that the torch profiler records, a trace a rank in profile/."""
+    """Steps that the torch profiler records; writes a trace per rank to profile/."""
     memory_snapshot_steps: tuple[int, ...] = ()
-    """Steps after which the CUDA allocator's history is written, a file a rank in profile/."""
+    """Steps after which the CUDA allocator's history is written, a file per rank in profile/."""
     gc_every: Annotated[int, AtLeast(0)] = 50
-    """Python's garbage collection runs on all ranks at every so many steps, never in between; 0: whenever it likes."""
+    """Run Python's garbage collector on all ranks every N steps, and never in between; 0: leave it to Python."""
     deterministic: bool = False
     """Only deterministic kernels, on CUDA too (the CPU's are anyway); slower, and what has none raises an error."""

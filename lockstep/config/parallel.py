@@ -32,9 +32,9 @@ class ParallelConfig:
     """The degrees of every kind of parallelism; their product, but for `expert`, is the number of ranks."""
 
     data_replicate: int = 1
-    """Copies of the model that each see other data (DDP; with data_shard: HSDP)."""
+    """Copies of the model, each of which sees different data (DDP; with data_shard: HSDP)."""
     data_shard: int = -1
-    """Ranks that share one copy's weights, gradients and optimizer state (FSDP); -1: all ranks that are left."""
+    """Ranks that shard one copy's weights, gradients and optimizer state (FSDP); -1: all remaining ranks."""
     context: int = 1
     """Ranks that share each sequence."""
     tensor: int = 1
@@ -49,21 +49,21 @@ class ParallelConfig:
     """Parts that sums over tensor-parallel ranks are made of, a power of two: another number gives other bits, another
     tensor degree up to it does not. 0: `tensor`, or what the model was trained with if that is more."""
     asynchronous_tensor: bool = False
-    """Sums of tensor parallelism travel in chunks beside the products; the same bits, measured on no GPU so far."""
+    """Sums of tensor parallelism travel in chunks beside the products; the same bits, not measured on GPUs yet."""
     pipeline: int = 1
-    """Ranks that the layers are spread over, in stages."""
+    """Ranks that the layers are divided among, in stages."""
     pipeline_schedule: str = "1f1b"
-    """Order of the stages' work: `gpipe`, `1f1b`, `interleaved`, `zbv`, `dualpipev`, or a FILE.csv: a line a rank."""
+    """Order of the stages' work: `gpipe`, `1f1b`, `interleaved`, `zbv`, `dualpipev`, or FILE.csv, a line per rank."""
     pipeline_stages_per_rank: Annotated[int, AtLeast(1)] = 2
     """Stages of each rank in an interleaved schedule; the others fix theirs."""
     pipeline_split: str = ""
     """Layers that begin a new stage, as `layers.2,layers.5`; empty: stages of about equal work."""
     pipeline_embedding_layers: Annotated[float, AtLeast(0)] = 0.0
-    """How many layers' work the embedding stands for where stages are made equal."""
+    """The embedding's work in layers, for balancing stages."""
     pipeline_head_layers: Annotated[float, AtLeast(0)] = 1.0
-    """How many layers' work the head and its loss stand for where stages are made equal."""
+    """The work of the head and its loss in layers, for balancing stages."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """When sharded weights are let go after a layer's forward; default: always, but never within a pipeline."""
+    """When gathered weights are freed after a layer's forward; default: always, but never within a pipeline."""
     reduce_gradients: Literal["auto", "step", "microbatch"] = "auto"
     """When ranks sum sharded weights' gradients: once a step, until when each rank holds the gradient of the whole
     weights, or with every micro-batch; auto: once a step where that gradient fits a quarter of a rank's memory."""

@@ -61,6 +61,6 @@ def preference_problems(config: PreferenceConfig) -> Iterator[str]:
     if isinstance(config, DPOConfig) and config.reference and config.loss == "simpo":
         yield f"reference is {config.reference}, and loss simpo has none; leave it out"
     if isinstance(config, DPOConfig) and config.reference and config.parallel.pipeline > 1:
-        yield "reference does not go with parallel.pipeline so far; use another layout, or leave it out"
+        yield "reference does not work with parallel.pipeline yet; use another layout, or leave it out"
     if isinstance(config, DPOConfig) and config.label_smoothing and config.loss not in ("dpo", "simpo"):
         yield f"label_smoothing is for dpo and simpo, and loss is {config.loss}; leave it out"

@@ -17,13 +17,13 @@ class RewardConfig:
     `gymnasium:ID` and `verifiers:TASKSET`, and of the built-in tasks for `math` and `code`. An environment that is
     given as an object always runs in the trainer's own process."""
     workers: Annotated[int, AtLeast(0)] = 0
-    """Worker processes; 0: half as many as there are processors, 8 at most."""
+    """Worker processes; 0: half the number of processors, at most 8."""
     seconds: Annotated[float, Above(0)] = 10.0
-    """Time of one reward, and of a conversation's environment from one reply to the next."""
+    """Time limit of one reward, and of a conversation's environment from one reply to the next."""
     memory_gib: Annotated[float, Above(0)] = 4.0
     """Memory of a worker process and of each process that it starts, the environment's own data included."""
     processes: Annotated[int, AtLeast(0)] = 32
-    """Processes that a worker may have started at the same time."""
+    """Maximum number of processes that a worker has started."""
     output_kib: Annotated[int, Above(0)] = 256
     """What one reward may print; a worker's log in the run's folder keeps as much, and drops the rest."""
     concurrent: Annotated[int, Above(0)] = 32

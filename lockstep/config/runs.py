@@ -26,7 +26,7 @@ class PretrainConfig:
     """A next-token run on text."""
 
     output: str = "run"
-    """Folder the run writes."""
+    """Output folder of the run."""
     model: str = "qwen3:tiny"
     """`family:size` for fresh weights (see lockstep.model.PRESETS); or, to continue from its weights, a Hugging Face
     folder, a run's folder, or a model of the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION."""
@@ -42,17 +42,17 @@ class PretrainConfig:
     steps: Annotated[int, AtLeast(0)] = 200
     """Optimizer steps; 0: only write the initial weights, as a checkpoint that other runs can start from."""
     tokens_per_step: Annotated[int, Above(0)] = 8192
-    """Tokens of one optimizer step, over all ranks and micro-batches: a multiple of sequence_length."""
+    """Tokens per optimizer step, over all ranks and micro-batches: a multiple of sequence_length."""
     sequence_length: Annotated[int, Above(0)] = 256
     """Tokens of one row of documents; a micro-batch is as many rows as fit into train.tokens_per_microbatch."""
     dtype: ModelDtype = "auto"
-    """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own; for fresh
+    """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's; for fresh
     weights the one that this processor trains faster in."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
     where there are instructions for them; auto: the run's own when it is resumed, else the fastest here."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
-    """Fixes initial weights and the order of the data."""
+    """Seed of the initial weights and of the data order."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
     loader: DataConfig = field(default_factory=DataConfig)
@@ -71,7 +71,7 @@ class PretrainConfig:
     validation_tokens: Annotated[int, Above(0)] = 65536
     """Tokens of a validation: its data in an order of its own, the same every time, from the beginning."""
     resume: bool = False
-    """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
+    """Continue the run in `output` from its newest complete checkpoint; if there is no run yet, start one."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
     dry_run: Annotated[int, AtLeast(0)] = 0
@@ -103,13 +103,13 @@ class RLConfig:
     """A reinforcement run: sample groups of completions, reward them, move the policy towards the better ones."""
 
     output: str = "run"
-    """Folder the run writes."""
+    """Output folder of the run."""
     model: str = ""
     """Llama 3 or Qwen3 to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the
     hub."""
     environment: str = "digit_sum"
     """`alphabet_sort`, `calculator`, `code`, `digit_sum`, `gsm8k`, `math`, `prompts` or `retrieval`;
-    `gymnasium:ID` or `verifiers:TASKSET`; or `FILE.py:Class` for a task of your own."""
+    `gymnasium:ID` or `verifiers:TASKSET`; or `FILE.py:Class` for your own task."""
     data: str = ""
     """The environment's data. code, math, prompts: a folder with train.jsonl and validation.jsonl, or one .jsonl file;
     gsm8k: a folder with train.jsonl and test.jsonl; retrieval: as code, with `documents` beside; verifiers: a .toml
@@ -119,14 +119,14 @@ class RLConfig:
     steps: Annotated[int, Above(0)] = 100
     """Reinforcement steps."""
     prompts_per_step: Annotated[int, Above(0)] = 16
-    """Different prompts that a step trains on."""
+    """Prompts per step."""
     oversampling_factor: Annotated[float, AtLeast(1), AtMost(16)] = 1.0
     """Prompts that a step asks for each one that it trains on. It trains on those whose longest completion is shortest;
     the others (stragglers) are stopped once that is known of them, and dropped. 1: none is asked in vain."""
     samples_per_prompt: Annotated[int, AtLeast(2)] = 8
-    """Completions of each prompt, at least 2: the group that advantages are relative to."""
+    """Completions per prompt, at least 2: the group that advantages are relative to."""
     max_new_tokens: Annotated[int, Above(0)] = 32
-    """Completions are cut here and count as truncated."""
+    """Completions are truncated after this many tokens."""
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts and conversations are rendered by the model's chat template. auto: where it has one, but for
     prompts that hold a special token, which are taken as rendered already; never: the model reads them as they are."""
@@ -226,7 +226,7 @@ class RLConfig:
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
     where there are instructions for them; auto: the run's own when it is resumed, else the fastest here."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
-    """Fixes the order of the prompts and every draw."""
+    """Seed of the order of prompts and of every draw."""
     device: str = ""
     """`cpu`, `cuda` or `cuda:1` …, for trainer and generator; empty: the machine's accelerator where it has one."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
@@ -240,9 +240,9 @@ class RLConfig:
     validation_every: Annotated[int, AtLeast(0)] = 0
     """Steps between validations; 0: only before the first and after the last step."""
     validation_examples: Annotated[int, Above(0)] = 256
-    """Held-out examples of a validation."""
+    """Held-out examples per validation."""
     validation_samples: Annotated[int, Above(0)] = 1
-    """Completions of each of them."""
+    """Completions per example."""
     validation_temperature: Annotated[float | None, AtLeast(0), AtMost(100)] = None
     """Sampling temperature of validations; 0: greedy; None: that of training."""
     validation_seed: Annotated[int | None, AtLeast(0), Below(2**63)] = None
@@ -252,7 +252,7 @@ class RLConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
     resume: bool = False
-    """Continue the run in `output` from its newest whole checkpoint; where there is no run yet, start it."""
+    """Continue the run in `output` from its newest complete checkpoint; if there is no run yet, start one."""
     overwrite: bool = False
     """Delete a run that is already in `output`."""
     dry_run: Annotated[int, AtLeast(0)] = 0
@@ -284,22 +284,22 @@ class ServeConfig:
     admin_key: str = ""
     """Key of the /admin routes; empty: the environment's LOCKSTEP_ADMIN_KEY. Without either there are none."""
     max_body_bytes: Annotated[int, Above(0)] = 2 * 2**20
-    """Bytes of a request's body."""
+    """Maximum size of a request's body in bytes."""
     max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
-    """Tokens of a prompt; 0: as many as the model's context holds."""
+    """Maximum number of tokens in a prompt; 0: the model's context."""
     max_n: Annotated[int, Above(0)] = 128
-    """Samples of a prompt (`n`)."""
+    """Maximum number of samples per prompt (`n`)."""
     max_requests: Annotated[int, Above(0)] = 512
-    """Requests that are answered at the same time; further ones get 429."""
+    """Maximum number of concurrent requests; further ones get 429."""
     max_waiting: Annotated[int, AtLeast(0)] = 1024
     """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
     max_connections: Annotated[int, Above(0)] = 2048
-    """Connections that are open at the same time; further ones are closed at once."""
+    """Maximum number of open connections; further ones are closed at once."""
     client_seconds: Annotated[float, AtLeast(0)] = 60.0
     """Time that a client may take to send a request, and to read what was written for it; then its connection is
     closed. 0: as long as it likes."""
     request_seconds: Annotated[float, AtLeast(0)] = 0.0
-    """Time that a request may take, reading it included; 0: as long as it needs."""
+    """Time limit of a request, including reading it; 0: none."""
     shutdown_seconds: Annotated[float, AtLeast(0)] = 20.0
     """Time that running requests are given after SIGTERM or SIGINT before they are aborted; torchrun kills its ranks
     after 30 seconds unless it is given another `--shutdown-timeout`."""

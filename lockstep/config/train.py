@@ -49,12 +49,12 @@ class TrainConfig:
     rules: tuple[str, ...] = ()
     """`PATTERN key=value …` for parameters so named; keys learning_rate (a factor), weight_decay, optimizer, frozen."""
     optimizer_in_backward: bool = False
-    """Update a parameter as soon as its gradient is whole, and let the gradient go: no clipping, one micro-batch."""
+    """Update each parameter as soon as its gradient is complete, and free that: no clipping, one micro-batch."""
     deterministic_layout: bool = False
     """Sum gradients in one order, so that losses and weights keep their bits in every layout: a power of two of
     data-parallel ranks (of GPUs two at most), and on CPUs tensor, context and pipeline ranks. Costs exchanges."""
     keep_freed_memory: bool = True
-    """On a CPU: reuse freed memory in the process, for speed; off, it goes back to the system, for a lower peak."""
+    """On a CPU: keep freed memory in the process, for speed; off: return it to the system, for a lower peak."""
     router_auxiliary: Annotated[float, AtLeast(0)] = 0.0
     """Mixtures of experts: weight of the loss that evens out their load, by the load of the step before; 0.001 is
     common."""
@@ -63,6 +63,6 @@ class TrainConfig:
     router_bias_rate: Annotated[float, AtLeast(0)] = 0.0
     """Mixtures whose choice has a bias (DeepSeek-V3): what it moves by after each step; 0.001 is common."""
     max_grad_norm: Annotated[float, AtLeast(0)] = 1.0
-    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+    """Clip gradients to this global norm; 0: no clipping."""
     tokens_per_microbatch: Annotated[int, Above(0)] = 8192
     """Tokens of one packed forward and backward pass; a step accumulates as many as it needs."""

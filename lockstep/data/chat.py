@@ -20,7 +20,7 @@ from lockstep.data.workers import python_path
 from lockstep.errors import UserError
 
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
-MEND = "mend it, take it away or put a chat_template.jinja beside it"
+FIX = "fix it, remove it or put a chat_template.jinja next to it"
 
 MEMORY_BYTES, SECONDS = 2**30, 5.0
 """Of the process that renders: its whole memory, and the processor's time for compiling or for one rendering."""
@@ -147,7 +147,7 @@ def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
                 # A token that is null is one that this file does not say.
                 settings |= {k: v for k, v in json.loads(read_text(folder / name)).items() if v is not None}
             except (ValueError, AttributeError, RecursionError) as error:
-                raise UserError(f"{folder / name}: not a JSON object ({error}); mend it or take it away") from error
+                raise UserError(f"{folder / name}: not a JSON object ({error}); fix it or remove it") from error
     path = Path(file) if file else folder / CHAT_TEMPLATE_FILE
     if file and not path.is_file():
         raise UserError(f"{path}: no such file; give a chat template with --template FILE, or leave it out")
@@ -155,12 +155,12 @@ def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
     if isinstance(source, list):  # several templates by name
         named = [t for t in source if isinstance(t, dict) and isinstance(t.get("template"), str)]
         if len(named) < len(source):
-            raise UserError(f"{folder}: chat_template is a list of other things than templates by name; {MEND}")
+            raise UserError(f"{folder}: chat_template is a list of other things than templates by name; {FIX}")
         source = next((t["template"] for t in named if t.get("name") == "default"), None)
     if source is None:
         return None
     if not isinstance(source, str):
-        raise UserError(f"{folder}: chat_template is a {type(source).__name__}, not a text; {MEND}")
+        raise UserError(f"{folder}: chat_template is a {type(source).__name__}, not a text; {FIX}")
     special = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
     return make_chat_template(source, {k: v for k, v in special.items() if isinstance(v, str)}, file or str(folder))
 
@@ -170,7 +170,7 @@ def make_chat_template(source: str, special_tokens: dict[str, str], where: str) 
     try:
         return ChatTemplate(source, special_tokens)
     except ChatTemplateError as error:
-        raise UserError(f"{where}: the chat template cannot be read ({error}); mend it or take it away") from error
+        raise UserError(f"{where}: the chat template cannot be read ({error}); fix it or remove it") from error
 
 
 class _Ended(Exception):

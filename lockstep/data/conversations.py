@@ -43,7 +43,7 @@ class ConversationSource:
         self.streamed = data.startswith(HUB)
         self.files: list[Path] = [] if self.streamed else find_files(data)
         if other := [path for path in self.files if not holds_records(path)]:
-            raise UserError(f"{other[0]}: holds no conversations; give .jsonl or .parquet files")
+            raise UserError(f"{other[0]}: contains no conversations; give .jsonl or .parquet files")
 
     def read(self, skip: int = 0) -> Iterator[Conversation]:
         """The conversations from number `skip` on. Only a data set can skip."""
@@ -83,7 +83,7 @@ class ConversationEncoder:
         try:
             text, spans = self.text(conversation.values)
         except ChatTemplateError as error:
-            return self._bad(f"{conversation.where}: {error}; mend it")
+            return self._bad(f"{conversation.where}: {error}; fix it")
         return self.tokens(conversation.where, text, spans)
 
     def tokens(self, where: str, text: str, spans: list[tuple[int, int]]) -> Encoded:

@@ -1,4 +1,4 @@
-"""Tokenised documents side by side in one array."""
+"""Tokenized documents side by side in one array."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TokenizedCorpus:
             first = int(outside[0])
             raise UserError(
                 f"{self.where}: token {start + first} (from 0) in tokens.bin is {tokens[first]}, outside of the "
-                f"vocabulary of {self.vocab_size}; the file is damaged: delete the folder and tokenise the data again"
+                f"vocabulary of {self.vocab_size}; the file is damaged: delete the folder and tokenize the data again"
             )
         return tokens
 
@@ -113,7 +113,7 @@ def drain(
 
 
 def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer, skip_bad: bool = False) -> TokenizedCorpus:
-    """Tokenises every document in memory and ends it with the end-of-text token; empty ones are left out and counted.
+    """Tokenizes every document in memory and ends it with the end-of-text token; empty ones are left out and counted.
 
     Raises UserError if there is no text at all, or for half a surrogate pair unless those documents are skipped.
     """

@@ -12,7 +12,7 @@ from lockstep.data.text import TextPart
 from lockstep.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 
 BATCH = 512
-"""Documents that are tokenised at once, at most."""
+"""Documents that are tokenized at once, at most."""
 BATCH_CHARACTERS = 2**20
 
 
@@ -26,7 +26,7 @@ class Encoded(NamedTuple):
     problem: str = ""
     """Why there are no tokens, where the document is bad: with its place and what to do."""
     left_out: str = ""
-    """Name of the count that it goes into, where `problem` is no mistake: the run says so and goes on without it."""
+    """Name of the count that it goes into, where `problem` is not an error: the run counts it and continues."""
 
 
 @runtime_checkable
@@ -88,8 +88,8 @@ def half_a_pair(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         before = text[max(0, error.start - 20) : error.start].encode(errors="replace").decode()
-        return f"a text holds half a surrogate pair after {before!r}; mend it"
-    raise TypeError(f"cannot be tokenised: {text[:80]!r}")
+        return f"a text holds half a surrogate pair after {before!r}; fix it"
+    raise TypeError(f"cannot be tokenized: {text[:80]!r}")
 
 
 def token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:

@@ -19,15 +19,15 @@ from lockstep.ops.cache import cache_folder
 DataSource = Source | Path | TokenizedCorpus
 """Documents, a folder of tokens by its path, or a corpus."""
 IN_MEMORY = 2**28
-"""Bytes of files that are tokenised in memory where no cache is named."""
+"""Bytes of files that are tokenized in memory where no cache is named."""
 ALONE = 2**23
 """Bytes of files for which starting worker processes takes longer than they save."""
 
 
 def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, share: Share = unshared) -> Documents:
-    """Tokenised documents: of a folder of tokens as they are, of a stream while it is read, of files beforehand.
+    """Tokenized documents: of a folder of tokens as they are, of a stream while it is read, of files beforehand.
 
-    What is tokenised in memory is by `share`. Raises UserError for bad data.
+    What is tokenized in memory is by `share`. Raises UserError for bad data.
     """
     if isinstance(source, TokenizedCorpus):
         return source

@@ -63,7 +63,7 @@ class PreferenceEncoder:
                 return self._labelled(line)
             return self._pair(line)
         except ChatTemplateError as error:
-            return self._without(f"{line.where}: {error}; mend it")
+            return self._without(f"{line.where}: {error}; fix it")
 
     def _pair(self, line: Conversation) -> Encoded:
         prompt, (chosen, rejected) = _prompt_and_answers(line.values)
@@ -83,7 +83,7 @@ class PreferenceEncoder:
     def _labelled(self, line: Conversation) -> Encoded:
         prompt, completion, label = (line.values.get(name) for name in ("prompt", "completion", "label"))
         if not isinstance(label, bool):
-            raise ChatTemplateError('needs "label", true or false, beside "prompt" and "completion"')
+            raise ChatTemplateError('needs "label", true or false, along with "prompt" and "completion"')
         if _kind(prompt) != _kind(completion) or not _kind(prompt):
             raise ChatTemplateError('"prompt" and "completion" must both be texts or both lists of messages')
         one = self._answer(line, prompt, completion)

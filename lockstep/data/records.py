@@ -30,7 +30,7 @@ LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
 FEW_ROWS, MANY_ROWS = 64, 2**16
 """Of a Parquet file, read at once."""
 
-NO_TEXT = "holds no text: there are no documents in it, or only empty ones; give other data"
+NO_TEXT = "contains no text: there are no documents in it, or only empty ones; give other data"
 LEFT_OUT = {
     "skipped_lines": "malformed, and skipped as asked (--skip-bad-lines)",
     "empty_documents": "empty",
@@ -50,7 +50,7 @@ class Tally:
     bytes_read: int = 0
     """Of the files, on disk."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Examples that nothing can be learnt from, by reason."""
+    """Examples that nothing can be learned from, by reason."""
 
     def counts(self) -> dict[str, int]:
         """The part of it that goes into a run's metrics."""
@@ -62,7 +62,7 @@ class Tally:
         if not found.keys() - {"empty_documents"}:
             return UserError(f"{data}: {NO_TEXT}")
         why = ", ".join(f"{count} {LEFT_OUT[name]}" for name, count in found.items())
-        return UserError(f"{data}: none of its {sum(found.values())} examples can be learnt from: {why}")
+        return UserError(f"{data}: none of its {sum(found.values())} examples can be learned from: {why}")
 
 
 def holds_records(path: Path) -> bool:
@@ -118,12 +118,12 @@ def read_jsonl(
                 if not problem:
                     yield number, values
                 elif not skip_bad_lines:
-                    raise UserError(f"{path}:{number}: not a JSON object ({problem}); mend it or use --skip-bad-lines")
+                    raise UserError(f"{path}:{number}: not a JSON object ({problem}); fix it or use --skip-bad-lines")
                 else:
                     tally.skipped_lines += 1
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot be read ({reason}); mend it or leave it out") from error
+        raise UserError(f"{path}: cannot be read ({reason}); fix it or leave it out") from error
     tally.bytes_read += path.stat().st_size if compressed else 0
 
 
@@ -187,10 +187,10 @@ def _parquet(
                             tally.skipped_lines += 1
                         else:
                             problem = f"{path}: row {number}: longer than {LONGEST_LINE} bytes"
-                            raise UserError(f"{problem}; mend it or use --skip-bad-lines")
+                            raise UserError(f"{problem}; fix it or use --skip-bad-lines")
             tally.bytes_read += path.stat().st_size // len(groups)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: cannot be read as Parquet ({error}); mend it or leave it out") from error
+        raise UserError(f"{path}: cannot be read as Parquet ({error}); fix it or leave it out") from error
 
 
 def _how_to_read(group: list[Chunk], columns: list[str]) -> tuple[int, list[int]]:

@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 
 @runtime_checkable
 class Documents(Protocol):
-    """Tokenised documents, a window at a time: a whole corpus is one window, a stream is many."""
+    """Tokenized documents, a window at a time: a whole corpus is one window, a stream is many."""
 
     def window(self, index: int) -> TokenizedCorpus | None:
         """The documents that are shuffled together; None after the last."""
@@ -211,4 +211,4 @@ class Rows:
             self._window, self._epoch = 0, self._epoch + 1
             if self.ended and len(self._order):
                 return
-        raise UserError("the data holds no sequence of two tokens; there is nothing to predict")
+        raise UserError("the data contains no sequence of two tokens; there is nothing to predict")

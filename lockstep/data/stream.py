@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 
 
 class StreamedDocuments:
-    """Windows of `size` documents of a stream; the next one is read and tokenised while this one is used.
+    """Windows of `size` documents of a stream; the next one is read and tokenized while this one is used.
 
     Window k holds the documents from number k · size on, empty ones left out, so a run resumes by skipping to there.
     The process that `share` chooses reads; all processes of a run ask for the same windows in the same order.

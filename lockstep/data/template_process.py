@@ -52,7 +52,7 @@ def serve() -> None:
         except MemoryError:
             text, kind, answer = "", b"!", f"it needs more than {memory // 2**20} MiB of memory".encode()
         except RecursionError:
-            text, kind, answer = "", b"!", b"it is nested too deep"
+            text, kind, answer = "", b"!", b"it is nested too deeply"
         except Exception as error:  # a template is a program: these variables can make it raise anything
             text, kind, answer = "", b"!", f"{error}"[:1000].encode(errors="replace")
         answers.write(kind + len(answer).to_bytes(8, "little") + answer)

@@ -45,7 +45,7 @@ class TextSource:
         self.skip_bad_lines = skip_bad_lines
         self.tally = Tally()
         self.streamed = data.startswith(HUB)
-        """Whether it is read from afar: it is not tokenised beforehand, and its end is not known."""
+        """Whether it is read from afar: it is not tokenized beforehand, and its end is not known."""
         self.files = [] if self.streamed else find_files(data)
         try:
             self.keys = [key for _, key, _, _ in string.Formatter().parse(template) if key is not None]
@@ -153,7 +153,7 @@ def _read_text(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[TextP
             yield TextPart("", True)
         tally.bytes_read += size
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); mend it or leave it out") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix it or leave it out") from error
 
 
 def _standard_library() -> list[Path]:

@@ -64,10 +64,10 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         kind = np.dtype(DTYPES[about["dtype"]])
         scored, counts, made_by = bool(about["scored"]), _counts(about["counts"]), about["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error!r:.200}); tokenise the data again") from error
+        raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error!r:.200}); tokenize the data again") from error
     if tokenizer is not None and made_by != tokenizer_fingerprint(tokenizer):
         raise UserError(
-            f"{folder}: was tokenised with another tokenizer than the model's; tokenise the data again with "
+            f"{folder}: was tokenized with another tokenizer than the model's; tokenize the data again with "
             "lockstep data tokenize --tokenizer FOLDER"
         )
     files = {"tokens.bin": (kind, tokens), "offsets.bin": (np.dtype(np.int64), documents + 1)}
@@ -79,11 +79,11 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         size = path.stat().st_size if path.is_file() else -1
         if size != length * dtype.itemsize:
             raise UserError(
-                f"{path}: has {size} bytes and not {length * dtype.itemsize}; delete {folder} and tokenise again"
+                f"{path}: has {size} bytes and not {length * dtype.itemsize}; delete {folder} and tokenize again"
             )
         arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
     if not _ascending(arrays["offsets.bin"], tokens):
-        raise UserError(f"{folder / 'offsets.bin'}: the offsets do not ascend from 0 to {tokens}; tokenise again")
+        raise UserError(f"{folder / 'offsets.bin'}: the offsets do not ascend from 0 to {tokens}; tokenize again")
     vocab_size = None if tokenizer is None else tokenizer.vocab_size
     return TokenizedCorpus(
         arrays["tokens.bin"], arrays["offsets.bin"], arrays.get("scored.bin"), counts, vocab_size, str(folder)
@@ -106,7 +106,7 @@ def _ascending(offsets: np.ndarray, last: int) -> bool:
 def write_token_folder(
     folder: Path, source: Source, encoder: Encoder, workers: int = 0, on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Tokenises a source into a folder, which only appears when it is whole; never holds more than a few batches.
+    """Tokenizes a source into a folder, which only appears when it is whole; never holds more than a few batches.
 
     `on_bytes` hears how many bytes of the files have been read. Raises UserError for bad data and for a full disk.
     """
@@ -129,7 +129,7 @@ def tokenize_with_progress(folder: Path, source: Source, encoder: Encoder, worke
     from lockstep.observe import Progress
 
     total = sum(path.stat().st_size for path in source.files)
-    with Progress("tokenise", total or 1) as bar:
+    with Progress("tokenize", total or 1) as bar:
         write_token_folder(folder, source, encoder, workers, lambda read: bar.advance(read - bar.done))
         if bar.done < bar.total:
             bar.advance(bar.total - bar.done)
@@ -175,7 +175,7 @@ def _write(
 
 
 def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> TokenizedCorpus:
-    """The source's corpus from the cache, tokenised now where it is not there.
+    """The source's corpus from the cache, tokenized now where it is not there.
 
     Its name there is made of the files (path, size, time of change), the tokenizer and what else decides over the
     documents. Of several processes that ask for it, one works and the others wait.

@@ -25,7 +25,7 @@ def tokenize_once(
     """Writes the folder `output` and says what is in it. Raises UserError for bad data or a folder that exists."""
     folder = Path(output)
     if folder.exists():
-        raise UserError(f"{folder}: is there already; delete it or give another --output")
+        raise UserError(f"{folder}: already exists; delete it or give another --output")
     source: Source
     encoder: Encoder
     if chat:

@@ -439,11 +439,11 @@ def _carried(folder: Path) -> dict[str, str]:
 def read_text(path: Path) -> str:
     """Raises UserError for a file that is no UTF-8, or larger than 64 MiB."""
     if (size := path.stat().st_size) > LARGEST_TEXT:
-        raise UserError(f"{path}: has {size} bytes, more than {LARGEST_TEXT}; mend it or take it away")
+        raise UserError(f"{path}: has {size} bytes, more than {LARGEST_TEXT}; fix it or remove it")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 at byte {error.start}; mend it or take it away") from error
+        raise UserError(f"{path}: is not UTF-8 at byte {error.start}; fix it or remove it") from error
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -452,9 +452,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}); mend it or take it away") from error
+        raise UserError(f"{path}: not JSON ({error}); fix it or remove it") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a {type(values).__name__}, not a JSON object; mend it or take it away")
+        raise UserError(f"{path}: a {type(values).__name__}, not a JSON object; fix it or remove it")
     return values
 
 

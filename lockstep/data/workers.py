@@ -101,7 +101,7 @@ class _Worker:
             answer = pickle.load(self.process.stdout)
         except EOFError as error:
             code = self.process.wait()
-            raise RuntimeError(f"a tokenising process ended with code {code}; out of memory?") from error
+            raise RuntimeError(f"a tokenizing process ended with code {code}; out of memory?") from error
         if isinstance(answer, BaseException):
             raise answer
         result: list[Encoded] = answer
@@ -149,7 +149,7 @@ def serve() -> None:
         except UserError as error:
             answer = error
         except Exception as error:
-            answer = RuntimeError(f"tokenising failed: {type(error).__name__}: {error}")
+            answer = RuntimeError(f"tokenizing failed: {type(error).__name__}: {error}")
         try:
             pickle.dump(answer, sink, protocol=pickle.HIGHEST_PROTOCOL)
             sink.flush()

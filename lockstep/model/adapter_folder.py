@@ -220,7 +220,7 @@ def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
             )
         modules[stem.removeprefix(f"{PEFT_PREFIX}")] = None
     if not modules:
-        raise UserError(f"{folder / TENSORS}: holds no tensors; the adapter is empty")
+        raise UserError(f"{folder / TENSORS}: contains no tensors; the adapter is empty")
     return tuple(modules)
 
 

@@ -63,7 +63,7 @@ def accepted(parity: Parity, config: RLConfig, step: int, model: TrainableModel)
     if (parity.tokens_different or parity.routes_different) and config.on_parity_error != "measure":
         message = f"step {step}: {parity.in_words()}. " + in_words(model, parity.sequence)
         if config.on_parity_error == "stop":
-            raise ParityError(message + "; set on_parity_error = warn to go on regardless")
+            raise ParityError(message + "; set on_parity_error = warn to continue regardless")
         warnings.warn(message, stacklevel=2)
     return parity
 

@@ -84,7 +84,7 @@ class RLDryRun:
             f"{found.parameters / 1e9:.3f} B parameters in {found.dtype}",
             f"about {found.microbatches} full micro-batches per rank and step, prompts not counted",
             "",
-            *_table("memory of a rank, GiB", self.memory, stages),
+            *_table("memory per rank, GiB", self.memory, stages),
             "",
         ]
         lines.append(f"the peak is {max(peaks.values()) / 2**30:.3f} GiB, in {max(stages, key=peaks.__getitem__)}")

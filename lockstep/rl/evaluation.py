@@ -271,7 +271,7 @@ def _open_output(config: EvalConfig) -> Path:
     output = Path(config.output)
     there = [path for path in (output / RESULT, *output.glob("completions_*.jsonl")) if path.exists()]
     if there and not config.overwrite:
-        raise UserError(f"{there[0]}: is there already; replace it with --overwrite, or give another --output")
+        raise UserError(f"{there[0]}: already exists; replace it with --overwrite, or give another --output")
     try:
         output.mkdir(parents=True, exist_ok=True)
         for path in there:

@@ -93,7 +93,7 @@ class Ledger:
         if not self.trained:
             raise UserError(
                 f"no group of this step has two rewards that did not fail ({len(self.rollouts)} rollouts), so there is "
-                'nothing to train on; mend the reward, or set rewards.on_failure = "zero"'
+                'nothing to train on; fix the reward, or set rewards.on_failure = "zero"'
             )
 
     def places(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def announce_start(config: RLConfig, environment: Environment, model: TrainableM
     if world.device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
         announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
     if start and start >= config.steps:
-        log.warning("the run has come to its end at step %d; give more --steps to go on", start)
+        log.warning("the run has finished at step %d; give more --steps to continue", start)
 
 
 def learns_from_spread_alone(config: RLConfig) -> bool:

@@ -23,7 +23,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     if not texts:
-        raise UserError(f"{path}: holds no rollouts")
+        raise UserError(f"{path}: contains no rollouts")
     lines = []
     for number, text in enumerate(texts, 1):
         try:

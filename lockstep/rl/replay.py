@@ -171,7 +171,7 @@ class _Drawn:
 def _recorded(folder: RunFolder, step: int | None) -> dict[str, Any]:
     """The step's metrics."""
     if not (folder.path / CONFIG).is_file():
-        raise UserError(f"{folder.path}: holds no run; give the folder of a reinforcement run")
+        raise UserError(f"{folder.path}: is not a run's folder; give the folder of a reinforcement run")
     possible = replayable(folder.path)
     if step is None and possible:
         step = possible[-1]

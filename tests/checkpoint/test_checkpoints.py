@@ -179,7 +179,7 @@ def test_the_last_checkpoint_can_be_the_model_alone_in_another_dtype(tmp_path, c
     pretrain(_config(tmp_path, resume=True, **changes))
     assert (run / "metrics.jsonl").read_text().splitlines() == losses and "finished at step 3" in caplog.text
     pretrain(_config(tmp_path, resume=True, steps=4, **changes))
-    assert "step_00000003 cannot be resumed from: it holds the model only" in caplog.text
+    assert "step_00000003 cannot be resumed from: it contains only the model" in caplog.text
     again = (run / "metrics.jsonl").read_text().splitlines()
     assert len(again) == 4
     assert [json.loads(line)["loss"] for line in again[:3]] == [json.loads(line)["loss"] for line in losses]
@@ -256,7 +256,7 @@ def test_a_model_alone_is_not_resumed_from_when_the_data_are_to_be_repeated(tmp_
     pretrain(_config(tmp_path, resume=True, **once))
     assert (run / "metrics.jsonl").read_text() == lines, "the data has ended, so nothing is left to train"
     again = once | dict(loader=DataConfig(repeat=True))
-    with pytest.raises(UserError, match="cannot resume from any checkpoint .* holds the model only"):
+    with pytest.raises(UserError, match="cannot resume from any checkpoint .* contains only the model"):
         pretrain(_config(tmp_path, resume=True, **again))
     assert (run / "metrics.jsonl").read_text() == lines
 

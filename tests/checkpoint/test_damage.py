@@ -185,15 +185,15 @@ def test_a_command_that_reads_a_model_says_what_is_wrong_with_the_checkpoints(tm
     run, _, _ = saved
     assert weights_folder(run) == newest and weights_folder(newest) == newest
     (newest / MANIFEST).write_bytes(b"{}")
-    with pytest.raises(UserError, match=r"step_00000003: is not a whole checkpoint: manifest.json cannot be read"):
+    with pytest.raises(UserError, match=r"step_00000003: is not a complete checkpoint: manifest.json cannot be read"):
         weights_folder(newest)
-    assert weights_folder(run).name == "step_00000002" and "step_00000003 is not whole: manifest.json" in caplog.text
+    assert weights_folder(run).name == "step_00000002" and "step_00000003 is not complete: manifest.json" in caplog.text
     alone = tmp_path / "alone" / "checkpoints"
     shutil.copytree(newest, alone / newest.name)
     assert main(["generate", "--model", str(alone.parent), "--prompt", "a"]) == 2
-    assert "holds no checkpoint that is whole (step_00000003: manifest.json cannot" in capsys.readouterr().err
+    assert "has no complete checkpoint (step_00000003: manifest.json cannot" in capsys.readouterr().err
     (alone / newest.name).rename(alone / f"{newest.name}.partial")
     assert main(["generate", "--model", str(alone.parent), "--prompt", "a"]) == 2
-    assert "holds a run that has no finished checkpoint so far" in capsys.readouterr().err
+    assert "is a run without a finished checkpoint yet" in capsys.readouterr().err
     assert main(["generate", "--model", str(alone / f"{newest.name}.partial"), "--prompt", "a"]) == 2
     assert "is a checkpoint that was not finished" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -207,13 +207,16 @@ def _saves(folder):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    def save(name, complete=lambda files, pieces: None, rows=2):
-        whole, place = torch.Size([4, 3]), (slice(2 * rank, 2 * rank + rows), slice(0, 3))
-        part = Part(torch.full((rows, 3), float(rank)), place, whole)
+    def save(name, complete=lambda files, pieces: None, rows=2, begin=2 * rank, dtype=torch.float32):
+        whole, place = torch.Size([4, 3]), (slice(begin, begin + rows), slice(0, 3))
+        part = Part(torch.full((rows, 3), float(rank)).to(dtype), place, whole)
         try:
             save_parts({"model/w": part}, folder / name, {"model": "m"}, complete, dist.group.WORLD)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SystemExit) as error:
             return type(error).__name__, str(error)
+
+    def leave(*_):
+        raise SystemExit("bye")
 
     def refuse(*_):
         raise OSError(28, "No space left on device") if rank == 1 else KeyError("a fault")
@@ -228,6 +231,13 @@ def _saves(folder):
     ends["no folder"] = save("a file/sub")
     ends["completion"] = save("completion", refuse)
     ends["a gap"] = save("a gap", rows=1)
+    ends["an overlap"] = save("an overlap", rows=3 - rank, begin=rank)
+    ends["a gap and an overlap"] = save("a gap and an overlap", begin=rank)
+    ends["beyond the end"] = save("beyond the end", begin=3 * rank)
+    ends["two dtypes"] = save("two dtypes", dtype=torch.float64 if rank else torch.float32)
+    ends["no dtype of files"] = save("no dtype of files", dtype=torch.complex64 if rank else torch.float32)
+    with patch("os.pwrite", leave if rank else os.pwrite):
+        ends["an exit"] = save("an exit")
     ends["after all"] = save("after all")
     dist.destroy_process_group()
     return ends
@@ -235,6 +245,8 @@ def _saves(folder):
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_says_which(tmp_path):
     first, second = launch(2, _saves, tmp_path)
+    assert second.pop("an exit") == ("SystemExit", "bye")
+    assert first.pop("an exit") == ("RuntimeError", "rank 1: bye")
     assert first == second
     assert first["whole"] is first["after all"] is None
     disk = "[Errno 28] No space left on device"
@@ -242,4 +254,15 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_says_which(tmp_path):
     assert first["a disk and a fault"] == ("RuntimeError", f"rank 0: 'a fault'; rank 1: {disk}")
     assert first["no folder"] == ("OSError", f"rank 0: [Errno 20] Not a directory: '{tmp_path}/a file/sub'")
     assert first["completion"] == ("RuntimeError", "rank 0: 'a fault'")
-    assert first["a gap"] == ("RuntimeError", "rank 0: the ranks hold 6 values of model/w, which has 12")
+    for name in ("a gap", "an overlap", "a gap and an overlap", "beyond the end"):
+        assert first[name][1].startswith("rank 0: the ranks do not hold each value of model/w ([4, 3]) once: "), name
+    assert "model/w is ['F32', [4, 3]] on one rank and ['F64'" in first["two dtypes"][1]
+    assert first["no dtype of files"] == ("RuntimeError", "rank 1: torch.complex64")
+
+
+def test_values_are_not_read_into_a_tensor_of_another_shape(tmp_path):
+    save_file({"w": torch.zeros(3, 2)}, tmp_path / "m.safetensors")
+    part = Part(torch.ones(2, 2), (slice(2, 4), slice(0, 2)), torch.Size([4, 2]))
+    with pytest.raises(ValueError, match=r"model/w has shape \[3, 2\] in .*m.safetensors, not \[4, 2\]"):
+        StoredTensors({tmp_path / "m.safetensors": "model"}).fill({"model/w": part})
+    assert part.local.eq(1).all()

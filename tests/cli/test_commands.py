@@ -220,7 +220,7 @@ def test_what_rank_0_refuses_is_said_once(model_folder, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep", "generate"]
     options = ["--model", str(model_folder), "--prompt", "a", "--output", str(taken), "--parallel.tensor", "2"]
     result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
-    assert result.returncode != 0 and result.stderr.count("is there already; replace it with --overwrite") == 1
+    assert result.returncode != 0 and result.stderr.count("already exists; replace it with --overwrite") == 1
 
 
 def test_a_full_disk_under_the_output_is_named(model_folder, capsys):

@@ -80,12 +80,12 @@ def test_messages_are_rendered_by_the_models_template(tmp_path, chat_folder, cap
         ([], "give either a text with --prompt TEXT or a file with --prompts FILE"),
         (["--prompt", "a", "--prompts", "b"], "give either"),
         (["--prompts", "nowhere.txt"], "nowhere.txt: no such file"),
-        (["--prompts", "empty.txt"], "holds no prompts"),
+        (["--prompts", "empty.txt"], "contains no prompts"),
         (["--prompts", "bad.jsonl"], "bad.jsonl:1: has neither `prompt`"),
         (["--prompts", "latin.txt"], "is not UTF-8 at byte 1"),
         (["--prompt", "a", "--chat"], "has no chat template"),
         (["--prompt", "a", "--n", "0"], "n is 0"),
-        (["--prompt", "a", "--output", "latin.txt"], "latin.txt: is there already; replace it with --overwrite"),
+        (["--prompt", "a", "--output", "latin.txt"], "latin.txt: already exists; replace it with --overwrite"),
     ],
 )
 def test_what_cannot_be_generated_is_said_before_the_model_is_loaded(

@@ -190,7 +190,7 @@ def test_one_process_alone_is_named_where_it_stands_until_it_has_ended(tmp_path,
     process.join(PATIENCE)
     assert process.exitcode == 0
     assert main(["why", str(run)]) == 0
-    assert capsys.readouterr().out.startswith("the run has ended: all its steps are made")
+    assert capsys.readouterr().out.startswith("the run has finished all its steps")
     assert not (run / "logs").exists()
 
 
@@ -211,13 +211,13 @@ def test_grading_and_sampling_are_progress(tmp_path, model_folder, start):
 
 
 def test_what_is_no_run_or_says_nothing_is_refused(tmp_path, capsys):
-    with pytest.raises(UserError, match="holds no run; give the folder"):
+    with pytest.raises(UserError, match="is not a run's folder; give"):
         why(tmp_path)
     (tmp_path / "config.toml").write_text('output = "x"\n')
     assert main(["why", str(tmp_path)]) == 2
     assert "nothing is known of its processes" in capsys.readouterr().err
     (tmp_path / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    assert why(tmp_path).summary.startswith(f"the run is starting, and has said nothing yet: process {os.getpid()}")
+    assert why(tmp_path).summary.startswith(f"the run is starting, without a heartbeat yet: process {os.getpid()}")
 
 
 def test_frames_are_those_of_the_thread_that_is_asked_for():

@@ -261,7 +261,7 @@ def test_a_folder_of_tokens_says_only_what_it_may(tmp_path, values, message):
 def test_offsets_that_leave_the_tokens_are_refused(tmp_path, offsets):
     write_token_folder(tmp_path / "tokens", TextSource(str(_jsonl(tmp_path / "a.jsonl", ["abcde", "fg"]))), ENCODER)
     np.array(offsets, dtype=np.int64).tofile(tmp_path / "tokens" / "offsets.bin")
-    with pytest.raises(UserError, match=r"offsets\.bin: the offsets do not ascend from 0 to 9; tokenise again"):
+    with pytest.raises(UserError, match=r"offsets\.bin: the offsets do not ascend from 0 to 9; tokenize again"):
         open_token_folder(tmp_path / "tokens")
 
 
@@ -289,7 +289,7 @@ def test_workers_import_nothing_from_the_working_folder(tmp_path, monkeypatch):
     assert encoded.tokens.tolist() == [*b"a text", 256] and not (tmp_path / "imported").exists()
 
 
-def test_a_document_larger_than_the_memory_it_takes_is_tokenised_to_disk(tmp_path):
+def test_a_document_larger_than_the_memory_it_takes_is_tokenized_to_disk(tmp_path):
     with (tmp_path / "large.txt").open("w") as file:
         for _ in range(64):
             file.write("a line of a text that is one document of 64 MiB\n" * (2**20 // 48))
@@ -316,7 +316,7 @@ def test_bad_data_leaves_no_folder_behind(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def _tokenise(path, cache, results):
+def _tokenize(path, cache, results):
     rows = open_rows([(TextSource(path), 1.0)], ENCODER, DataConfig(cache=cache, workers=0), 64, 0)
     results.put([rows.read(rows.plan()).tokens.tolist() for _ in range(3)])
 
@@ -325,17 +325,17 @@ def test_the_cache_is_written_once_by_one_of_several_processes_and_again_for_oth
     path, cache = _jsonl(tmp_path / "a.jsonl"), tmp_path / "cache"
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    processes = [context.Process(target=_tokenise, args=(str(path), str(cache), results)) for _ in range(3)]
+    processes = [context.Process(target=_tokenize, args=(str(path), str(cache), results)) for _ in range(3)]
     for process in processes:
         process.start()
     rows = [results.get(timeout=30) for _ in processes]
     assert rows[0] == rows[1] == rows[2]
     (folder,) = (p for p in cache.iterdir() if p.is_dir())
     written = (folder / "tokens.bin").stat().st_mtime_ns
-    _tokenise(str(path), str(cache), results)
+    _tokenize(str(path), str(cache), results)
     assert (folder / "tokens.bin").stat().st_mtime_ns == written
     _jsonl(path, TEXTS[:10])
-    _tokenise(str(path), str(cache), results)
+    _tokenize(str(path), str(cache), results)
     assert len([p for p in cache.iterdir() if p.is_dir()]) == 2
 
 
@@ -488,7 +488,7 @@ def test_a_run_on_a_mixture_of_a_stream_text_and_tokens(tmp_path, data_set):
         pretrain(config)
 
 
-def test_the_command_line_tokenises_and_a_run_goes_on_from_there(tmp_path, capsys):
+def test_the_command_line_tokenizes_and_a_run_goes_on_from_there(tmp_path, capsys):
     data = str(_jsonl(tmp_path / "a.jsonl", ["", *TEXTS]))
     arguments = ["--data", data, "--tokenizer", "bpe:300", "--output", str(tmp_path / "tokens")]
     assert main(["data", "tokenize", "--workers", "1", *arguments]) == 0

@@ -89,7 +89,7 @@ def test_a_template_that_cannot_work_is_refused(tmp_path, template, message):
 def test_missing_and_empty_data_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such file, folder or match"):
         TextSource(str(tmp_path / "none*"))
-    with pytest.raises(UserError, match="holds no text"):
+    with pytest.raises(UserError, match="contains no text"):
         tokenize_documents([""], ByteTokenizer())
 
 

@@ -188,7 +188,7 @@ def test_a_settings_file_of_a_gigabyte_is_refused_unread(bpe_tokenizer, tmp_path
     with (tmp_path / name).open("w") as file:
         file.truncate(2**30)
     for load in (load_tokenizer, load_chat_template):
-        with pytest.raises(UserError, match=rf"{name}: has 1073741824 bytes, more than 67108864; mend it"):
+        with pytest.raises(UserError, match=rf"{name}: has 1073741824 bytes, more than 67108864; fix it"):
             load(tmp_path)
 
 
@@ -237,7 +237,7 @@ def test_a_text_on_which_the_library_fails_is_a_users_error(bpe_tokenizer, tmp_p
 @pytest.mark.parametrize("value", [5, True, {"a": 1}, [5], [{"name": "default"}], [{"name": "default", "template": 7}]])
 def test_a_chat_template_of_a_wrong_shape_is_refused(tmp_path, value):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-    with pytest.raises(UserError, match="chat_template is a .*beside it"):
+    with pytest.raises(UserError, match="chat_template is a .*next to it"):
         load_chat_template(tmp_path)
 
 

@@ -257,9 +257,9 @@ def test_settings_that_do_not_go_with_shared_experts_are_refused_by_name():
     with pytest.raises(UserError, match="expert is 4; it must divide the 6 ranks of data_shard 3 x context 2.*1 or 2"):
         resolve_degrees(ParallelConfig(expert=4, context=2), 6)
     others = {
-        'recompute.mode "budget" does not go': dict(recompute=RecomputeConfig("budget", budget_gib=1.0)),
-        "compiled layers do not go": dict(compile=CompileConfig("inductor")),
-        "deterministic_layout does not go": dict(train=TrainConfig(deterministic_layout=True)),
+        'recompute.mode "budget" does not work': dict(recompute=RecomputeConfig("budget", budget_gib=1.0)),
+        "compiled layers do not work": dict(compile=CompileConfig("inductor")),
+        "deterministic_layout does not work": dict(train=TrainConfig(deterministic_layout=True)),
     }
     for said, settings in others.items():
         with pytest.raises(UserError, match=said):

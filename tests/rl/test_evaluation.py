@@ -120,7 +120,7 @@ def test_the_command_compares_models_and_writes_a_table_a_json_file_and_the_comp
         "model", "pass@1", "pass@2", "pass@4", "reward", "correct", "length", "truncated", "tokens"
     ]  # fmt: skip
     assert main(["eval", "--model", policy, *options]) == 2
-    assert "eval.json: is there already; replace it with --overwrite" in capsys.readouterr().err
+    assert "eval.json: already exists; replace it with --overwrite" in capsys.readouterr().err
 
 
 def test_two_models_get_the_same_draws_and_the_same_model_under_two_names_never_differs(tmp_path, folders):  # noqa: F811
@@ -220,7 +220,7 @@ def test_a_prompt_that_is_no_text_is_named(tmp_path, folders):  # noqa: F811
             yield Example("whole", id="a:1")
             yield Example("half \ud800 of it", id="a:2")
 
-    with pytest.raises(UserError, match="'a:2': a text holds half a surrogate pair after 'half '; mend it"):
+    with pytest.raises(UserError, match="'a:2': a text holds half a surrogate pair after 'half '; fix it"):
         lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
 
 

@@ -224,11 +224,11 @@ def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a text; mend it"),
+        (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a text; fix it"),
         (['{"problem": "p", "answer": null}'], "one.jsonl:1: `answer` is null, not a text"),
         (['{"problem": "p", "answer": " "}'], "one.jsonl:1: `answer` is empty"),
-        (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); mend it"),
-        (['{"problem": "p", "answer": "1"}'] * 3, "one.jsonl has 3 lines; every tenth is for validation: give 10 or m"),
+        (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); fix it"),
+        (['{"problem": "p", "answer": "1"}'] * 3, "one.jsonl has 3 lines; every tenth is used for validation: give 1"),
         (['{"problem": "p", "answer": "1"}'], "one.jsonl has 1 line; every"),
     ],
 )

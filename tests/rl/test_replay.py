@@ -175,7 +175,7 @@ def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_pa
         replay(run, 3)
     with pytest.raises(UserError, match=r"step 0 of .* its rollouts and.* steps that can: 1-2"):
         replay(run, 0)
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run's folder"):
         replay(tmp_path, 1)
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step_00000001")

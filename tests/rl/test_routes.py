@@ -323,8 +323,8 @@ def test_replay_of_equal_routes_changes_no_bit():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (dict(recompute=RecomputeConfig(mode="full")), 'recompute.mode "full" so far'),
-        (dict(parallel=ParallelConfig(context=2)), "parallel.context 2 so far"),
+        (dict(recompute=RecomputeConfig(mode="full")), 'recompute.mode "full" yet'),
+        (dict(parallel=ParallelConfig(context=2)), "parallel.context 2 yet"),
     ],
 )
 def test_replay_is_refused_by_name_with_what_it_does_not_go_with(settings, said):

@@ -199,7 +199,7 @@ def test_a_reference_of_another_vocabulary_is_named(tmp_path, model_folder):
     save_model(build_model(replace(preset("qwen3:micro", 258), num_layers=1)), tmp_path / "bytes")
     with pytest.raises(UserError, match=r"reference .*bytes: its vocabulary is not that of .* \(258 tokens, not 512\)"):
         prefer(_config(tmp_path, model_folder, "run", reference=str(tmp_path / "bytes")))
-    with pytest.raises(UserError, match="reference does not go with parallel.pipeline so far"):
+    with pytest.raises(UserError, match="reference does not work with parallel.pipeline yet"):
         staged = ParallelConfig(pipeline=2)
         prefer(_config(tmp_path, model_folder, "run", reference=str(model_folder), parallel=staged))
     with pytest.raises(UserError, match="loss simpo has none; leave it out"):
@@ -230,7 +230,7 @@ def test_data_whose_examples_are_all_left_out_say_why(tmp_path, model_folder, ca
     arguments += ["--data", data, "--output", str(tmp_path / "run"), "--skip-bad-lines"]
     assert main([*arguments, "--tokens-per-step", "128", "--sequence-length", "64"]) == 2
     count = len(lines) + 1
-    said = f"{data}: none of its {count} examples can be learnt from: {expected} (give a larger --sequence-length)"
+    said = f"{data}: none of its {count} examples can be learned from: {expected} (give a larger --sequence-length)"
     assert said in capsys.readouterr().err
 
 

@@ -429,7 +429,7 @@ def test_ranks_that_share_sequences_reinforce_the_adapter_to_the_bits_of_one_pro
 def test_servers_and_tensor_generators_are_refused_an_adapter_by_name(tmp_path, model_folder):
     adapter = reinforce(_rl(tmp_path, model_folder, steps=1))
     served = ActorsConfig(urls=("http://127.0.0.1:1",))
-    with pytest.raises(UserError, match=r"lora.rank does not go with servers \(actors.urls\)"):
+    with pytest.raises(UserError, match=r"lora.rank does not work with servers \(actors.urls\)"):
         reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "new"), actors=served))
     with pytest.raises(UserError, match="is an adapter, but servers .* are given whole weights"):
         config = _rl(tmp_path, newest_folder(adapter), actors=served, lora=LoraConfig())

@@ -12,7 +12,7 @@ from lockstep.observe import read_metrics
 from lockstep.train import pretrain as pretraining
 from tests.parallel.launch import launch
 
-# 512 documents are tokenised together, and the run shall have begun when it meets one that is bad.
+# 512 documents are tokenized together, and the run shall have begun when it meets one that is bad.
 TEXTS = [f"{i % 10}{i % 7}" for i in range(600)]
 BAD = 540
 
@@ -82,7 +82,7 @@ def test_a_stream_ends_all_ranks_at_a_bad_row_and_once_mended_they_resume_to_wha
     assert _metrics(folders, "one", "epoch")[-1] == [1.0], "the stream's second epoch is in it"
 
 
-def test_files_are_tokenised_and_a_vocabulary_is_learnt_from_those_of_rank_0(folders, monkeypatch):
+def test_files_are_tokenized_and_a_vocabulary_is_learnt_from_those_of_rank_0(folders, monkeypatch):
     _write(folders / "rank_0" / "text.jsonl", TEXTS)
     _write(folders / "rank_0" / "held_out.jsonl", TEXTS[::-2])
     for name in ("text", "held_out"):

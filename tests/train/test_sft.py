@@ -286,13 +286,13 @@ def test_tokens_made_beforehand_give_the_same_run(tmp_path, chat_folder, capsys)
     assert "3 documents" in capsys.readouterr().out
     folder = finetune(_config(tmp_path, chat_folder, "folder", steps=2, data=str(tmp_path / "tokens")))
     assert _metrics(folder) == _metrics(direct)
-    assert main(["data", "tokenize", *arguments]) == 2 and "is there already" in capsys.readouterr().err
+    assert main(["data", "tokenize", *arguments]) == 2 and "already exists" in capsys.readouterr().err
     arguments[-1] = str(tmp_path / "texts")
     assert main(["data", "tokenize", "--template", "{text}", *arguments]) == 2
     assert not (tmp_path / "texts").exists()
 
 
-def test_conversations_are_tokenised_with_a_template_given_by_hand(tmp_path, model_folder, capsys):
+def test_conversations_are_tokenized_with_a_template_given_by_hand(tmp_path, model_folder, capsys):
     (tmp_path / "own.jinja").write_text(PLAIN)
     arguments = ["--data", _data(tmp_path), "--tokenizer", str(model_folder), "--output", str(tmp_path / "tokens")]
     assert main(["data", "tokenize", "--chat", *arguments, "--template", str(tmp_path / "own.jinja")]) == 0
@@ -315,7 +315,7 @@ def test_text_tokens_are_refused_and_bad_lines_counted(tmp_path, chat_folder):
     assert main(["data", "tokenize", *arguments, "--output", str(tmp_path / "texts")]) == 0
     with pytest.raises(UserError, match="was tokenized as text; .*--chat"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "texts")))
-    with pytest.raises(UserError, match=r"a\.txt: holds no conversations"):
+    with pytest.raises(UserError, match=r"a\.txt: contains no conversations"):
         finetune(_config(tmp_path, chat_folder, "run", data=str(tmp_path / "a.txt")))
     bad = [*LINES, {"messages": []}, {"prompt": 3}]
     with pytest.raises(UserError, match=r"talk5\.jsonl:4: the assistant says nothing.*--skip-bad-lines"):

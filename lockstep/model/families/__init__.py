@@ -132,7 +132,7 @@ def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:
     except (ArithmeticError, ValueError):
         made = [math.inf]
     if not all(map(math.isfinite, made)):
-        raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are no numbers; check them")
+        raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are not numbers; check them")
 
 
 def _scoring(architecture: str) -> str:

@@ -83,7 +83,7 @@ def believable_samples(
 def sample_of(plain: Any) -> RemoteSample:
     """What follows the known tokens of a sample, as it has come as JSON. Raises FalseClaim."""
     if not isinstance(plain, dict) or plain.keys() != FIELDS.keys() | {"finish_reason"}:
-        raise FalseClaim("a sample of other fields than samples have")
+        raise FalseClaim("a sample with unknown or missing fields")
     tokens, reason = plain["token_ids"], plain["finish_reason"]
     for name, (said, kind) in FIELDS.items():
         values = plain[name]
@@ -111,20 +111,20 @@ def _check_values(new: RemoteSample, versions: Collection[int], vocab_size: int)
             raise FalseClaim(f"route {route!r:.80}")
     for version in new.versions:
         if version not in versions:
-            raise FalseClaim(f"a token of weights version {version}, which the run has not given")
+            raise FalseClaim(f"a token of weights version {version}, which the run has not published")
 
 
 def _check_for(request: Request, count: int, new: RemoteSample) -> None:
     """What holds of tokens that make `count` of a sample of `request`."""
     most, reason = request.params.max_tokens, new.finish_reason
     if count > most:
-        raise FalseClaim(f"{count} tokens where {most} were asked for")
+        raise FalseClaim(f"{count} tokens, but {most} were requested")
     if reason == "error":
         return
     if reason == "length" and count < most:
         raise FalseClaim(f"finish_reason 'length' after {count} of {most} tokens")
     if reason and not count:
-        raise FalseClaim("a sample that has ended without a token")
+        raise FalseClaim("a finished sample without tokens")
     if new.token_ids and bool(new.cut_logprobs) != request.params.cuts:
         raise FalseClaim(f"{len(new.cut_logprobs)} log-probabilities after cuts of {len(new.token_ids)} tokens")
     if new.versions and min(new.versions) < request.given_version:
@@ -152,14 +152,14 @@ def _check_end(request: Request, count: int, new: RemoteSample, eos_token_ids: C
 def believable_version(version: Any, before: int, versions: Collection[int]) -> int:
     """A version of the weights that a generator says it has, which had `before`. Raises FalseClaim."""
     if type(version) is not int or version not in versions or version < before:
-        raise FalseClaim(f"weights of version {version!r}, which the run has not given it")
+        raise FalseClaim(f"weights of version {version!r}, which the run has not published to it")
     return version
 
 
 def believable_figures(did: Any) -> dict[str, float]:
     """`Remote.did`, as it has come as JSON. Raises FalseClaim."""
     if not isinstance(did, dict):
-        raise FalseClaim("figures that are no figures by name")
+        raise FalseClaim("metrics that are not numbers by name")
     if not did:
         return {}
     for name in FIGURES:
@@ -172,7 +172,7 @@ def believable_figures(did: Any) -> dict[str, float]:
 def believable_hello(hello: Any) -> dict[str, Any]:
     """How a generator, or another of its ranks, introduces itself. Raises FalseClaim."""
     if not isinstance(hello, dict):
-        raise FalseClaim("a hello that is none")
+        raise FalseClaim("an invalid hello")
     rules = {
         "pid": _is_int(hello.get("pid"), 0, LARGEST_PID),
         "place": _is_text(hello.get("place")),

@@ -188,8 +188,8 @@ class Fleet:
         if self._was_ready:
             return RunStopped(f"{problem}. --resume continues from the newest checkpoint", exit_code=1)
         return UserError(
-            f"{problem}. None has been ready since the run began; mend what keeps them away, or raise "
-            "actors.start_seconds, and start the run again with --resume"
+            f"{problem}. None has been ready since the run began; see their logs, or raise "
+            "actors.start_seconds, and restart the run with --resume"
         )
 
     # Its remotes.
@@ -347,10 +347,10 @@ class Fleet:
                 self.false.add(remote.name)
             unfinished = self._samples_at(remote.name)
             self.leave(remote.name)
-            others = f"{len(self._versions)} others go on with" if self._versions else "the next one gets"
+            others = f"{len(self._versions)} others continue" if self._versions else "the next one gets"
             said = one_line(why)
             if false:
-                said = f"it says what cannot be so ({said}), and is asked no more"
+                said = f"it sent invalid data ({said}), and is not used again"
             self._last_loss = f"; the last one, {remote.name}: {said}"
             log.warning("%s: %s; %s its %d unfinished samples", remote.name, said, others, unfinished)
             self.changed.notify_all()
@@ -431,7 +431,7 @@ def _pairs(
 ) -> list[tuple[list[int], SamplingParams]]:
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts):
-        raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one a prompt")
+        raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one per prompt")
     return list(zip(prompts, each))
 
 

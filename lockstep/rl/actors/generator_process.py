@@ -96,8 +96,8 @@ def _greet(address: str, key: bytes, name: str, world: World, channels: list[Cha
         welcome = channels[0].receive(HANDSHAKE_SECONDS)[0]
     except (Closed, TimeoutError, ValueError) as error:
         raise UserError(
-            f"no trainer can be reached at {address!r}: {error}; give HOST:PORT as the run has printed it, and the key "
-            "file that it has written"
+            f"no trainer can be reached at {address!r}: {error}; give HOST:PORT as printed by the run, and the key "
+            "file that it wrote"
         ) from error
     if "problem" in welcome:
         raise UserError(f"the trainer at {address} says: {welcome['problem']}")
@@ -142,7 +142,7 @@ class _Generator:
             self._serve()
         except _Leaves:
             self._tell()
-            self._channel.send({"kind": "leaves", "why": "it was asked to end, and leaves"})
+            self._channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
         finally:
             self._ended.set()
             if isinstance(self._engine, LeadingEngine):

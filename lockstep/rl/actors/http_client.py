@@ -72,7 +72,7 @@ class HttpClient:
                     try:
                         event = _read_json(data)
                     except ValueError as error:
-                        raise Unreachable(f"an event of its stream is no JSON: {data[:80]!r}") from error
+                        raise Unreachable(f"an event of its stream is not JSON: {data[:80]!r}") from error
                     if isinstance(event, dict) and event.get("error"):
                         raise _error_of(0, event)
                     yield event
@@ -170,7 +170,7 @@ def _read_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 async def _json_of(parts: AsyncIterator[bytes]) -> Any:

@@ -183,7 +183,7 @@ class HttpRemote:
                 await asyncio.sleep(BUSY_SECONDS)
             if unfinished:
                 self._flush()  # which may show why
-                raise Unreachable("a request has come to its end without all of its samples")
+                raise Unreachable("a request has ended without all of its samples")
         except HttpError as error:
             if error.code == "not_finite":
                 for index in unfinished:
@@ -200,7 +200,7 @@ class HttpRemote:
         self._heard = self._loop.time()
         if unknown := [version for version in new.versions if version not in self._versions]:
             raise Unreachable(
-                f"it samples from weights version {one_line(unknown[0], 40)}, which this run has not given it; is "
+                f"it samples from weights version {one_line(unknown[0], 40)}, which this run has not published; is "
                 "another run using it?"
             )
         if not self._told:
@@ -224,7 +224,7 @@ class HttpRemote:
                 raise Unreachable(f"it has not answered for {self._silence_seconds:g} s") from error
             still = self._loop.time() - self._heard
             if self._tasks and still > self._still_seconds:
-                raise Unreachable(f"it has sampled no token for {still:.0f} s, though it was asked for some")
+                raise Unreachable(f"it has sampled no token for {still:.0f} s, though some were requested")
             await asyncio.sleep(self._silence_seconds / 5)
 
 
@@ -233,4 +233,4 @@ def _in_words(error: BaseException) -> str:
         return f"it answers: {error}"
     if isinstance(error, Unreachable | FalseClaim):
         return str(error)
-    return f"what it answered makes no sense ({one_line(repr(error))})"
+    return f"it sent an invalid answer ({one_line(repr(error))})"

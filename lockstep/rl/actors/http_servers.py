@@ -64,7 +64,7 @@ async def find_server(client: HttpClient, wanted: Wanted) -> Server:
         raise
     except Exception as error:  # it may answer anything
         said = one_line(repr(error))
-        problem = f"what it answers makes no sense ({said}); restart the server, or correct actors.urls"
+        problem = f"it sends invalid answers ({said}); restart the server, or correct actors.urls"
         raise UserError(f"{client.url}: {problem}") from error
 
 
@@ -197,7 +197,7 @@ async def _own_server(client: HttpClient, wanted: Wanted) -> OwnServer:
     _refuse_short(client, found["context"], wanted, "--engine.cache-tokens")
     limit = found["max_prompt_tokens"]
     if limit and limit < wanted.context - 1:
-        _refuse(client, f"it takes prompts of up to {limit} tokens only", "start it without --max-prompt-tokens")
+        _refuse(client, f"it only accepts prompts of up to {limit} tokens", "start it without --max-prompt-tokens")
     places, n = found["max_sequences"] + found["max_waiting"], wanted.params.n
     if n > found["max_n"] or n > places:
         option, most = ("--max-n", found["max_n"]) if n > found["max_n"] else ("--max-waiting", places)
@@ -301,7 +301,7 @@ async def _vllm_server(client: HttpClient, wanted: Wanted, model: dict[str, Any]
         # Its head is packed once, from what it began with; only a head with weights of its own is packed anew.
         _refuse(
             client,
-            "on a CPU vLLM (0.32) keeps the old head of a model whose head is its embedding",
+            "on a CPU vLLM (0.32) keeps the old head of a model with a tied head",
             """start it with --hf-overrides '{"tie_word_embeddings": false}' --load-format dummy""",
         )
     _refuse_short(client, model.get("max_model_len") or wanted.context, wanted, "--max-model-len")

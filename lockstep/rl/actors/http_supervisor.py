@@ -116,7 +116,7 @@ class ServerSupervisor:
                     server = self._find(client)
                 except Exception as error:  # what is coming up there, or is there now, may answer anything
                     known = isinstance(error, UserError | HttpError | Unreachable)
-                    said = str(error) if known else f"what it answers makes no sense ({error!r})"
+                    said = str(error) if known else f"it sends invalid answers ({error!r})"
                     if self._said.get(client.url) != said:
                         self._said[client.url] = said
                         log.warning("%s is not back: %s", client.url, said)

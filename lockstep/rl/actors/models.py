@@ -101,7 +101,7 @@ def refuse_on_ranks(config: RLConfig, world: World) -> None:
         wrong += ["context and train.deterministic_layout together"] * in_order
         if wrong:
             raise UserError(
-                f"algorithm {config.algorithm} trains a value head, which does not go with parallel.{wrong[0]} so far; "
+                f"algorithm {config.algorithm} trains a value head, which does not work with parallel.{wrong[0]} yet; "
                 "leave one of them out, or choose another algorithm"
             )
         if config.train.optimizer_in_backward:

@@ -67,7 +67,7 @@ class Reception:
             # Its connection ends in any case: it would wait for an answer.
             if channel is not None:
                 channel.close()
-            log.warning("a caller was turned away: %s", one_line(error))
+            log.warning("a caller was rejected: %s", one_line(error))
 
     def _refuse_other_version(self, channel: Channel, hello: Any) -> None:
         there = one_line(hello.get("lockstep"), 40) if isinstance(hello, dict) else ""
@@ -81,7 +81,7 @@ class Reception:
         try:
             name = believable_hello(hello).get("name")
             if name in self._fleet.false:
-                raise FalseClaim(f"{name}, which has said what cannot be so, and is asked no more in this run")
+                raise FalseClaim(f"{name}, which sent invalid data, and is not used again in this run")
         except FalseClaim as error:
             channel.send({"problem": str(error)})
             raise

@@ -197,7 +197,7 @@ class _Server:
         except (Closed, TimeoutError):
             pass  # the reader has what it wants, or is gone, or is none of this run
         except Exception as error:  # it asks for what is not there: its connection ends
-            log.warning("a reader of the weights was turned away: %s", one_line(repr(error)))
+            log.warning("a reader of the weights was rejected: %s", one_line(repr(error)))
         finally:
             caller.close()
             with self._lock:

@@ -120,7 +120,7 @@ class Supervisor:
                 f"{_last_line(own)}"))  # fmt: skip
             self._ending.wait()
             return
-        log.warning("%s %s; it is started again", place.name, why)
+        log.warning("%s %s; it is restarted", place.name, why)
         self._start(place)
 
     def _start(self, place: _Place) -> None:

@@ -22,7 +22,7 @@ EMBEDDING = "model/model.embed_tokens.weight"
 class WeightFolders:
     """Writes `FOLDER/version_N`, in whatever layout the model is, and deletes older ones. All ranks call its methods.
 
-    A folder that has its name is whole. own_head: also writes the head of a model whose head is its embedding. kept:
+    A folder that has its name is whole. own_head: also writes the head of a model with a tied head. kept:
     versions that are there at a time.
     """
 

@@ -123,8 +123,8 @@ class WeightTransfer:
         if shapes != {self.wanted[0][name].shape}:
             found = " and ".join(str(list(shape)) for shape in sorted(shapes)) or "not there"
             raise UserError(
-                f"weights cannot travel: {name} is {found} in the trainer, but {list(self.wanted[0][name].shape)} in "
-                "the generator"
+                f"weights cannot be synced: {name} is {found} in the trainer, but {list(self.wanted[0][name].shape)} "
+                "in the generator"
             )
         pieces = []
         for target, wants in enumerate(self.wanted):

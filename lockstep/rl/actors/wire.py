@@ -107,20 +107,20 @@ class Channel:
         header = self._read(HEADER.size, wait)
         length, beside_length = HEADER.unpack(header)
         if length > MOST_JSON:
-            raise Closed(f"a message of {length} bytes, which is no message")
+            raise Closed(f"a message with an invalid length of {length} bytes")
         try:
             body, beside = self._read(length, wait), self._read(beside_length, wait)
         except (MemoryError, OverflowError) as error:
-            raise Closed(f"a message of {beside_length} bytes, for which there is no memory") from error
+            raise Closed(f"a message of {beside_length} bytes, too large for the memory") from error
         expected = _signed(self._receive_key, self._received.to_bytes(8, "little"), header, body, beside)
         self._received += 1
         if not hmac.compare_digest(self._read(TAG, wait), expected):
             self.close()
-            raise Closed("a message was changed on its way")
+            raise Closed("a message was modified in transit")
         try:
             return json.loads(body), beside
         except (ValueError, RecursionError) as error:
-            raise Malformed(f"a message that is no JSON ({type(error).__name__})") from error
+            raise Malformed(f"a message that is not JSON ({type(error).__name__})") from error
 
     def _begin(self, seconds: float | None, goes_on: Callable[[], bool]) -> None:
         # In parts: of the time in which both sides stood still, as on a laptop that slept, only one part counts.
@@ -140,7 +140,7 @@ class Channel:
 
     def _wait_until(self, until: float) -> None:
         if not self._arrives(until - time.monotonic()):
-            raise Closed(f"it has not greeted within {HANDSHAKE_SECONDS:g} s")
+            raise Closed(f"no handshake within {HANDSHAKE_SECONDS:g} s")
 
     def close(self) -> None:
         """Ends the connection; whoever waits on it, on either side, gets Closed."""
@@ -250,10 +250,10 @@ def read_key(path: Path) -> bytes:
     """The key in a file that `make_key` wrote. Raises UserError where there is none, or others may read it."""
     try:
         if path.stat().st_mode & 0o077:
-            raise UserError(f"{path}: others may read this key; chmod 600 it, and start the run anew for a fresh one")
+            raise UserError(f"{path}: others may read this key; chmod 600 it, and restart the run for a new one")
         return key_of(path.read_text(), str(path))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: no key of a run ({error}); give the file that the run has written") from error
+        raise UserError(f"{path}: not a run's key ({error}); give the file that the run wrote") from error
 
 
 def key_of(text: str, source: str) -> bytes:
@@ -263,7 +263,7 @@ def key_of(text: str, source: str) -> bytes:
     except ValueError:
         key = b""
     if len(key) != 32:
-        raise UserError(f"{source}: no key of a run; give the file that the run has written")
+        raise UserError(f"{source}: not a run's key; give the file that the run wrote")
     return key
 
 

@@ -91,7 +91,7 @@ class WireRemote:
         except Closed as error:
             why = str(error)
         except Exception as error:  # whatever it is, no samples come here any more
-            why, false = f"what is no message: {one_line(repr(error))}", True
+            why, false = f"an invalid message: {one_line(repr(error))}", True
         if not self._closing.is_set():
             self._channel.close()
             self._outbox.put(None)

@@ -95,7 +95,7 @@ def _llama3(text: str) -> list[ToolCall]:
             break
         left = text[end:].lstrip()
         if left and not left.startswith(";"):
-            calls[-1] = ToolCall(call.name, problem="a call must stand alone, with nothing but its JSON in the reply")
+            calls[-1] = ToolCall(call.name, problem="a call must be the only content of the reply")
             break
         end = len(text) - len(left.removeprefix(";").lstrip())
     return calls or [ToolCall("", problem="there is no JSON after <|python_tag|>")]
@@ -109,13 +109,13 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise _Refused(f"the key {json.dumps(name[:80])} stands in an object more than once")
+            raise _Refused(f"the key {json.dumps(name[:80])} occurs more than once in an object")
         values[name] = value
     return values
 
 
 def _constant(name: str) -> Any:
-    raise _Refused(f"{name} is no number in JSON")
+    raise _Refused(f"{name} is not a number in JSON")
 
 
 def _finite(number: str) -> float:

@@ -138,11 +138,11 @@ class _Guest:
         try:
             messages = plain(self.chat.messages)
         except Exception as error:  # what stands there is the environment's, and so is what it raises when it is read
-            problem = f"left messages that are no plain data ({described(error)})"
+            problem = f"left messages that are not plain data ({described(error)})"
         try:
             seconds = times(self.chat.seconds)
         except Exception as error:
-            problem = problem or f"left chat.seconds that are no times by name ({described(error)})"
+            problem = problem or f"left chat.seconds that are not seconds by name ({described(error)})"
         if problem and (outcome is None or not outcome.cause):
             outcome = failure(INVALID, about(self.hosting.environment, self.example, problem, "converse"))
         self.hosting.say(Ended(self.number, messages, self.over, outcome, seconds, self.seconds))
@@ -166,7 +166,7 @@ class _Guest:
             await asyncio.sleep(0)
             raise ConversationOver(LIMIT) if self.over else TimeoutError("this conversation has ended")
         if self.reply is not None:
-            raise RuntimeError("one reply of a conversation comes after the other: await each")
+            raise RuntimeError("replies of a conversation are sequential: await each")
         sent = plain(messages)
         self._pause()
         self.asks += 1
@@ -251,8 +251,8 @@ class Pulse:
             return
         place = self._place()
         said = (
-            f"{place}: {type(self._environment).__name__}.{method} has awaited nothing for {waited:.0f} s, "
-            "and all other conversations wait for it; await what takes long, or give it to asyncio.to_thread"
+            f"{place}: {type(self._environment).__name__}.{method} has not awaited anything for {waited:.0f} s, "
+            "which blocks all other conversations; await slow calls, or use asyncio.to_thread"
         )
         if waited >= self._most:
             raise BlockedError(said, place)

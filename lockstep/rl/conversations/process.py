@@ -58,7 +58,7 @@ def converse(
         else:
             _converse(environment, example, config, number, pipe, say)
     except BlockedError as error:
-        problem = about(environment, example, "has awaited nothing for rewards.seconds", method)
+        problem = about(environment, example, "has not awaited anything for rewards.seconds", method)
         say(Ended(number, [], False, failure(TIMEOUT, f"{error.place}: {problem}"), {}))
     except MemoryError as error:
         say(Ended(number, [], False, failed(error, environment, example, method), {}))

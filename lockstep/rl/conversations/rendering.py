@@ -26,15 +26,17 @@ MARK = f"{LEFT}reply{RIGHT}"
 MOST_CHARACTERS = 128
 """Of a token: the longest of those in use are 128 spaces. To encode a text of many millions takes minutes."""
 RENDERED = (
-    "example %s: its prompt holds a special token, so it is taken for one that a chat template has rendered, and "
-    "is read as it is, and so are others like it; chat = never reads all prompts as they are, chat = always renders all"
+    "example %s: its prompt contains a special token, so it counts as already rendered by a chat template, and "
+    "is read verbatim, like others of its kind; chat = never reads all prompts verbatim, chat = always renders all"
 )
-UNSHOWN = "the chat template of %s does not show tools, so the model is not told of those of %s; tell it in the prompt"
+UNSHOWN = (
+    "the chat template of %s does not show tools, so the model does not see those of %s; describe them in the prompt"
+)
 UNREAD = (
     "the chat template of %s shows the tools of %s, but writes calls neither as Qwen3's does nor as Llama 3.1's, so "
     "no call is read and no tool runs; read them in `converse`, or train a model of one of these"
 )
-NO_TEMPLATE = "%s has no chat template, so the model is not told of the tools of %s; tell it in the prompt"
+NO_TEMPLATE = "%s has no chat template, so the model does not see the tools of %s; describe them in the prompt"
 
 
 class TooLongError(ValueError):
@@ -167,8 +169,8 @@ def open_rendering(
     template = None if config.chat == "never" else load_chat_template(local_folder(config.model))
     if config.chat == "always" and template is None:
         raise UserError(
-            f'chat is "always", but {config.model} has no chat template; put a chat_template.jinja beside its weights, '
-            'or set chat = "auto"'
+            f'chat is "always", but {config.model} has no chat template; put a chat_template.jinja next to its '
+            'weights, or set chat = "auto"'
         )
     tools = environment.tools if isinstance(environment, ConversationEnvironment) else ()
     if tools and (template is None or "tools" not in template.variables):

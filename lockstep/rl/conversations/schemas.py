@@ -43,7 +43,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     section = SECTION.search(text)
     description = text[: section.start()].strip() if section else text.strip()
     if not description:
-        raise UserError(f"{where} has no docstring; say in one what it does, for the model to read")
+        raise UserError(f"{where} has no docstring; describe in one what it does, for the model")
     try:
         # Of a parameter alone: a class or an object of the user's own may well be what comes back.
         hints = get_type_hints(function)
@@ -60,7 +60,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         kind = _schema_of_type(hints[parameter.name])
         if kind is None:
             raise UserError(
-                f"{where}: the parameter {parameter.name} is a {hints[parameter.name]}, which JSON has no word for; "
+                f"{where}: the parameter {parameter.name} is a {hints[parameter.name]}, which has no JSON type; "
                 "use str, int, float, bool, None, Literal, Enum, list, dict, tuple and unions of them"
             )
         about = described.get(parameter.name)

@@ -76,7 +76,7 @@ def evaluate(expression: str) -> int | float:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"this is no arithmetic expression: {expression}") from error
+        raise ValueError(f"this is not an arithmetic expression: {expression}") from error
     return _value(tree.body, 0)
 
 
@@ -97,7 +97,7 @@ def _value(node: ast.expr, depth: int) -> int | float:
         else:
             raise ValueError("only + - * / // % ** and parentheses may join numbers; ** is the power")
     else:
-        raise ValueError("only numbers, + - * / // % ** and parentheses can be worked out; write 1000, not 1,000")
+        raise ValueError("only numbers, + - * / // % ** and parentheses can be evaluated; write 1000, not 1,000")
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         raise OverflowError("the result is too large")
     if isinstance(value, float) and not math.isfinite(value):
@@ -111,5 +111,5 @@ def _power(base: int | float, exponent: int | float) -> int | float:
         raise OverflowError("the result is too large")
     value = base**exponent
     if isinstance(value, complex):
-        raise ValueError("a root of a negative number is no number")
+        raise ValueError("a root of a negative number is not a number")
     return value

@@ -50,7 +50,7 @@ class Code(ConversationEnvironment):
     def examples(self, split: str) -> Iterator[Example]:
         if missing := missing_protections():
             reasons = "; ".join(f"{name} ({reason})" for name, reason in missing.items())
-            raise UserError(f"code is not run here, because the kernel offers too little to confine it: {reasons}")
+            raise UserError(f"code is not run here, because the kernel cannot confine it: {reasons}")
         for where, values in read_problems(self.data, split, self.skip_bad_lines, NEEDS):
             prompt = text_of(values, PROMPT_KEYS)
             tests, problem = _tests(values)
@@ -59,7 +59,7 @@ class Code(ConversationEnvironment):
             elif not self.skip_bad_lines:
                 if prompt is None:
                     raise needs_text(where, values, PROMPT_KEYS)
-                raise UserError(f"{where}: {problem}; mend it or use --skip-bad-lines")
+                raise UserError(f"{where}: {problem}; fix it or use --skip-bad-lines")
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
         code = code_in(completion)
@@ -131,5 +131,5 @@ def _tests(values: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         count = count_tests(tests)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return None, f"its `tests` are no Python ({error})"
+        return None, f"its `tests` are not Python ({error})"
     return tests, "" if count else "its `tests` have no assertion and no function `test_…`"

@@ -318,7 +318,7 @@ def encode(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if hasattr(value, "__next__"):
         return {"iter": [encode(one) for one in itertools.islice(value, 2**16)]}
-    raise TypeError(f"a {type(value).__name__} is no plain data")
+    raise TypeError(f"a {type(value).__name__} is not plain data")
 
 
 def decode(value: Any) -> Any:

@@ -39,7 +39,7 @@ class GSM8K(Environment):
             elif not self.skip_bad_lines:
                 raise UserError(
                     f"{Path(self.data) / FILES[split]}:{number}: the answer has no `#### NUMBER` at its end; "
-                    "mend it or use --skip-bad-lines"
+                    "fix it or use --skip-bad-lines"
                 )
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:

@@ -45,7 +45,9 @@ class Math(ConversationEnvironment):
             elif not self.skip_bad_lines:
                 if problem is None or solution is None:
                     raise needs_text(where, values, self.problem_keys if problem is None else self.answer_keys)
-                raise UserError(f"{where}: its answer is empty or longer than {LONGEST}; mend it or --skip-bad-lines")
+                raise UserError(
+                    f"{where}: its answer is empty or longer than {LONGEST}; fix it or use --skip-bad-lines"
+                )
 
     def reward(self, example: Example, completion: str) -> dict[str, float]:
         _, closed, after = completion.partition("</think>")

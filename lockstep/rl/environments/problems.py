@@ -39,7 +39,7 @@ def read_problems(data: str, split: str, skip_bad_lines: bool, needs: str) -> It
             yield f"{path}:{number}", values
     if path == place and split == "validation" and number < HELD_OUT:
         lines = "1 line" if number == 1 else f"{number} lines"
-        raise UserError(f"{path} has {lines}; every tenth is for validation: give {HELD_OUT} or more")
+        raise UserError(f"{path} has {lines}; every tenth is used for validation: give {HELD_OUT} or more")
 
 
 def text_of(values: dict[str, Any], keys: Sequence[str]) -> str | None:
@@ -58,7 +58,7 @@ def needs_text(where: str, values: dict[str, Any], keys: Sequence[str]) -> UserE
     if there := next((key for key in keys if key in values), None):
         value = values[there]
         kind = "empty" if isinstance(value, str) or value == [] else f"{KINDS[type(value)]}, not a text"
-        return UserError(f"{where}: `{there}` is {kind}; mend it or use --skip-bad-lines")
+        return UserError(f"{where}: `{there}` is {kind}; fix it or use --skip-bad-lines")
     hint = next((h for key in keys if (h := closest(key, values))), "")
     names = " or ".join(f"`{key}`" for key in keys)
-    return UserError(f"{where}: needs a text as {names}.{hint} Mend it or use --skip-bad-lines")
+    return UserError(f"{where}: needs a text as {names}.{hint} Fix it or use --skip-bad-lines")

@@ -130,7 +130,7 @@ def _texts(folder: Path, skip_bad_lines: bool) -> Iterator[tuple[str, str, str]]
     from lockstep.data.records import read_jsonl  # which imports torch: a reward's worker need not
 
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give --data a folder with `{FOLDER}`, and train.jsonl beside it")
+        raise UserError(f"{folder}: no such folder; give --data a folder with `{FOLDER}`, and train.jsonl next to it")
     for path in sorted(p for p in folder.rglob("*") if p.suffix in (".txt", ".md", ".jsonl") and p.is_file()):
         name = path.relative_to(folder).as_posix()
         if path.suffix != ".jsonl":
@@ -138,7 +138,7 @@ def _texts(folder: Path, skip_bad_lines: bool) -> Iterator[tuple[str, str, str]]
                 yield str(path), name, path.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 if not skip_bad_lines:
-                    raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); mend it") from error
+                    raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); fix it") from error
             continue
         for number, values in read_jsonl(path, skip_bad_lines):
             text = text_of(values, TEXT_KEYS)

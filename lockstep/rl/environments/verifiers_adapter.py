@@ -61,7 +61,7 @@ class VerifiersTasks(ConversationEnvironment):
         index = example.metadata["index"]
         if index >= len(self._tasks) or self._example(index) != example:
             raise ValueError(
-                f"{self.taskset} gives other tasks each time that it is loaded, and every worker loads it; give its "
+                f"{self.taskset} gives different tasks each time it is loaded, and every worker loads it; give its "
                 'settings a seed, or set rewards.isolate = "never"'
             )
         task = self._tasks[index]

@@ -219,7 +219,7 @@ def outcome_from(answer: Any) -> Outcome:
     except (TypeError, ValueError, AttributeError) as error:
         return failure(KILLED, f"a worker answered what is no reward ({error})")
     if len(numbers) < len(rewards):
-        return failure(KILLED, "a worker answered what is no number")
+        return failure(KILLED, "a worker's answer is not a number")
     return Outcome(numbers)
 
 
@@ -227,4 +227,4 @@ def refuse_none(outcome: Outcome, environment: Environment) -> Outcome:
     """The outcome, or a failure where there is neither a reward nor a cause and the environment has rewards."""
     if outcome.rewards or outcome.cause or not environment.has_rewards:
         return outcome
-    return failure(KILLED, "a worker answered what is no number")
+    return failure(KILLED, "a worker's answer is not a number")

@@ -147,7 +147,7 @@ def _run(
     missing = said.get("missing", {})
     if missing and not allow_unprotected and not probe:
         raise UserError(
-            "model-written code is not run here, because the kernel offers too little to confine it: "
+            "model-written code is not run here, because the kernel cannot confine it: "
             + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             + ". Run where user namespaces and Landlock are allowed (a container may forbid them), or set "
             "allow_unprotected if nothing here is worth protecting"

@@ -1,4 +1,4 @@
-"""A generator that says what cannot be so is asked no more, by name; over real connections."""
+"""A generator that sends invalid data is not used again, by name; over real connections."""
 
 import contextlib
 import os
@@ -80,7 +80,10 @@ LIES = {
     "a log-probability that is null": (put(logprobs=[None] * 4), "None among log-probabilities"),
     "a version of the future": (put(versions=[1003] * 4), "a token of weights version 1003"),
     "a version of the past": (put(versions=[2] * 4), "a token of weights version 2, of which the request was given"),
-    "a version that never was": (put(versions=[-1] * 4), "a token of weights version -1, which the run has not given"),
+    "a version that never was": (
+        put(versions=[-1] * 4),
+        "a token of weights version -1, which the run has not published",
+    ),
     "too many tokens": (
         put(token_ids=[7] * 9, logprobs=[-1.0] * 9, versions=[3] * 9),
         "9 tokens where 4 were asked for",
@@ -97,7 +100,7 @@ LIES = {
         "ended without a token",
     ),
     "tokens after the end": (told(lambda sample, parts: [*parts, parts[0]]), "tokens of a sample that has ended"),
-    "another field": (put(surprise=1), "a sample of other fields"),
+    "another field": (put(surprise=1), "a sample with unknown or missing fields"),
     "a sample that was not asked for": (told(lambda sample, parts: [[parts[0][0], 99, sample]]), "sample 99 of a"),
     "a sample from the end": (told(lambda sample, parts: [[parts[0][0], -1, sample]]), "sample -1 of a request for 2"),
     "a request that does not exist": (told(lambda sample, parts: [[99, 0, sample]]), "request 99, which does not"),
@@ -105,11 +108,11 @@ LIES = {
     "samples that are none": (sent({"kind": "tokens", "samples": 5}), "no message"),
     "a message that is a list": (sent([1, 2]), "no message"),
     "another kind": (sent({"kind": "\x1b[31mred"}), r"a message of kind '\x1b[31mred'"),
-    "figures that are a text": (sent({"kind": "alive", "did": "x"}), "figures that are no figures"),
+    "figures that are a text": (sent({"kind": "alive", "did": "x"}), "metrics that are not numbers"),
     "figures that are missing": (sent({"kind": "alive", "did": {"steps": 1}}), "prompt_tokens_computed None"),
     "figures that are not finite": (sent({"kind": "alive", "did": {"steps": float("nan")}}), "steps nan"),
-    "deep JSON": (lambda channel, *_: send_raw(channel, DEEP), "no JSON (RecursionError)"),
-    "no UTF-8": (lambda channel, *_: send_raw(channel, b'"\xff"'), "no JSON (UnicodeDecodeError)"),
+    "deep JSON": (lambda channel, *_: send_raw(channel, DEEP), "not JSON (RecursionError)"),
+    "no UTF-8": (lambda channel, *_: send_raw(channel, b'"\xff"'), "not JSON (UnicodeDecodeError)"),
     "weights that were not given": (sent({"kind": "has_weights", "version": 1003}), "weights of version 1003"),
     "older weights than it had": (sent({"kind": "has_weights", "version": 2}), "weights of version 2"),
 }
@@ -125,18 +128,18 @@ def test_what_cannot_be_so_ends_its_generator_by_name_and_the_run_goes_on(caplog
         wait_until(lambda: not fleet.names)
         assert all(not sample.token_ids and not sample.finish_reason for sample in samples)
         (line,) = [line for line in caplog.messages if line.startswith("liar: ")]
-        assert said in line and "is asked no more" in line and line.isprintable()
+        assert said in line and "is not used again" in line and line.isprintable()
         Generator(port, KEY, honest, "other")
         wait_until(lambda: all(sample.finish_reason for sample in samples))
         assert [sample.token_ids for sample in samples] == [[7] * 4] * 2
-        assert liar.welcome["name"] == "liar" and "asked no more" in join(port, KEY, name="liar")[1]["problem"]
+        assert liar.welcome["name"] == "liar" and "not used again" in join(port, KEY, name="liar")[1]["problem"]
         assert fleet.ready == ["other"] and {name.split("/")[1] for name in fleet.metrics()} == {"other"}
 
 
 def test_where_none_is_left_the_run_ends_and_says_why():
     with reception(start_seconds=0.2) as (fleet, port):
         Generator(port, KEY, put(versions=[1003] * 4), "liar")
-        with pytest.raises(RunStopped, match="the last one, liar: it says what cannot be so .a token of weights vers"):
+        with pytest.raises(RunStopped, match="the last one, liar: it sent invalid data .a token of weights vers"):
             fleet.generate([[1]], PARAMS)
 
 
@@ -265,7 +268,7 @@ def test_one_that_greets_byte_by_byte_has_no_more_time_than_others(monkeypatch):
                     slow.send(b"x")
 
         threading.Thread(target=drip, daemon=True).start()
-        with pytest.raises(Closed, match="not greeted within 0.5 s"):
+        with pytest.raises(Closed, match="no handshake within 0.5 s"):
             listener.greet(listener.accept())
         over.set()
     listener.close()

@@ -326,11 +326,11 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
     [
         (
             dict(algorithm="ppo", parallel=ParallelConfig(pipeline=2)),
-            "ppo trains a value head, which does not go with parallel.pipeline so far",
+            "ppo trains a value head, which does not work with parallel.pipeline yet",
         ),
         (
             dict(algorithm="ppo", parallel=ParallelConfig(context=2)),
-            "a value head, which does not go with parallel.context and train.deterministic_layout together so far",
+            "a value head, which does not work with parallel.context and train.deterministic_layout together yet",
         ),
         (
             dict(algorithm="ppo", train=TrainConfig(optimizer_in_backward=True, max_grad_norm=0)),

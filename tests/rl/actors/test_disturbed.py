@@ -84,7 +84,7 @@ def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_p
     run.wait(lambda: run.step == 0)
     (killed,) = run.generators()["generator_0"]
     os.kill(killed, signal.SIGKILL)
-    again = "generator_0 was ended by SIGKILL; it is started again"
+    again = "generator_0 was ended by SIGKILL; it is restarted"
     run.wait(lambda: again in run.said and "generator_0 joins" in run.said.split(again)[1])
     run.wait(lambda: run.step == 2 and "generator_1 joins" in run.said)
     (stopped,) = run.generators()["generator_0"]
@@ -97,7 +97,7 @@ def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_p
     time.sleep(0.05)
     guest.send_signal(signal.SIGTERM)
     assert guest.wait(60) == 0, guest.stderr.read()
-    run.wait(lambda: "generator_1: it was asked to end, and leaves" in run.said)
+    run.wait(lambda: "generator_1: it received a signal, and leaves" in run.said)
     assert run.end() == 0
     assert outcome(run.folder) == expected
     assert sum(unfinished(run.said)) > 0 and not left_over(run.folder)
@@ -187,7 +187,7 @@ def test_two_ranks_under_torchrun_join_and_leave(whole, tmp_path):
     run.hold()
     time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
-    run.wait(lambda: "generator_0: it was asked to end, and leaves" in run.said)
+    run.wait(lambda: "generator_0: it received a signal, and leaves" in run.said)
     first.wait(60)
     assert run.end() == 0 and outcome(run.folder) == expected
     assert second.wait(60) == 0, second.stderr.read()

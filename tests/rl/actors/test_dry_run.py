@@ -293,5 +293,7 @@ def test_the_command_prints_a_cluster_a_cluster_on_one_process():
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
         dry_run(RLConfig(model="qwen3:micro", dtype="bfloat16", parallel=ParallelConfig(tensor=3)), 2, on_cpu=True)
     refused = RLConfig(model="qwen3:micro", dtype="bfloat16", algorithm="ppo", parallel=ParallelConfig(pipeline=2))
-    with pytest.raises(UserError, match="value head, which does not go with parallel.pipeline"):  # as by the run itself
+    with pytest.raises(
+        UserError, match="value head, which does not work with parallel.pipeline"
+    ):  # as by the run itself
         dry_run(refused, 16, on_cpu=True)

@@ -209,7 +209,7 @@ def test_weights_of_another_run_are_noticed(server, model, folder, caplog):
             client.post("/admin/weights", json=body, headers={"Authorization": "Bearer secret"})
         # It is lost, joins again, and gets the run's own weights back.
         assert _plain(fleet.generate(PROMPTS, _each())) == _plain(Engine(model, ENGINE).generate(PROMPTS, _each()))
-    assert "weights version 99, which this run has not given it" in caplog.text
+    assert "weights version 99, which this run has not published" in caplog.text
 
 
 # What is refused at the start.
@@ -447,4 +447,4 @@ def test_a_server_that_answers_nonsense_as_it_comes_back_is_asked_again(server, 
         fleet.leave(server.url).close()
         wait_until(lambda: fleet.ready)
     assert len(asked) == 3
-    assert caplog.text.count("is not back: what it answers makes no sense (KeyError('shape'))") == 1
+    assert caplog.text.count("is not back: it sends invalid answers (KeyError('shape'))") == 1

@@ -171,7 +171,7 @@ def test_what_is_known_of_samples_goes_with_the_request(model_folder):
             assert asked["kind"] == "ask" and asked["id"] == request and asked["prompt"] == [1]
             if name == "first":
                 channel.send({"kind": "tokens", "samples": [[request, 1, begun]]})
-                channel.send({"kind": "leaves", "why": "it was asked to end, and leaves"})
+                channel.send({"kind": "leaves", "why": "it received a signal, and leaves"})
         assert asked["begun"] == [{key: [] for key in new} | {"finish_reason": None}, begun]
 
 

@@ -132,7 +132,7 @@ def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, s
         assert fleet.false == {client.url} and not any(sample.finish_reason for sample in samples[1:])
         (line,) = [line for line in caplog.messages if line.startswith(client.url)]
         assert said in line
-        with pytest.raises(RunStopped, match="asked no more"):
+        with pytest.raises(RunStopped, match="not used again"):
             while True:
                 fleet.step()
 

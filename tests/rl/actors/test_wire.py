@@ -172,5 +172,5 @@ def test_a_key_is_for_its_user_alone(tmp_path):
         (tmp_path / "key").unlink()
         make_key(tmp_path / "key")
         (tmp_path / "key").write_text(content)
-        with pytest.raises(UserError, match="no key of a run"):
+        with pytest.raises(UserError, match="not a run's key"):
             read_key(tmp_path / "key")

@@ -244,7 +244,7 @@ def test_a_prompt_that_is_rendered_already_is_read_as_it_is(renderings, caplog):
     rendering = renderings["llama3"]
     rendered = rendering.template.render([{"role": "user", "content": "hi"}])
     assert rendering.prompt(rl.Example(rendered, id="seven")) == rendering.tokenizer.encode(rendered)
-    assert "example seven: its prompt holds a special token" in caplog.text
+    assert "example seven: its prompt contains a special token" in caplog.text
     always = Rendering(rendering.tokenizer, rendering.template, keeps_rendered=False)
     tokens = always.prompt(rl.Example(rendered))
     assert len(special_ones(rendering.tokenizer, tokens)) == len(

@@ -184,7 +184,7 @@ def test_tools_that_a_template_does_not_show_are_warned_of(tmp_path, chat_model,
     assert "does not show tools" in caplog.text
     caplog.clear()
     reinforce(config(tmp_path / "plain", model_folder, task("Tools"), steps=1))
-    assert f"{model_folder} has no chat template, so the model is not told of the tools of Tools" in caplog.text
+    assert f"{model_folder} has no chat template, so the model does not see the tools of Tools" in caplog.text
 
 
 @pytest.mark.parametrize(
