@@ -1,7 +1,7 @@
 """The row-invariant operators: the bits of a row never depend on the other rows.
 
 Each has a plain PyTorch form, which defines it, a compiled CPU form, and a Triton form for NVIDIA GPUs. This package
-imports torch and numpy alone, and triton where a CUDA tensor comes.
+only imports torch and numpy, and triton for CUDA tensors.
 """
 
 from lockstep.ops.activation import silu_mul

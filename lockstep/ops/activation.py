@@ -1,4 +1,4 @@
-"""The gated activation between a feed-forward's two products."""
+"""The gated activation between the two products of a feed-forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def silu_mul(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> 
 
 def _reference(gate: Tensor, up: Tensor) -> Tensor:
     wide = gate.float()
-    # A compiler fuses its own exp; the plain form's rounds alike at every place of a tensor.
+    # A compiler would fuse its own exp; the plain form rounds identically at every position of a tensor.
     exp = torch.exp if torch.compiler.is_compiling() else plain.exp
     return (wide / (1 + exp(-wide)) * up.float()).to(gate.dtype)
 

@@ -1,4 +1,4 @@
-"""Which gradients a backward pass asks for: a pipeline may want those of inputs first and those of weights later."""
+"""Which gradients a backward pass needs: a pipeline may want those of inputs first and those of weights later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def asked_for(ctx: Any, index: int) -> bool:
     """Whether the running backward pass wants the gradient of an autograd.Function's tensor input `index`.
 
-    `ctx.needs_input_grad` says what could be wanted when the forward ran.
+    `ctx.needs_input_grad` only says what could be wanted when the forward ran.
     """
     node = ctx.next_functions[index][0]
     if node is None:

@@ -1,8 +1,8 @@
 """Causal attention over keys and values in pages: one arithmetic for training, prefill and decode.
 
 A query row sees its keys in blocks of `BLOCK`, aligned to position 0 of its sequence, in ascending order, with the
-running maximum and sum of the softmax in float32 (arXiv 2205.14135). So the bits of a row depend on its sequence's
-tokens up to it and on nothing else: not on the chunk it came in, its neighbours, or the pages that hold the keys.
+running maximum and sum of the softmax in float32 (arXiv 2205.14135). So the bits of a row depend only on its sequence's
+tokens up to it: not on the chunk it came in, its neighbors, or the pages that contain the keys.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lockstep.ops.on_demand import zeros_on_demand
 from lockstep.ops.sinks import sink_gradient
 
 PAGE = 16
-"""Tokens of a cache page."""
+"""Tokens per cache page."""
 BLOCK = 64
-"""Keys between two rescalings of the running softmax; part of the arithmetic, so it never changes."""
+"""Keys between two rescalings of the running softmax; part of the arithmetic, so it is fixed."""
 VECTOR = 16
-"""Lanes of the compiled kernels' vectors: they take heads that are a multiple of it, which others are widened to."""
+"""Vector lanes of the compiled kernels: head sizes are padded to a multiple of this."""
 
 
 @runtime_checkable
 class Attention(Protocol):
-    """What `Decoder.forward` calls in each layer. Knows which rows belong together and where earlier keys are.
+    """The attention that `Decoder.forward` calls in each layer. Knows which rows belong together and where keys are.
 
-    v: None where the keys are the values. terms: what the layer asks of attention beside them.
+    v: None if the keys are also the values. terms: the layer's other parameters of attention.
     """
 
     def __call__(
@@ -53,10 +53,10 @@ class Attention(Protocol):
 
 
 class KVCache:
-    """The pages of every layer. Keys lie transposed within a page, `[head_dim, PAGE]`, as the products read them.
+    """The pages of every layer. Keys are transposed within a page, `[head_dim, PAGE]`, as the products read them.
 
-    values: whether there are any beside the keys; a page of values is `[PAGE, head_dim]`. `head_dim` is the
-    `paged_width` of the model's.
+    values: whether values are stored separately from the keys; a page of values is `[PAGE, head_dim]`. `head_dim` is
+    the `paged_width` of the model's.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class KVCache:
     ):
         self.num_pages = num_pages
         width = paged_width(head_dim, torch.empty(0, dtype=dtype, device=device))
-        # Zeroed, and written with finite values alone (`write_pages_reference` says how): a masked key's weight is
-        # exactly 0, but 0 · NaN would not be.
+        # Zeroed, and only written with finite values (see `write_pages_reference`): a masked key's weight is exactly 0,
+        # but 0 · NaN would not be.
         self.keys = zeros_on_demand((num_layers, num_pages, num_kv_heads, width, PAGE), dtype, device)
         self.values: Tensor | None = None
         if values:
             self.values = zeros_on_demand((num_layers, num_pages, num_kv_heads, PAGE, width), dtype, device)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Of one layer: those of the keys, and of the values where there are any."""
+        """One layer's pages of keys, and of values if there are any."""
         return self.keys[layer], None if self.values is None else self.values[layer]
 
     def tensors(self) -> list[Tensor]:
@@ -95,8 +95,8 @@ class PagedAttention:
     """The generator's attention for one step: writes this step's keys and values into the pages, then attends.
 
     block_table: pages of each sequence, in order. query_lengths: rows of each sequence in this step, one sequence
-    after the other. context_lengths: keys of each sequence after this step, its queries included. Further rows
-    are padding: nothing is written for them and their output is zero.
+    after the other. context_lengths: keys of each sequence after this step, including its queries. Further rows are
+    padding: nothing is written for them and their output is zero.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class PagedAttention:
 
 
 class PackedAttention:
-    """The trainer's attention: whole sequences one after the other, with a gradient. Further rows are padding."""
+    """The trainer's attention: complete sequences one after the other, with a gradient. Further rows are padding."""
 
     row_counts: Int[Tensor, "tokens"] | None = None
-    """What each row counts as where tokens are counted (`counted_rows`); None: once."""
+    """How often each row counts when tokens are counted (`counted_rows`); None: once."""
 
     def __init__(self, lengths: list[int], device: str | torch.device = "cpu"):
         self.contexts = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -153,7 +153,7 @@ class PackedAttention:
         self.table = ((ends - pages)[:, None] + columns).clamp(max=self.num_pages - 1).to(torch.int32)
         self.slots = _slots(self.table, self.starts, self.contexts)
         self.tokens: int = self.slots.shape[0]
-        """Of all sequences: rows that are no padding."""
+        """Rows of all sequences, without padding."""
         self._planned: Any = None
 
     def __call__(
@@ -201,7 +201,7 @@ class PackedAttention:
 
 
 def attend_or_train(attention: Any, q: Tensor, k: Tensor, v: Tensor | None, terms: Terms) -> Tensor:
-    """Attention by an object with `forward`, `backward` and `tokens`; with a gradient where one is asked for."""
+    """Attention by an object with `forward`, `backward` and `tokens`; with a gradient if one is needed."""
     given = (q, k, v, terms.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
         return TrainedAttention.apply(q, k, v, terms.sinks, attention, terms._replace(sinks=None))
@@ -230,7 +230,7 @@ class TrainedAttention(torch.autograd.Function):
 
 
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-"""Of queries, keys and values; None where the keys are the values, whose gradient is then that of the keys too."""
+"""Of queries, keys and values; None for values that are the keys, whose gradient then includes both."""
 
 
 def attend_backward(
@@ -244,11 +244,11 @@ def attend_backward(
     pieces: tuple[Tensor, Tensor] | None = None,
     terms: Terms = PLAIN,
 ) -> Gradients:
-    """Gradients of `q`, `k` and `v`, where the query rows of each whole sequence begin at one of `starts`.
+    """Gradients of `q`, `k` and `v`; the query rows of each sequence begin at one of `starts`.
 
-    With `pieces`, (contexts, first_keys), the rows from `starts[i]` to `starts[i + 1]` are queries of the last of
-    `contexts[i]` keys, from row `first_keys[i]` of `k` on, in ascending order of both. The gradients of `k` and `v`
-    are float32 then, for other pieces' are to be added. Sinks are in `out` and `log_sums`, and nowhere else.
+    With `pieces`, (contexts, first_keys), the rows from `starts[i]` to `starts[i + 1]` are the queries of the last of
+    `contexts[i]` keys, from row `first_keys[i]` of `k` on, both in ascending order. The gradients of `k` and `v` are
+    then float32, since those of other pieces will be added. Sinks only enter through `out` and `log_sums`.
     """
     dtype = k.dtype if pieces is None else torch.float32
     if v is None:
@@ -315,7 +315,7 @@ def _slots(table: Tensor, starts: Tensor, contexts: Tensor) -> Tensor:
 
 
 def in_triton(q: Tensor, v: Tensor | None) -> bool:
-    """Whether Triton serves; its tiles hold neither as many heads nor as wide a key as latent attention has."""
+    """Whether to use Triton, whose tiles are too small for the number of heads and key width of latent attention."""
     if v is None and cuda.usable(q):
         _warn_of_latents()
         return False
@@ -325,16 +325,16 @@ def in_triton(q: Tensor, v: Tensor | None) -> bool:
 @cache
 def _warn_of_latents() -> None:
     warnings.warn(
-        "attention whose keys are the values has no Triton form: it runs in PyTorch's, several times slower, and "
-        "engine.cuda_graphs cannot capture it",
+        "attention whose keys are also the values has no Triton form: it uses the PyTorch form, which is several times "
+        "slower and cannot be captured by engine.cuda_graphs",
         stacklevel=2,
     )
 
 
 def paged_width(head_dim: int, like: Tensor) -> int:
-    """Features of a head in a page: a multiple of `VECTOR` for the compiled kernels, with zeros behind the head's own.
+    """Features of a head in a page: padded with zeros to a multiple of `VECTOR` for the compiled kernels.
 
-    Zeros add nothing to the scores, and what they give of the output is cut off.
+    Zeros add nothing to the scores, and their part of the output is cut off.
     """
     return -(-head_dim // VECTOR) * VECTOR if native.usable(like) else head_dim
 

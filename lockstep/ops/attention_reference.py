@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: the definition of the compiled form, and its stand-in where no compiler is.
+"""Attention in plain PyTorch: the definition of the compiled form, and its fallback without a compiler.
 
-Query rows are gathered in tiles of one sequence each, so that a step over the key blocks is one product
-for all tiles that still have keys there.
+Query rows are gathered in tiles of one sequence each, so that a step over the key blocks is one product for all tiles
+that still have keys there.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ TILE = 64
 
 
 class Terms(NamedTuple):
-    """What a layer asks of attention beside its queries, keys and values."""
+    """A layer's parameters of attention in addition to queries, keys and values."""
 
     scale: float | None = None
-    """Factor of the scores; None is 1 / √head_dim."""
+    """Factor of the scores; None: 1 / √head_dim."""
     window: int = 0
-    """Keys that a query sees, its own the last of them; 0 is all."""
+    """Keys that a query sees, including its own; 0: all."""
     sinks: Tensor | None = None
-    """Of each head a learned score without a key, which takes part in the sum of weights alone (arXiv 2309.17453)."""
+    """A learned score per head without a key, which only contributes to the sum of weights (arXiv 2309.17453)."""
 
     def factor(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
@@ -37,8 +37,8 @@ PLAIN = Terms()
 def write_pages_reference(k: Tensor, v: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
     """Writes rows `[tokens, kv_heads, head_dim]` into the slots (page · page size + offset) of the pages.
 
-    A value that is not finite is written as a zero, and its key as NaN. Whoever sees the key gets NaN; for whoever
-    does not, its score is masked, and its weight of zero meets a finite value. Without values the keys are the values.
+    A value that is not finite is written as zero, and its key as NaN. Queries that see the key get NaN; for the others,
+    its score is masked, and its weight of zero meets a finite value. Without values, the keys are the values.
     """
     page_size = keys.shape[3]
     page, offset = slots // page_size, slots % page_size
@@ -98,7 +98,7 @@ def attend_reference(
             value = torch.where(key.isnan(), 0.0, key).mT.view(len(active), kv_heads, block, head_dim)
         else:
             value = values[pages].permute(0, 2, 1, 3, 4).reshape(len(active), kv_heads, block, head_dim).float()
-        # Behind the sequence's end a page holds what others left there.
+        # Past the sequence's end, a page contains leftovers.
         behind = start + torch.arange(block, device=q.device) >= contexts[sequence[active], None]
         value = value.masked_fill(behind[:, None, :, None], 0.0).flatten(0, 1)
         scores = plain.product(queries[active].flatten(0, 1), key, fused=False).view(len(active), kv_heads, -1, block)
@@ -112,7 +112,7 @@ def attend_reference(
         weights = plain.exp(scores - now[..., None])
         shrink = plain.exp(before - now)
         if terms.window:
-            # Where a row's window begins in a later block than that of its tile's first row, -inf - -inf is no number.
+            # If a row's window begins in a later block than that of its tile's first row, -inf - -inf is NaN.
             blind = ~seen.any(-1)
             weights, shrink = weights.masked_fill(blind[..., None], 0.0), shrink.masked_fill(blind, 1.0)
         highest[active] = now

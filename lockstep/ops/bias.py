@@ -1,4 +1,4 @@
-"""What a projection adds to its product."""
+"""The bias of a projection."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lockstep.ops.opaque import library
 
 
 def add_bias(x: Float[Tensor, "rows dim"], bias: Float[Tensor, "dim"]) -> Float[Tensor, "rows dim"]:
-    """`x + bias`: of a product that is rounded already, so that it and the sum are rounded once each, to its dtype.
+    """`x + bias`, for a product that is already rounded, so that it and the sum are each rounded once, to its dtype.
 
-    The product's own sum could take the bias in, and would be rounded once; but then ranks that add up parts of it
-    would have to agree on who adds the bias, and where. Libraries differ here too, in bfloat16 by one rounding.
+    The bias could be part of the product's own sum, with a single rounding; but then ranks that add up parts of it
+    would have to agree on which rank adds the bias, and where. Libraries also differ here, in bfloat16 by one rounding.
     """
     if (form := FORMS.get(type(bias))) is not None:
         return form.add_bias(x, bias)
@@ -38,7 +38,7 @@ def biased(
 def bias_gradient(
     grad: Float[Tensor, "rows dim"], bias: Float[Tensor, "dim"], gathered: one_order.GatheredRows | None = None
 ) -> Float[Tensor, "dim"]:
-    """The sum over rows, in slabs. Where other ranks have some, and one order is asked for, the first makes it."""
+    """The sum over rows, in slabs. If other ranks have some and one order is required, the first rank computes it."""
     gathered = gathered or one_order.shared_tokens()
     if gathered is None or not one_order.is_asked():
         return column_sums(grad).to(bias.dtype)
@@ -47,7 +47,7 @@ def bias_gradient(
 
 
 def column_sums(x: Float[Tensor, "rows dim"]) -> Float[Tensor, "dim"]:
-    """Over rows, in float32, in slabs of 64 rows that are added in order."""
+    """Sums over rows, in float32, in slabs of 64 rows that are added in order."""
     if not native.usable(x):
         return x.float().sum(0)
     sums = torch.zeros(x.shape[1], dtype=torch.float32)
@@ -68,7 +68,7 @@ class _Biased(torch.autograd.Function):
         return grads[0], bias_gradient(grads[0], bias, ctx.gathered), None
 
 
-# As a whole, for the sake of its gradient: a compiler picks the order of a sum over rows by their number.
+# Opaque because of its gradient: a compiler picks the order of a sum over rows by their number.
 @library.operator("add_bias(Tensor x, Tensor bias) -> Tensor", fake=lambda x, bias: torch.empty_like(x))
 def _opaque(x: Tensor, bias: Tensor) -> Tensor:
     return x + bias

@@ -20,14 +20,14 @@ from lockstep.errors import UserError
 
 
 class UnsafeCache(UserError):
-    """Others could put code into the cache folder, which this process would run: says what to do about it."""
+    """Other users could put code into the cache folder that this process would run; says what to do about it."""
 
 
 def cache_folder() -> Path:
-    """`lockstep` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache); made where it is missing, for its owner.
+    """`lockstep` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache); created for its owner only if missing.
 
-    Where nothing can be written there, a private folder for temporary files, with a warning. Raises UnsafeCache for a
-    folder of another user, or one that others may write to.
+    If it is not writable, a private temporary folder, with a warning. Raises UnsafeCache for a folder of another user,
+    or one that others can write to.
     """
     folder = _wanted()
     try:
@@ -44,9 +44,9 @@ def cache_folder() -> Path:
 
 
 def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder of your own") -> None:
-    """Raises UnsafeCache unless this user alone may write to `path`, a folder or a file in one; root may own a file.
+    """Raises UnsafeCache unless only this user can write to `path`, a folder or a file; root may own a file.
 
-    `elsewhere` is what else the user can do about it.
+    `elsewhere`: what else the user can do about it.
     """
     if not hasattr(os, "geteuid"):
         return
@@ -54,12 +54,12 @@ def require_private(path: Path, elsewhere: str = "set XDG_CACHE_HOME to a folder
     owners = (user,) if stat.S_ISDIR(found.st_mode) else (user, 0)
     if found.st_uid not in owners:
         raise UnsafeCache(
-            f"{path}: belongs to user {found.st_uid}, but this process is user {user}; compiled code from it could "
+            f"{path}: belongs to user {found.st_uid}, but this process runs as user {user}; compiled code in it could "
             f"be anyone's. Give it to this user (chown -R {user} {path}), or {elsewhere}"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsafeCache(
-            f"{path}: others may write to it (mode {stat.S_IMODE(found.st_mode):o}), so compiled code from it could "
+            f"{path}: other users can write to it (mode {stat.S_IMODE(found.st_mode):o}), so compiled code in it could "
             f"be theirs. Delete it (rm -r {path}; it will be recreated), or {elsewhere}"
         )
 
@@ -73,25 +73,25 @@ def _wanted() -> Path:
 
 @lru_cache
 def _instead_of(folder: Path, problem: str) -> Path:
-    """A folder for temporary files that this user's processes share, so that they compile once."""
+    """A temporary folder that this user's processes share, so that they compile once."""
     user = os.geteuid() if hasattr(os, "geteuid") else "user"
     other = Path(tempfile.gettempdir()) / f"lockstep-{user}"
-    with suppress(FileExistsError):  # a file or a link to nothing is in its place
+    with suppress(FileExistsError):  # a file or a dangling link is in its place
         other.mkdir(exist_ok=True, mode=0o700)
     if other.is_symlink() or not other.is_dir():
         raise UnsafeCache(
-            f"{other}: is a link or a file that anyone may have made; set XDG_CACHE_HOME to a folder of your own"
+            f"{other}: is a link or a file that anyone could have created; set XDG_CACHE_HOME to a folder of your own"
         )
     warnings.warn(
         f"{folder}: cannot be used ({problem}); compiled code and measurements are kept in {other} instead, which may "
-        "not last. Set XDG_CACHE_HOME to a folder that can be written",
+        "not last. Set XDG_CACHE_HOME to a writable folder",
         stacklevel=3,
     )
     return other
 
 
 def kept_measurement(path: Path) -> Any:
-    """What `keep_measurement` was given; None where there is nothing, or a damaged file."""
+    """What `keep_measurement` was given; None if there is nothing, or the file is damaged."""
     if path in _unwritten:
         return _unwritten[path]
     try:
@@ -101,7 +101,7 @@ def kept_measurement(path: Path) -> Any:
 
 
 def keep_measurement(path: Path, measured: dict[str, Any]) -> None:
-    """Writes it to a file of the cache folder; where the disk is full, it is kept for this process alone."""
+    """Writes it to a file in the cache folder; if the disk is full, it is only kept for this process."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps(measured))
@@ -116,7 +116,7 @@ _unwritten: dict[Path, dict[str, Any]] = {}
 
 
 def fingerprint(*more: str | bytes) -> str:
-    """Of the versions and the machine that compiled code belongs to, and of `more`."""
+    """A fingerprint of the versions and the machine that compiled code belongs to, and of `more`."""
     digest = hashlib.sha256()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for part in (torch.__version__, platform.python_version(), platform.machine(), _cpu_flags(), device, *more):
@@ -126,7 +126,7 @@ def fingerprint(*more: str | bytes) -> str:
 
 
 def _cpu_flags() -> str:
-    """What code for this very processor depends on: a cache folder may be shared by machines with other processors."""
+    """What native code depends on: a cache folder may be shared by machines with different processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

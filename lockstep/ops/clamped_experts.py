@@ -1,4 +1,4 @@
-"""gpt-oss's experts: gate and up take turns in one product's outputs; biases, and the clamped activation."""
+"""gpt-oss's experts: gate and up interleaved in one product's outputs; biases, and the clamped activation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clamped_experts(
     down: Float[Tensor, "experts dim inner"],
     down_bias: Float[Tensor, "experts dim"],
 ) -> Float[Tensor, "tokens dim"]:
-    """The weighted sum of each token's `chosen` experts, as `experts` has it."""
+    """The weighted sum of each token's `chosen` experts, as in `experts`."""
     if (form := FORMS.get(type(gate_up))) is not None:
         return form.clamped_experts(x, weights, chosen, gate_up, gate_up_bias, down, down_bias)
     starts, places, sources = order_by_expert(chosen, gate_up.shape[0])
@@ -37,7 +37,7 @@ def clamped_experts(
 def clamped_feed_forward(
     rows: Tensor, starts: Tensor, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor
 ) -> Float[Tensor, "rows dim"]:
-    """Every row through its expert: those of expert e are rows `starts[e]` to `starts[e + 1]`."""
+    """Each row through its expert; the rows of expert e are `starts[e]` to `starts[e + 1]`."""
     both = add_grouped_bias(grouped_linear(rows, gate_up, starts), gate_up_bias, starts)
     gated = clamped_swiglu(both[:, ::2], both[:, 1::2])
     return add_grouped_bias(grouped_linear(gated, down, starts), down_bias, starts)
@@ -46,7 +46,7 @@ def clamped_feed_forward(
 def add_grouped_bias(
     x: Float[Tensor, "rows dim"], bias: Float[Tensor, "groups dim"], starts: Int[Tensor, "groups+1"]
 ) -> Float[Tensor, "rows dim"]:
-    """`add_bias` of each group's own to rows `starts[g]` to `starts[g + 1]`."""
+    """`add_bias` of each group's own bias to rows `starts[g]` to `starts[g + 1]`."""
     if torch.compiler.is_compiling():
         return _opaque(x, bias, starts)
     if torch.is_grad_enabled() and (x.requires_grad or bias.requires_grad):
@@ -61,7 +61,7 @@ def _forward(x: Tensor, bias: Tensor, starts: Tensor) -> Tensor:
 
 
 def _gradient(grad: Tensor, bias: Tensor, starts: Tensor) -> Tensor:
-    """Of the bias: each group's rows are summed as `add_bias` sums all."""
+    """The gradient of the bias: each group's rows are summed as `add_bias` sums all."""
     if native.is_pretending():
         return torch.empty_like(bias)
     bounds = starts.tolist()

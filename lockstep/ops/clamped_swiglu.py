@@ -13,11 +13,11 @@ from lockstep.ops.kept import keep
 from lockstep.ops.opaque import library
 
 SLOPE, LIMIT = 1.702, 7.0
-"""rows.cpp has them too."""
+"""Also defined in rows.cpp."""
 
 
 def clamped_swiglu(gate: Float[Tensor, "rows dim"], up: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows dim"]:
-    """`(up + 1) · gate · sigmoid(1.702 · gate)`, with gate up to 7 and up from -7 to 7 (arXiv 2508.10925).
+    """`(up + 1) · gate · sigmoid(1.702 · gate)`, with gate clamped to 7 and up to [-7, 7] (arXiv 2508.10925).
 
     In float32, rounded once.
     """
@@ -59,7 +59,7 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In float32 the clamped gate, the clamped factor, and the gate's sigmoid."""
+    """The clamped gate, the clamped factor, and the gate's sigmoid, in float32."""
     wide, factor = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
     return wide, factor, 1 / (1 + plain.exp(-(SLOPE * wide)))
 
@@ -79,7 +79,7 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Compiled code calls the activation as a whole: the bits are those of the eager form.
+# Compiled code calls the activation as one operator: the bits are those of the eager form.
 @library.operator("clamped_swiglu(Tensor gate, Tensor up) -> Tensor", fake=lambda gate, up: _empty_like(gate))
 def _opaque(gate: Tensor, up: Tensor) -> Tensor:
     return _forward(gate, up)

@@ -1,10 +1,10 @@
-"""Which tokens top-k, top-p and min-p leave to be drawn.
+"""The tokens that top-k, top-p and min-p keep.
 
-A row's tokens are ordered by logit, equal ones by token, lower first. Top-k keeps the first k; top-p the first whose
-weights reach a share of the total. The last token kept is found by radix selection (Knuth, TAOCP 3, 5.2.5): for a
-byte of the logit's bits at a time, the sums of 256 buckets. Weights are whole multiples of 2^-40 of the likeliest
-token's, so sums are exact in any order: a cut has the same bits however many processes share the vocabulary, and the
-buckets' sums are all that they exchange.
+A row's tokens are ordered by logit, ties by token, lower first. Top-k keeps the first k; top-p the first whose weights
+reach a share of the total. The last token kept is found by radix selection (Knuth, TAOCP 3, 5.2.5): for one byte of
+the logit's bits at a time, the sums of 256 buckets. Weights are integer multiples of 2^-40 of the likeliest token's, so
+sums are exact in any order: a cut has the same bits however many processes share the vocabulary, and they only exchange
+the buckets' sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.ops.parts import VocabularyPart
 
 BUCKETS = 256
 GROUPS = 256
-"""Of a row's tokens, whose maxima bound the last token of a small top-k."""
+"""Groups of a row's tokens, whose maxima bound the last token of a small top-k."""
 UNIT = 2.0**40
 """Sums of 2^22 weights fit in 63 bits."""
 
@@ -35,9 +35,10 @@ def cut(
     rows: Bool[Tensor, "rows"],
     part: VocabularyPart,
 ) -> Float[Tensor, "rows part"]:
-    """`logits` with -inf for every token that its row's cuts leave out, for `rows`; the others are copied.
+    """`logits` with -inf for every token that its row's cuts exclude, for `rows`; other rows are copied.
 
-    So are rows that are not finite. Processes that share the vocabulary call it together, with the same parameters.
+    Rows that are not finite are also copied. Processes that share the vocabulary call it together, with the same
+    parameters.
     """
     maxima = group_maxima(logits) * inverse_temperature[:, None]
     highest = part.gather(maxima.amax(-1)).amax(0)
@@ -55,7 +56,7 @@ def cut(
 
 
 def group_maxima(logits: Float[Tensor, "rows part"]) -> Float[Tensor, "rows groups"]:
-    """Of each row the maxima of groups of tokens, -inf where there are fewer; NaN where a logit is."""
+    """The maxima of groups of each row's tokens, -inf if there are fewer groups; NaN if a logit is."""
     maxima = logits.new_full((len(logits), GROUPS), -torch.inf, dtype=torch.float32)
     size = logits.shape[1] // (GROUPS - 1)
     if size:
@@ -67,7 +68,7 @@ def group_maxima(logits: Float[Tensor, "rows part"]) -> Float[Tensor, "rows grou
 
 
 def lowest_of_first(maxima: Float[Tensor, "rows groups"], counts: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:
-    """What no logit of a row's first `counts` is below, for as many groups have one that is not."""
+    """A lower bound of the logits of a row's first `counts` tokens: as many groups have a maximum of at least this."""
     kth = maxima.sort(-1, descending=True).values.gather(1, (counts[:, None] - 1).clamp(0, GROUPS - 1))[:, 0]
     return torch.where(counts <= GROUPS, kth, -torch.inf)
 
@@ -82,7 +83,7 @@ def _drop_below(logits: Tensor, inverse: Tensor, lowest: Float[Tensor, "rows"]) 
 
 
 class _Rows(NamedTuple):
-    """Rows `place` of `logits`, of which a cut counts tokens, or adds weights e^(x / temperature - highest)."""
+    """Rows `place` of `logits`, whose tokens a cut counts, or whose weights e^(x / temperature - highest) it adds."""
 
     logits: Tensor
     place: Tensor
@@ -92,9 +93,9 @@ class _Rows(NamedTuple):
 
 
 def _last_kept(rows: _Rows, wanted: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor, int]:
-    """Of each row the logit of the last token kept, and what the tokens of that logit in this part may come to.
+    """For each row, the logit of the last token kept, and how much the tokens with that logit in this part may add.
 
-    The logit as the first bits of its key, all but the last `shift`.
+    The logit is given as its key without the last `shift` bits.
     """
     prefixes = torch.zeros_like(rows.place)
     # A bfloat16's lower 16 bits are zeros.
@@ -117,7 +118,7 @@ def _last_kept(rows: _Rows, wanted: Tensor, part: VocabularyPart) -> tuple[Tenso
 
 
 def _bucket_sums(rows: _Rows, prefixes: Int[Tensor, "rows"], shift: int) -> Int[Tensor, "rows buckets"]:
-    """Of the tokens whose keys begin with a row's prefix, the sums by the byte that follows it, above `shift` bits."""
+    """Sums over the tokens whose keys begin with a row's prefix, by the next byte, above `shift` bits."""
     sums = torch.zeros(len(rows.place), BUCKETS, dtype=torch.int64, device=rows.logits.device)
     if native.usable(rows.logits):
         sizes = (int(rows.by_weight), shift, len(rows.place), rows.logits.shape[1])
@@ -130,7 +131,7 @@ def _bucket_sums(rows: _Rows, prefixes: Int[Tensor, "rows"], shift: int) -> Int[
 
 
 def _keep(rows: _Rows, prefixes: Int[Tensor, "rows"], remaining: Int[Tensor, "rows"], shift: int) -> None:
-    """-inf for the tokens after the prefix, and for those at it once they have come to `remaining`."""
+    """-inf for the tokens after the prefix, and for those at the prefix once they have reached `remaining`."""
     if native.usable(rows.logits):
         sizes = (int(rows.by_weight), shift, len(rows.place), rows.logits.shape[1])
         tensors = (rows.logits, rows.place, rows.inverse, rows.highest, prefixes, remaining)
@@ -151,13 +152,13 @@ def _measure(rows: _Rows) -> Int[Tensor, "rows part"]:
 
 
 def ordering(logits: Float[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """Of each logit a number below 2^32, the lower the greater the logit is; of NaNs, the lowest."""
+    """A number below 2^32 for each logit, lower for greater logits; the lowest for NaN."""
     bits = (logits.float() + 0.0).view(torch.int32).long()  # -0 is 0
     return torch.where(bits < 0, bits + 2**32, bits ^ 0x7FFFFFFF)
 
 
 def logits_of(ordering: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The logits, in float32, that have these numbers."""
+    """The inverse of `ordering`: the logits, in float32."""
     return torch.where(ordering < 2**31, ordering ^ 0x7FFFFFFF, ordering - 2**32).int().view(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Paged attention of a decode step whose shapes, and nothing else, are known beforehand."""
+"""Paged attention of a decode step of which only the shapes are known beforehand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lockstep.ops.attention_reference import PLAIN, Terms
 
 
 class DecodeAttention:
-    """`PagedAttention` of one query a sequence. Rows at the end whose context is 0 are padding.
+    """`PagedAttention` of one query per sequence. Rows at the end with a context of 0 are padding.
 
-    With the Triton forms nothing waits for the device, so that a CUDA graph can record it.
+    The Triton forms do not synchronize with the device, so that a CUDA graph can record it.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Sine, cosine, exponential and logarithm in float64, made of additions, multiplications and divisions alone.
+"""Sine, cosine, exponential and logarithm in float64, using only additions, multiplications and divisions.
 
 IEEE 754 fixes the result of each of those, so these functions have the same bits on every processor. A library's differ
-between instruction sets and versions. NumPy runs every operation by itself: nothing fuses a product with a sum.
-Reductions and polynomials are those of fdlibm (Sun Microsystems, 1993), good to about 1 ulp of float64.
+between instruction sets and versions. NumPy runs every operation separately: nothing fuses a product with a sum.
+Reductions and polynomials are those of fdlibm (Sun Microsystems, 1993), accurate to about 1 ulp of float64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOG2_E = float.fromhex("0x1.71547652b82fep+0")
 # π/2 in three parts; the first two have 30 bits, so that their products with a number of quarter turns are exact.
 HALF_PI = tuple(map(float.fromhex, ("0x1.921fb54000000p+0", "0x1.10b4611800000p-30", "0x1.313198a2e0370p-61")))
 LARGEST_ANGLE = 1e7
-"""In radians: up to here, and to 2²³ quarter turns, the reduction of an angle is exact."""
+"""In radians: up to this angle, and up to 2²³ quarter turns, the reduction of an angle is exact."""
 
 SINE = (
     -1.66666666666666324348e-01, 8.33333333332248946124e-03, -1.98412698298579493134e-04,
@@ -42,7 +42,7 @@ Array = np.ndarray
 def cosine_and_sine(
     angles: Float64[Array, "*shape"],
 ) -> tuple[Float64[Array, "*shape"], Float64[Array, "*shape"]]:
-    """Of angles in radians, up to `LARGEST_ANGLE` to the last digits, and from there on less exactly."""
+    """For angles in radians, accurate to the last digits up to `LARGEST_ANGLE`, and less exact beyond."""
     turns = np.rint(angles * (2 / math.pi))
     rest = ((angles - turns * HALF_PI[0]) - turns * HALF_PI[1]) - turns * HALF_PI[2]
     square = rest * rest
@@ -57,12 +57,12 @@ def cosine_and_sine(
 
 
 def cosine(angle: float) -> float:
-    """Of one angle."""
+    """The cosine of one angle."""
     return float(cosine_and_sine(np.array([angle]))[0][0])
 
 
 def exponential(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
-    """e^x: 1 exactly at 0, 0 or infinity where float64 ends."""
+    """e^x: exactly 1 at 0; 0 or infinity outside of float64's range."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         bounded = np.clip(x, -746.0, 710.0)  # NaN stays what it is
         powers = np.rint(bounded * LOG2_E)
@@ -75,7 +75,7 @@ def exponential(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
 
 
 def logarithm(x: Float64[Array, "*shape"]) -> Float64[Array, "*shape"]:
-    """The natural logarithm of positive numbers; of 0 it is minus infinity, and of less NaN."""
+    """The natural logarithm; minus infinity at 0, NaN below."""
     with np.errstate(invalid="ignore", divide="ignore"):
         mantissas, powers = np.frexp(x)
         small = mantissas < math.sqrt(0.5)

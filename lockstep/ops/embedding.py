@@ -1,4 +1,4 @@
-"""The row of a table for each token."""
+"""Embedding lookup: the row of a table for each token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def embedding(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"])
 
 
 def found_rows(tokens: Int[Tensor, "tokens"], weight: Float[Tensor, "vocab dim"]) -> Float[Tensor, "tokens dim"]:
-    """`embedding` of a plain weight. Its gradient adds up the tokens of all ranks where one order is asked for."""
+    """`embedding` of a plain weight. If one order is required, its gradient sums the tokens of all ranks."""
     if one_order.shared_tokens() is None:
         return F.embedding(tokens, weight)
     return _SharedEmbedding.apply(tokens, weight)
@@ -39,7 +39,7 @@ class _SharedEmbedding(torch.autograd.Function):
         shared = one_order.shared_tokens()
         assert shared is not None
         tokens, grad = shared.gather(tokens), shared.gather(grads[0])
-        # The rows whose head's gradient this rank makes too, for where head and embedding are one they add up here.
+        # The rows whose head gradient this rank also computes: if head and embedding are tied, they are added here.
         own = shared.part(len(weight))
         found = (tokens >= own.start) & (tokens < own.stop)
         whole = torch.zeros_like(weight)

@@ -1,9 +1,10 @@
-"""How many tokens each expert of a router gets, and the penalties that even it out.
+"""How many tokens each expert of a router gets, and the penalties that balance the load.
 
 The penalties are the gradients of two losses, added where the router's own gradient is computed, so that no loss needs
-to know of routers. They are means over the step's tokens, whose number all ranks know before its first forward, and use
-the load of the step before: so a token's gradient does not depend on the tokens beside it. What each row counts as is
-said by `counted_rows`: padding counts nowhere, and a row that stands for several sequences counts once for each.
+to know about routers. They are means over the step's tokens, whose number all ranks know before its first forward, and
+use the load of the previous step, so that a token's gradient does not depend on the other tokens. How often each row
+counts is set by `counted_rows`: padding does not count, and a row that stands for several sequences counts once for
+each.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _counts: ContextVar[Tensor | None] = ContextVar("row_counts", default=None)
 
 @contextmanager
 def counted_rows(counts: Int[Tensor, "tokens"] | None) -> Iterator[None]:
-    """Within it, what each row of a forward pass counts as in its experts' load; None: once.
+    """Within this context, how often each row of a forward pass counts in its experts' load; None: once.
 
-    On ranks that share the rows it is the counts of all of them.
+    Ranks that share the rows pass the counts of all of them.
     """
     token = _counts.set(counts)
     try:
@@ -41,55 +42,55 @@ def counted_rows(counts: Int[Tensor, "tokens"] | None) -> Iterator[None]:
 
 
 class ExpertLoad:
-    """Of one router: the choices of each expert, counted in the backward pass, in which each token comes once."""
+    """One router's load: the choices of each expert, counted in the backward pass, where each token occurs once."""
 
     def __init__(self, experts: int, active: int):
         self.active = active
         number = next(_numbers)
         self.key = torch.tensor(number)
-        """By which a compiled graph names it: a tensor, for a number would be compiled in, and no layer share it."""
+        """Identifies it in a compiled graph: a tensor, since a number would be compiled in, for one layer only."""
         _LOADS[number] = self
         self.counted = torch.zeros(experts, dtype=torch.int64)
-        """Of the tokens of this rank in this step, so far."""
+        """The choices of this rank's tokens in this step so far."""
         self.before = torch.zeros(experts, dtype=torch.int64)
-        """Of all tokens of the step before; zeros before there is one, and then no load is penalised."""
+        """The choices of all tokens of the previous step; zeros before the first, when no load is penalized."""
         self.auxiliary = 0.0
-        """Weight of `experts · Σ share · mean probability`, lowest where the load is even (arXiv 2101.03961)."""
+        """Weight of `experts · Σ share · mean probability`, lowest if the load is even (arXiv 2101.03961)."""
         self.z = 0.0
-        """Weight of the mean square of the logits' log-sum-exp, arXiv 2202.08906, which keeps logits small."""
+        """Weight of the mean square of the logits' log-sum-exp (arXiv 2202.08906), which keeps logits small."""
         self.tokens = 0
-        """Of this step on all ranks: what the means are divided by; 0: nothing is penalised."""
+        """Tokens of this step on all ranks: what the means are divided by; 0: nothing is penalized."""
         self.part = (0, 1)
-        """Which of how many equal parts of a forward pass's rows come to this rank's router."""
+        """(index, count): which of `count` equal parts of a forward pass's rows this rank's router gets."""
 
     def __deepcopy__(self, memo: object) -> ExpertLoad:
         return ExpertLoad(len(self.counted), self.active)
 
     def counts_of(self, rows: int) -> Int[Tensor, "rows"] | None:
-        """What this rank's rows count as, by `counted_rows`; None: each once."""
+        """How often this rank's rows count, by `counted_rows`; None: once each."""
         counts = _counts.get()
         if counts is None:
             return None
         rank, ranks = self.part
         own = counts.unflatten(0, (ranks, -1))[rank]
-        # A single row is compiled with another beside it, which counts for nothing.
+        # A single row is compiled with a second one, which does not count.
         return F.pad(own, (0, rows - len(own)))
 
     def count(self, chosen: Int[Tensor, "tokens active"], counts: Int[Tensor, "tokens"] | None) -> None:
-        """Adds the choices of some tokens, each as often as `counts` says."""
+        """Adds the choices of some tokens, each `counts` times."""
         each = torch.ones_like(chosen) if counts is None else counts[:, None].expand_as(chosen)
         load = torch.zeros(len(self.counted), dtype=torch.int64, device=chosen.device)
         self.counted += load.index_add_(0, chosen.flatten(), each.flatten()).to(self.counted.device)
 
     def end_step(self, total: Int[Tensor, "experts"]) -> None:
-        """Begins the next step; `total` are the choices of this one on all ranks."""
+        """Begins the next step; `total`: the choices of this step on all ranks."""
         self.before.copy_(total)
         self.counted.zero_()
 
     def penalty(
         self, logits: Float32[Tensor, "tokens experts"], counts: Int[Tensor, "tokens"] | None = None
     ) -> Float32[Tensor, "tokens experts"] | None:
-        """The penalties' gradient by `logits`, of rows that count as `counts` says; None where there is none."""
+        """The penalties' gradient with respect to `logits`, of rows that count `counts` times; None without any."""
         if not self.tokens or not (self.auxiliary or self.z):
             return None
         highest = logits.amax(-1, keepdim=True)
@@ -111,5 +112,5 @@ def key_of(load: ExpertLoad | None) -> Int[Tensor, ""]:
 
 
 def load_of(key: Int[Tensor, ""]) -> ExpertLoad | None:
-    """The inverse of `key_of`; None for one that is no more."""
+    """The inverse of `key_of`; None for one that no longer exists."""
     return _LOADS.get(int(key))

@@ -1,6 +1,6 @@
-"""The experts of a mixture: each token goes through a few of many gated feed-forwards, and their sum is weighed.
+"""The experts of a mixture: each token goes through a few of many gated feed-forwards, and their results are summed.
 
-Rows are sorted by expert, multiplied a group at a time, and added up per token in the order of its own experts. So a
+Rows are sorted by expert, multiplied group by group, and added up per token in the order of its own experts. So a
 token's bits do not depend on which tokens share its experts, nor on how many.
 """
 
@@ -34,8 +34,8 @@ def experts(
 ) -> Float[Tensor, "tokens dim"]:
     """The weighted sum of each token's `chosen` experts, in float32 and rounded once; see `route` for both.
 
-    `shared(x)`, what all tokens go through, is added to it. It is called here because rows that travel to experts on
-    other ranks leave time for it.
+    `shared(x)`, which all tokens go through, is added to it. It is called here because it can overlap with sending rows
+    to experts on other ranks.
     """
     if (form := FORMS.get(type(gate))) is not None:
         return form.experts(x, weights, chosen, gate, up, down, shared=shared)
@@ -46,7 +46,7 @@ def experts(
 
 
 def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Float[Tensor, "rows dim"]:
-    """Every row through its expert: those of expert e are rows `starts[e]` to `starts[e + 1]`."""
+    """Each row through its expert; the rows of expert e are `starts[e]` to `starts[e + 1]`."""
     gated = silu_mul(grouped_linear(rows, gate, starts), grouped_linear(rows, up, starts))
     return grouped_linear(gated, down, starts)
 
@@ -54,8 +54,8 @@ def feed_forward(rows: Tensor, starts: Tensor, gate: Tensor, up: Tensor, down: T
 def order_by_expert(
     chosen: Int[Tensor, "tokens active"], experts: int
 ) -> tuple[Int[Tensor, "experts+1"], Int[Tensor, "choices"], Int[Tensor, "choices"]]:
-    """The order of rows by expert, of one expert by token: where each expert's rows start, the row of each choice, and
-    the choice of each row. All are where `chosen` is, and nothing waits for a GPU."""
+    """The order of rows by expert, then token: where each expert's rows start, the row of each choice, and the choice
+    of each row. All are on the device of `chosen`, and nothing synchronizes with a GPU."""
     if torch.compiler.is_compiling():
         return _opaque_order(chosen, experts)
     return _order(chosen, experts)
@@ -84,7 +84,7 @@ def combine(
 
 
 def _order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    flat = chosen.flatten().contiguous()  # of one choice a token flattening may keep the strides
+    flat = chosen.flatten().contiguous()  # with one choice per token, flattening may keep the strides
     if native.is_pretending() or flat.is_meta:
         starts = torch.arange(experts + 1) * len(flat) // experts
         return starts, torch.empty_like(flat), torch.empty_like(flat)

@@ -1,4 +1,4 @@
-"""Exponential and logarithm of each element, rounded once from float64: the same bits on every CPU."""
+"""Elementwise exponential and logarithm, rounded once from float64: the same bits on every CPU."""
 
 from __future__ import annotations
 

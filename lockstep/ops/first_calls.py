@@ -1,7 +1,7 @@
-"""One call of each of the library's vector functions while there is one thread.
+"""Calls each of the library's vector functions once while there is only one thread.
 
-MKL chooses a function's kernel at its first call, and where two threads make that call at once, one of them may run a
-kernel of low accuracy: wrong by up to 1.5e-4, once in a process (pytorch/pytorch#188792). No forward pass calls such a
+MKL chooses a function's kernel at its first call, and if two threads make that call at once, one of them may run a
+low-accuracy kernel: wrong by up to 1.5e-4, once per process (pytorch/pytorch#188792). No forward pass calls such a
 function, but optimizers and users' own code do.
 """
 

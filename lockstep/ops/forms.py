@@ -1,8 +1,8 @@
-"""Operators for tensors that are more than plain ones.
+"""Operators for tensors that are not plain ones.
 
-A layout that cuts tensors over ranks registers here how it computes each operator on its kind of tensor, so this
-package need not know of it. One look-up by type costs a plain tensor some 50 ns; PyTorch's own `__torch_function__`
-is closed to this, for DTensor switches it off.
+A layout that shards tensors over ranks registers here how it computes each operator on its kind of tensor, so this
+package need not know about it. The lookup by type costs some 50 ns for a plain tensor; PyTorch's own
+`__torch_function__` cannot be used, since DTensor switches it off.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 FORMS: dict[type, Any] = {}
-"""By a tensor's type: an object, such as a module, that has the operators under the names they have here."""
+"""By tensor type, an object, such as a module, that has the operators under the same names as here."""
 
 
 def own_part(weight: Tensor) -> Tensor:
-    """What this process computes with: a plain weight itself, of one that is cut its part, with a gradient."""
+    """What this process computes with: a plain weight itself, or its part of a sharded one, with a gradient."""
     form = FORMS.get(type(weight))
     return weight if form is None else form.own_part(weight)

@@ -1,7 +1,7 @@
-"""The product of rows that lie in groups, each group with a weight of its own: the experts of a mixture.
+"""The product of grouped rows, each group with its own weight: the experts of a mixture.
 
-A group's product is `linear` of its rows, so a row's bits depend on that row and its group's weight alone. On NVIDIA
-GPUs it is one kernel for all groups, which reads on the device where they start (`cuda/grouped_linear.py`).
+A group's product is `linear` of its rows, so a row's bits depend only on that row and its group's weight. On NVIDIA
+GPUs it is one kernel for all groups, which reads where they start on the device (`cuda/grouped_linear.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lockstep.ops.packed_weights import packed
 def grouped_linear(
     x: Float[Tensor, "rows in"], weight: Float[Tensor, "groups out in"], starts: Int[Tensor, "groups+1"]
 ) -> Float[Tensor, "rows out"]:
-    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`. `starts`, int64, end with all rows.
+    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`. `starts`, int64, ends with the number of rows.
 
-    Raises ValueError where `starts` are not those of these rows and groups. Those on a GPU must be right: looking at
-    them would wait for it.
+    Raises ValueError if `starts` do not fit these rows and groups. Those on a GPU are not checked, which would have to
+    synchronize with it.
     """
     if torch.compiler.is_compiling():
         return _opaque_product(x, weight, starts)
@@ -55,13 +55,13 @@ def _product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
 def _check(x: Tensor, weight: Tensor, starts: Tensor) -> None:
     if x.shape[1] != weight.shape[2] or x.dtype != weight.dtype or starts.shape[0] != weight.shape[0] + 1:
         raise ValueError(
-            f"a grouped product needs rows of its weights' width and dtype, and a start for each group and the end, "
-            f"but has {list(x.shape)} {x.dtype}, {list(weight.shape)} {weight.dtype} and {starts.shape[0]} starts"
+            f"a grouped product needs rows with the weights' width and dtype, and a start per group and the end, but "
+            f"has {list(x.shape)} {x.dtype}, {list(weight.shape)} {weight.dtype} and {starts.shape[0]} starts"
         )
     usable = starts.dtype == torch.int64 and starts.is_contiguous() and starts.device.type in ("cpu", x.device.type)
     if not usable or (starts.device.type == "cpu" and not native.is_pretending() and _wrong(starts, x.shape[0])):
         raise ValueError(
-            f"starts must be ascending int64 on the CPU or where the rows are, from 0 to the {x.shape[0]} rows"
+            f"starts must be ascending int64 on the CPU or the rows' device, from 0 to the {x.shape[0]} rows"
         )
 
 
@@ -71,14 +71,14 @@ def _wrong(starts: Tensor, rows: int) -> bool:
 
 
 def _panels(weight: Tensor, rows: int) -> Tensor | None:
-    """The panels of all groups' weights, where each group's are whole ones."""
+    """The panels of all groups' weights, if each group's are complete ones."""
     if not weight.is_contiguous() or weight.shape[1] % native.function("panel_columns")():
         return None
     return packed(weight.flatten(0, 1), rows)
 
 
 def _by_group(x: Tensor, weight: Tensor, starts: Tensor, one: Any, out: Tensor) -> Tensor:
-    """`one(rows, matrix)` of every group, into its rows of `out`."""
+    """Writes `one(rows, matrix)` of every group to its rows of `out`."""
     bounds = starts.tolist()
     for group, (first, stop) in enumerate(zip(bounds, bounds[1:])):
         if stop > first:
@@ -98,7 +98,7 @@ def grouped_gradients(
 
 
 def _by_library(grad: Tensor) -> bool:
-    """As of one product, but where pairs of bfloat16 multiply: a library's many small ones are slower than ours."""
+    """As for one product, except with pairs of bfloat16: a library's many small products are slower than ours."""
     pairs = native.usable(grad) and native.arithmetic() == "bf16_pairs"
     return by_library(grad) and not pairs and not native.is_pretending()
 

@@ -1,7 +1,7 @@
-"""The gradients of log-probabilities: of the hidden states, and of the head or of this rank's part of it.
+"""Gradients of log-probabilities with respect to the hidden states and the head, or this rank's part of the head.
 
-The logits are computed again, slice by slice. In the one order (`one_order`) a hidden state's gradient is summed over
-the vocabulary's pieces, which meet in a tree, and the head's over all ranks' targets.
+The logits are recomputed slice by slice. With one order (`one_order`), a hidden state's gradient is summed over the
+vocabulary's pieces, which are joined in a tree, and the head's over all ranks' targets.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from lockstep.ops import cuda, native, one_order, plain
 from lockstep.ops.linear import input_gradient, linear, product_sums, tree_sum, weight_gradient
 
 SLICE_BYTES = 1 << 27
-"""Logits of the whole vocabulary that are held at once. Smaller slices read the head's weight, and write its gradient,
-more often."""
+"""Logits of the whole vocabulary held at a time. Smaller slices read the head's weight and write its gradient more
+often."""
 
 Join = Callable[[Float32[Tensor, "pieces rows dim"]], Float32[Tensor, "rows dim"]]
 
 
 def row_slices(rows: int, vocab: int, element_size: int) -> list[slice]:
-    """Rows whose logits are held at once."""
+    """Slices of the rows whose logits are held at a time."""
     size = max(1, SLICE_BYTES // (vocab * element_size))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 class ScoredRows(NamedTuple):
-    """What is known of each row that was scored, and the gradients of its log-probability and of its entropy."""
+    """What is known about each scored row, and the gradients of its log-probability and its entropy."""
 
     targets: Int[Tensor, "rows"]
-    """Rows of the head, or of a part of it: -1 then where another part holds them."""
+    """Rows of the head, or of a part of it: then -1 if another part has them."""
     inverse_temperature: Float[Tensor, "rows"]
     normalizers: Float[Tensor, "rows"]
     entropies: Float[Tensor, "rows"]
     grad: Float[Tensor, "rows"] | None
-    """None where it is zero, as for the next."""
+    """None if it is zero; the same for the next."""
     entropy_grad: Float[Tensor, "rows"] | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ScoredRows:
-        """Of every column what `function` makes of it."""
+        """Applies `function` to every column."""
         columns: list[Any] = [None if column is None else function(column) for column in self]
         return ScoredRows(*columns)
 
@@ -61,8 +61,8 @@ def head_gradients(
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "part dim"]]:
     """Gradients of `hidden` and `head`, given those of the log-probabilities and entropies.
 
-    `head` is a part of a vocabulary of `vocab` tokens. `bounds` are where the vocabulary's pieces lie in the part,
-    `join` adds up the sums of all parts' pieces. Without one order the gradient of `hidden` is that of this part alone.
+    `head` is a part of a vocabulary of `vocab` tokens. `bounds` are the bounds of the vocabulary's pieces in the part;
+    `join` adds up the sums of all parts' pieces. Without one order, the gradient of `hidden` is only that of this part.
     """
     grad_hidden = torch.empty_like(hidden)
     shared = one_order.shared_targets()
@@ -92,7 +92,7 @@ def hidden_gradient(
     bounds: Int[Tensor, "bounds"],
     join: Join = lambda sums: tree_sum(sums.unbind()),
 ) -> Float[Tensor, "rows dim"]:
-    """The gradient of hidden states from that of their logits; for `bounds` and `join` see `head_gradients`."""
+    """The gradient of hidden states, given that of their logits; for `bounds` and `join`, see `head_gradients`."""
     if not one_order.is_asked():
         return input_gradient(of_logits, head)
     return join(_sums_by_piece(of_logits, head, bounds)).to(head.dtype)
@@ -108,14 +108,14 @@ def _sums_by_piece(grad: Tensor, head: Tensor, bounds: Tensor) -> Float32[Tensor
 def added_slice(
     sums: Float[Tensor, "part dim"] | None, of_slice: Float[Tensor, "part dim"], slices: int
 ) -> Float[Tensor, "part dim"]:
-    """The head's gradient of one more of so many slices: they add up in float32; one alone needs no wider copy."""
+    """Adds one slice's gradient of the head: several are accumulated in float32; a single one needs no wider copy."""
     if sums is not None:
         return sums.add_(of_slice)
     return of_slice if slices == 1 else of_slice.float()
 
 
 def _both_gradients(logits: Tensor, scored: ScoredRows) -> Tensor:
-    """`logits_gradient`, and that of the entropies where they have one. Overwrites `logits`."""
+    """`logits_gradient`, plus that of the entropies if they have one. Overwrites `logits`."""
     targets, inverse, normalizers, entropies, grad, entropy_grad = scored
     grad = torch.zeros_like(entropies) if grad is None else grad
     if entropy_grad is None:
@@ -136,7 +136,7 @@ def logits_gradient(
 ) -> Float[Tensor, "rows part"]:
     """d log p(target) / d logits = (onehot - p) / temperature, times the incoming gradient; overwrites `logits`.
 
-    A negative target is not among these logits: they are a part of the vocabulary, and another part holds it.
+    A negative target is not among these logits, but in another part of the vocabulary.
     """
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary

@@ -1,4 +1,4 @@
-"""Products with a weight of each head's own: what latent attention is made of, beside `linear`."""
+"""Products with one weight per head, which latent attention uses in addition to `linear`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def head_linear(
 ) -> Float[Tensor, "tokens heads out"]:
     """Each head's features times its own part of `weight`; the bits of a row do not depend on other rows or heads.
 
-    The weight's rows divide evenly between the heads; a part is the rows from `first` to `stop` of a head's, `[out,
-    width]` as `linear` takes it, and with `across` its transpose.
+    The weight's rows are divided evenly among the heads; a part is rows `first` to `stop` of a head's, `[out, width]`
+    as `linear` takes it, or with `across` its transpose.
     """
     if (form := FORMS.get(type(weight))) is not None:
         out: Tensor = form.head_linear(x, weight, first, stop, across)

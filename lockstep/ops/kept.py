@@ -1,4 +1,4 @@
-"""Outputs of operators that a recomputed forward pass takes from the first one instead of computing them again."""
+"""Selective activation checkpointing: operator outputs that a recomputed forward reuses from the first one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Output = TypeVar("Output", Tensor, tuple[Tensor, Tensor])
 
 
 class Tape:
-    """What the chosen operators put out while recording, handed out again in the same order while replaying."""
+    """The outputs of the chosen operators while recording, returned in the same order while replaying."""
 
     def __init__(self, operators: Collection[str]):
         self.operators = frozenset(operators)
@@ -21,17 +21,17 @@ class Tape:
         self._next: int | None = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For the first forward and for recomputed ones, as `torch.utils.checkpoint` asks for them."""
+        """Contexts for the first forward and for recomputed ones, as `torch.utils.checkpoint` takes them."""
         return _Running(self, None), _Running(self, 0)
 
     def start(self, first: int | None) -> None:
-        """Records from here on, or replays from output number `first` on."""
+        """Records from now on, or replays from output number `first` on."""
         self._next = first
 
     def take(self, compute: Callable[[], Output]) -> Output:
         if self._next is None:
             output = compute()
-            # Detached: autograd makes the very tensors that an operator returns part of its graph.
+            # Detached: autograd makes the tensors that an operator returns part of its graph.
             parts = (output,) if isinstance(output, Tensor) else output
             self._outputs.append(tuple(part.detach() for part in parts))
             return output
@@ -41,7 +41,7 @@ class Tape:
 
 
 class _Running(AbstractContextManager[None]):
-    """A forward pass with a tape. Entered anew for each replay: the halves of a split backward recompute one each."""
+    """A forward pass with a tape. Entered again for each replay: each half of a split backward recomputes one."""
 
     def __init__(self, tape: Tape, first: int | None):
         self.tape, self.first = tape, first
@@ -58,6 +58,6 @@ _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
 def keep(operator: str, compute: Callable[[], Output]) -> Output:
-    """`compute()`, or in a recomputed forward pass what it was in the first one, where a tape keeps this operator."""
+    """`compute()`, or in a recomputed forward pass its result in the first one, if a tape keeps this operator."""
     tape = _tape.get()
     return compute() if tape is None or operator not in tape.operators else tape.take(compute)

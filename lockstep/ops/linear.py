@@ -1,9 +1,9 @@
 """The row-invariant matrix product.
 
-Each element is one chain of fused multiply-adds along K in ascending order, whatever the number of rows: on the CPU a
-product of our own (`native/product.cpp`), in plain PyTorch the same chain step by step (`plain.product`), on NVIDIA
-GPUs a fixed order of pieces (`cuda/linear.py`). With several `chunks` of K each has a chain of its own, and their sums
-meet in a binary tree: ranks that hold some of the chunks each meet in the same tree.
+Each element is one chain of fused multiply-adds along K in ascending order, whatever the number of rows: on the CPU our
+own product (`native/product.cpp`), in plain PyTorch the same chain step by step (`plain.product`), on NVIDIA GPUs a
+fixed order of pieces (`cuda/linear.py`). With several `chunks` of K, each has its own chain, and their sums are joined
+in a binary tree: ranks that each have some of the chunks join them in the same tree.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lockstep.ops.packed_weights import packed
 def linear(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
     """`x @ weight.T`, where the bits of a row do not depend on how many other rows there are.
 
-    `chunks`, a power of two: parts of K that are summed by themselves and then in a binary tree. It is part of the
-    arithmetic: another number gives other bits.
+    `chunks`, a power of two: parts of K that are summed separately and then in a binary tree. It is part of the
+    arithmetic: another number gives different bits.
     """
     if (form := FORMS.get(type(weight))) is not None:
         return form.linear(x, weight, chunks)
@@ -52,14 +52,14 @@ def text_scores(hidden: Float[Tensor, "rows dim"], head: Float[Tensor, "1 dim"])
 
 
 def product(x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1) -> Float[Tensor, "rows out"]:
-    """`linear` without gradient, of tensors with any strides. Raises ValueError where they do not fit."""
+    """`linear` without gradient, for tensors with any strides. Raises ValueError if they do not fit."""
     return _product(x, weight, chunks, x.dtype)
 
 
 def product_sums(
     x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], chunks: int = 1
 ) -> Float32[Tensor, "rows out"]:
-    """The sums of `product` before they are rounded to its dtype: what ranks with a part of K each have to add."""
+    """The sums of `product` before rounding to its dtype, which ranks that each have a part of K add up."""
     if cuda.usable(x):
         from lockstep.ops.cuda.linear import product_sums as triton_sums
 
@@ -89,19 +89,19 @@ def _product(x: Tensor, weight: Tensor, chunks: int, dtype: torch.dtype) -> Tens
 
 
 def _check_chunks(x: Tensor, chunks: int) -> None:
-    """Chunks begin at whole words of 4 bytes, which a bfloat16 product reads at once."""
+    """Chunks begin at multiples of 4 bytes, which a bfloat16 product reads at once."""
     width = chunks * 4 // x.element_size()
     if chunks < 1 or chunks & (chunks - 1) or x.shape[1] % width:
         raise ValueError(
-            f"{chunks} chunks of a {x.dtype} product need to be a power of two, and its {x.shape[1]} features a "
+            f"the {chunks} chunks of a {x.dtype} product must be a power of two, and its {x.shape[1]} features a "
             f"multiple of {width}"
         )
 
 
 def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]], overwrite: bool = False) -> Float32[Tensor, "*shape"]:
-    """The sum of tensors in a binary tree: neighbours first, and an odd last one as it is.
+    """The sum of tensors in a binary tree: neighbors first, and an odd last one as it is.
 
-    overwrite: add up in the parts' own memory. The total of several has memory of its own in any case.
+    overwrite: accumulate in the parts' own memory. The total of several parts has its own memory in any case.
     """
     while len(parts) > 1:
         add = Tensor.add_ if overwrite and len(parts) > 2 else Tensor.add
@@ -110,18 +110,18 @@ def tree_sum(parts: Sequence[Float32[Tensor, "*shape"]], overwrite: bool = False
 
 
 def linear_gradients(grad: Tensor, x: Tensor, weight: Tensor, chunks: int = 1) -> tuple[Tensor, Tensor]:
-    """Gradients of `x` and of `weight`, of the product in so many chunks."""
+    """Gradients of `x` and of `weight`, for the product in `chunks` chunks."""
     return input_gradient(grad, weight, _gradient_chunks(grad, chunks)), token_weight_gradient(grad, x)
 
 
 def _gradient_chunks(grad: Tensor, chunks: int) -> int:
-    """Parts that the input's gradient is summed in: a row product, which has chunks, is not cut over its outputs, and
-    neither is a product with one output."""
+    """Parts in which the input's gradient is summed: neither a row product, which has chunks, nor a product with one
+    output is split over its outputs."""
     return one_order.gradient_chunks() if chunks == 1 and grad.shape[1] > 1 else 1
 
 
 def input_gradient(grad: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
-    """Gradient of a product's input: a sum over the outputs, in `chunks` parts of them."""
+    """Gradient of a product's input: a sum over the outputs, in `chunks` parts."""
     return grad @ weight if by_library(grad) else product(grad, weight.T, chunks)
 
 
@@ -131,7 +131,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def token_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """`weight_gradient` where the rows are tokens, of which other ranks may have some (`one_order`)."""
+    """`weight_gradient` for rows that are tokens, some of which may be on other ranks (`one_order`)."""
     if (shared := one_order.shared_tokens()) is None:
         return weight_gradient(grad, x)
     own, whole = shared.part(grad.shape[1]), grad.new_zeros(grad.shape[1], x.shape[1])
@@ -141,11 +141,11 @@ def token_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def by_library(grad: Tensor) -> bool:
-    """Whether the gradients' products are a library's, whose bits are its own.
+    """Whether the gradients' products are computed by a library, with its own bits.
 
-    On a CPU only where it multiplies pairs or tiles of bfloat16, at the machine's ceiling: everywhere else our own is
-    as fast or faster, and its bits are those of every processor. Never in the one order, for a library's bits may
-    depend on the number of threads, and on how much of a weight is here.
+    On a CPU only if it multiplies pairs or tiles of bfloat16, at the machine's peak: otherwise our own product is as
+    fast or faster, and has the same bits on every processor. Never with one order, since a library's bits may depend on
+    the number of threads, and on how much of a weight is on this rank.
     """
     if not native.usable(grad):
         return True
@@ -168,7 +168,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, token_weight_gradient(grad, x) if asked_for(ctx, 1) else None, None
 
 
-# Compiled code calls the product as a whole: no compiler has a say in its order of summation.
+# Compiled code calls the product as one operator, so that no compiler changes its order of summation.
 @library.operator(
     "linear(Tensor x, Tensor weight, int chunks) -> Tensor",
     fake=lambda x, weight, chunks: x.new_empty(x.shape[0], weight.shape[0]),

@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens: one function for the sampler and the loss.
 
 Logits are reduced in float32, the vocabulary in fixed pieces (`piece_bounds`) joined in a binary tree, so that a
-sharded head gives the same bits. Rows go through the head in slices: `[tokens, vocab]` never exists whole.
+sharded head gives the same bits. Rows go through the head in slices: `[tokens, vocab]` is never materialized.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lockstep.ops.sums import total
 from lockstep.ops.temperature import inverse_temperature
 
 SHARDS = (2, 4, 8)
-"""Ranks that a head can be cut over."""
+"""Numbers of ranks that a head can be sharded over."""
 PIECES = 16
-"""Most pieces of a vocabulary: `SHARDS` cut it at no more places than that."""
+"""The most pieces of a vocabulary: `SHARDS` never split it in more places."""
 CPU = torch.device("cpu")
 
 
@@ -44,8 +44,8 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """log p(target) under softmax(hidden · headᵀ / temperature), and the distribution's entropy in nats.
 
-    Both float32 and with a gradient, which recomputes the logits slice by slice. The entropies' costs nothing where
-    they are not used.
+    Both are float32 and have a gradient, which recomputes the logits slice by slice. The entropies' gradient costs
+    nothing if they are not used.
     """
     if (form := FORMS.get(type(head))) is not None:
         return form.token_log_probs(hidden, head, targets, temperature)
@@ -56,7 +56,7 @@ def token_log_probs(
 
 
 def row_factors(temperature: float, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens"]:
-    """What each row's logits are multiplied by at a common temperature."""
+    """The factor of each row's logits at a common temperature."""
     rows = torch.full((hidden.shape[0],), temperature, dtype=torch.float32, device=hidden.device)
     return inverse_temperature(rows)
 
@@ -66,12 +66,12 @@ def log_prob_sum(
 ) -> Float[Tensor, ""]:
     """`weight` · Σ log p(target) at temperature 1: `token_log_probs` summed, at two thirds of the cost.
 
-    The weight is known on the way forward, so the gradient is made there, while a slice's logits are at hand, and
-    they are computed once instead of twice. In the one order it is the sum over all ranks' targets, on each of them.
+    The weight is known in the forward pass, so the gradient is computed there, while a slice's logits are available,
+    and they are computed once instead of twice. With one order, it is the sum over all ranks' targets, on each of them.
     """
     if (shared := one_order.shared_targets()) is not None:
         return total(shared.whole(token_log_probs(hidden, head, targets)[0])) * weight
-    # By the head's form alone: tensors without values take the way that real ones do.
+    # Only by the head's type, so that tensors without values take the same path as real ones.
     trained = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     if trained and type(head) not in FORMS:
         return _LogProbSum.apply(hidden, head, targets, weight)
@@ -79,15 +79,15 @@ def log_prob_sum(
 
 
 def piece_bounds(vocab: int, device: torch.device = CPU, first: int = 0, stop: int | None = None) -> Tensor:
-    """Where the pieces of a vocabulary begin, and the end of the last, int64; of its part from `first` to `stop` alone.
+    """Where the pieces of a vocabulary begin, and the end of the last, int64; only for its part `first` to `stop`.
 
-    They are cut wherever any number of ranks in `SHARDS` cuts it into parts of equal length, the last of them shorter.
-    So 8 pieces where 8 divides the vocabulary, else some more.
+    It is split wherever any number of ranks in `SHARDS` splits it into parts of equal length, the last of which may be
+    shorter: into 8 pieces if 8 divides the vocabulary, otherwise a few more.
     """
     stop = vocab if stop is None else stop
     cuts = {min(vocab, part * -(-vocab // ranks)) for ranks in SHARDS for part in range(ranks + 1)}
     bounds = tuple(bound - first for bound in sorted(cuts) if first <= bound <= stop)
-    # Kept on devices alone, where it would be copied to for each step. Under fake tensors it would be one for good.
+    # Only cached for devices, where it would be copied in each step. With fake tensors, the cache would keep a fake.
     return torch.tensor(bounds) if device.type == "cpu" else _on_device(bounds, device)
 
 
@@ -101,7 +101,7 @@ def logits_log_probs(
     targets: Int[Tensor, "rows"],
     inverse_temperature: Float[Tensor, "rows"],
 ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """Log-probability of the target, entropy, and log of the normaliser of each row, float32, without gradient."""
+    """Log-probability of the target, entropy, and log of the normalizer of each row, float32, without gradient."""
     bounds = piece_bounds(logits.shape[1], logits.device)
     if native.usable(logits):
         logits = logits.contiguous()
@@ -116,7 +116,7 @@ def logits_log_probs(
 def masses(
     logits: Float[Tensor, "rows vocab"], inverse_temperature: Float[Tensor, "rows"], bounds: Int[Tensor, "bounds"]
 ) -> Float32[Tensor, "rows pieces 3"]:
-    """Of each piece of a row, its logits x divided by the temperature: m = max x, Σ e^(x - m) and Σ e^(x - m) x."""
+    """For each piece of a row, with x the logits divided by the temperature: m = max x, Σ e^(x - m), Σ e^(x - m) x."""
     if cuda.usable(logits):
         from lockstep.ops.cuda import vocabulary
 
@@ -133,7 +133,7 @@ def masses(
 def join_masses(
     pieces: Float32[Tensor, "rows pieces 3"], chosen: Float32[Tensor, "rows"]
 ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """`logits_log_probs` from the masses of all of the vocabulary; `chosen` has the targets' logits / temperature."""
+    """`logits_log_probs` from the masses of the whole vocabulary; `chosen` has the targets' logits / temperature."""
     if cuda.usable(pieces):
         from lockstep.ops.cuda import vocabulary
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows."""
+"""Root-mean-square normalization of rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _gradients(grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tu
 def token_gradients(
     grad_out: Tensor, x: Tensor, weight: Tensor, scale: Tensor, gathered: one_order.GatheredRows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`_gradients` where other ranks may have some of the rows: in one order the first of them makes the weight's."""
+    """`_gradients` if other ranks may have some of the rows: with one order, the first rank computes the weight's."""
     grad_x, grad_weight = _gradients(grad_out, x, weight, scale)
     gathered = gathered or one_order.shared_tokens()
     if gathered is None or not one_order.is_asked():
@@ -112,8 +112,8 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Compiled code calls the norm as a whole: a compiler picks the order of the sums over rows and columns by the number
-# of rows, and would compile again for others.
+# Compiled code calls the norm as one operator: a compiler picks the order of the sums over rows and columns by the
+# number of rows, and would recompile for others.
 @library.operator(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
     fake=lambda x, weight, eps: (_empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),

@@ -1,4 +1,4 @@
-"""Memory that a process takes as it is written to."""
+"""Memory that is only allocated when written to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lockstep.ops import native
 
 
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
-    """`torch.zeros`, which on a CPU takes memory only for the pages that have been written to.
+    """`torch.zeros`, which on a CPU only uses memory for the pages that have been written to.
 
-    A large cache of which little is used costs little, and is there at once: pages of a fresh mapping read as zero.
+    A large cache that is little used costs little, and is available at once: pages of a fresh mapping read as zero.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or native.is_pretending() or nbytes == 0:

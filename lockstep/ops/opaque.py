@@ -1,4 +1,4 @@
-"""Operators that a compiled graph calls as a whole."""
+"""Operators that are opaque to a compiled graph."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 
 class OperatorLibrary:
-    """A namespace of `torch.ops`. Registered raw: `torch.library.custom_op` costs several times as much a call."""
+    """A namespace of `torch.ops`. Registered directly: `torch.library.custom_op` costs several times more per call."""
 
     def __init__(self, name: str):
         self.name = name
         self.schemas: list[str] = []
-        """Of all operators: a graph that was compiled for others must not be used again."""
+        """The schemas of all operators: a graph that was compiled for others must not be reused."""
         self._library = torch.library.Library(name, "DEF")
 
     def operator(self, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Registers a function for CPU and CUDA tensors. `fake` makes empty results of the right shapes."""
+        """Registers a function for CPU and CUDA tensors. `fake` returns empty results of the right shapes."""
         name = schema.partition("(")[0]
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ class OperatorLibrary:
     def differentiable(self, name: str, save: Callable[..., None], backward: Callable[..., Any]) -> None:
         """Gives an operator its gradient: `save(ctx, inputs, output)` after forward, `backward(ctx, *grads)`.
 
-        On the operator itself and not in an `autograd.Function`, which `torch.compile` would look into.
+        On the operator itself and not in an `autograd.Function`, which `torch.compile` would trace into.
         """
         torch.library.register_autograd(f"{self.name}::{name}", backward, setup_context=save, lib=self._library)
 

@@ -1,4 +1,4 @@
-"""AdamW's update of one tensor on the CPU: every operation rounded by itself, so with the same bits everywhere."""
+"""AdamW's update of one tensor on the CPU: every operation is rounded separately, so bits are the same everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.ops.elementary import power
 
 @dataclass(frozen=True)
 class AdamWFactors:
-    """What is the same for all elements of a step, as `adamw_step` and optimizer.cpp take it."""
+    """The factors that all elements of a step share, as `adamw_step` and optimizer.cpp take them."""
 
     decay: float
     beta1: float
@@ -31,7 +31,7 @@ class AdamWFactors:
 def adamw_factors(
     step: int, learning_rate: float, weight_decay: float, beta1: float, beta2: float, epsilon: float
 ) -> AdamWFactors:
-    """Of step number `step`, counted from 1 (arXiv 1711.05101)."""
+    """The factors of step number `step`, counted from 1 (arXiv 1711.05101)."""
     return AdamWFactors(
         decay=1.0 - learning_rate * weight_decay,
         beta1=beta1,
@@ -56,7 +56,7 @@ def adamw_step(
     if not (native.usable(mean) and master.is_contiguous() and mean.is_contiguous() and square.is_contiguous()):
         return _reference(master, grad, mean, square, factors)
     native.call("adamw", mean.dtype, master, grad.contiguous(), mean, square, master.numel(), *astuple(factors))
-    # Written behind autograd's back: whoever keeps something made of a weight, by its version, must know.
+    # Written without autograd's knowledge: bump the version, for whatever was derived from a weight.
     torch.autograd.graph.increment_version([master, mean, square])
 
 
@@ -65,7 +65,7 @@ def _reference(master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, facto
     wide_square = square.float() * factors.beta2 + grad * factors.rest2 * grad
     mean.copy_(wide_mean)
     square.copy_(wide_square)
-    # NumPy's root is the processor's own, correctly rounded; torch may call a library's.
+    # NumPy's square root is the processor's, correctly rounded; torch may call a library's.
     root = torch.from_numpy(np.sqrt(wide_square.numpy()))
     master.copy_(
         master * factors.decay - wide_mean * factors.step_size / (root * factors.inverse_root + factors.epsilon)

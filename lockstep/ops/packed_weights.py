@@ -1,7 +1,7 @@
-"""Weights kept in the order in which a product of few rows reads them.
+"""Weights kept in the order in which a product with few rows reads them.
 
-A product reads its weight in panels (`native/panels.h`). Many rows pay for laying the panels out; a decode step does
-not, and reads the same weights again and again. Whoever does so owns a `PackedWeights`, and says when they change.
+A product reads its weight in panels (`native/panels.h`). Many rows amortize packing them; a decode step does not, but
+reads the same weights again and again. Code that does so owns a `PackedWeights`, and tells it when weights change.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor
 from lockstep.ops import native
 
 FEW_ROWS = 128
-"""Above it laying out the panels costs a product too little to keep them."""
+"""With more rows, packing costs a product too little to keep the panels."""
 MEMORY_SHARE = 0.25
-"""Of the memory that is free when the first weight is packed."""
+"""Share of the memory that is free when the first weight is packed."""
 
 
 class PackedWeights:
-    """Panels of weights, each made at its first use after `forget`. The bits of products are the same with or without.
+    """Panels of weights, each packed at its first use after `forget`. Products have the same bits with or without them.
 
-    A panel serves only while the weight's storage and version counter are those that it was made from. Writers that
-    leave the counter alone must be followed by `forget`: collectives, kernels called by address, fused optimizers of
-    PyTorch, and whatever writes through `.data` or NumPy.
+    A panel is only used while the weight's storage and version counter are those it was packed from. Writes that do not
+    change the counter must be followed by `forget`: collectives, kernels called by address, PyTorch's fused optimizers,
+    and anything that writes through `.data` or NumPy.
     """
 
     def __init__(self) -> None:
         self._panels: dict[int, tuple[tuple[object, ...], Tensor]] = {}
-        # Storages of the weights whose panels are up to date: held, so that no other tensor takes their address.
+        # Storages of the weights whose panels are up to date: referenced, so that no other tensor gets their address.
         self._current: dict[int, torch.UntypedStorage] = {}
         self._budget: int | None = None
 
     def forget(self) -> None:
-        """The weights may have changed. Memory is kept for the next panels of those that were used since last time."""
+        """Call when weights may have changed. Memory is kept for the panels of those used since the last call."""
         if not self._current:
-            return  # said twice, as by an update and by the call of `generate` after it
+            return  # called twice, such as by an update and by the call of `generate` after it
         for address in self._panels.keys() - self._current.keys():
             self._release(address)
         self._current.clear()
 
     def release(self) -> None:
-        """As `forget`, and gives the memory of all panels back."""
+        """As `forget`, but also frees the memory of all panels."""
         self._current.clear()
         for address in list(self._panels):
             self._release(address)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within it products of few rows read, and make, these panels."""
+        """Within this context, products with few rows read, and pack, these panels."""
         token = _in_use.set(self)
         try:
             yield
@@ -60,7 +60,7 @@ class PackedWeights:
             _in_use.reset(token)
 
     def panels_of(self, weight: Tensor) -> Tensor | None:
-        """`weight`'s panels, or None where memory is too short for them or the weight has no version to go by."""
+        """`weight`'s panels, or None if there is too little memory or the weight has no version counter."""
         if weight.is_inference():
             return None
         address = weight.data_ptr()
@@ -98,20 +98,20 @@ _in_use: ContextVar[PackedWeights | None] = ContextVar("packed_weights", default
 
 
 def packed(weight: Tensor, rows: int) -> Tensor | None:
-    """The panels that a product of so many rows may read instead of the weight."""
+    """The panels that a product with `rows` rows can read instead of the weight."""
     weights = _in_use.get()
     return weights.panels_of(weight) if weights is not None and rows <= FEW_ROWS else None
 
 
 def panel_words(weight: Tensor) -> int:
-    """Words of 4 bytes that a weight's panels take."""
+    """The size of a weight's panels in words of 4 bytes."""
     outputs, depth = weight.shape
     columns = native.function("panel_columns")()
     return -(-outputs // columns) * columns * -(-depth * weight.element_size() // 4)
 
 
 def free_memory() -> int:
-    """Bytes that the machine can still give."""
+    """Free memory of the machine in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

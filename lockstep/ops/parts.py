@@ -1,4 +1,4 @@
-"""Which part of the vocabulary's logits a process holds, and what it learns of the others."""
+"""Which part of the vocabulary's logits a process has, and what it gets from the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.ops.logprobs import piece_bounds
 
 @runtime_checkable
 class VocabularyPart(Protocol):
-    """Tokens `first` to `stop` of `vocab`, held by the `rank`-th of the processes that hold ascending parts."""
+    """Tokens `first` to `stop` of `vocab`, on the `rank`-th of the processes that have ascending parts."""
 
     vocab: int
     first: int
@@ -20,17 +20,17 @@ class VocabularyPart(Protocol):
     rank: int
 
     def gather(self, own: Tensor) -> Tensor:
-        """What each process has, by rank: `[parts, *shape]`."""
+        """The tensors of all processes, by rank: `[parts, *shape]`."""
 
     def gather_masses(self, own: Tensor) -> Tensor:
         """The masses `[rows, pieces, 3]` of the whole vocabulary, from those of this part."""
 
     def drawn(self, tokens: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row the token of the vocabulary and its logit, of the one process whose token is not negative."""
+        """For each row, the token in the vocabulary and its logit, from the one process whose token is not negative."""
 
 
 class Whole:
-    """All of the vocabulary, in one process."""
+    """The whole vocabulary, in one process."""
 
     first, rank = 0, 0
 
@@ -48,5 +48,5 @@ class Whole:
 
 
 def own_pieces(part: VocabularyPart, device: torch.device) -> Tensor:
-    """Where the vocabulary's pieces lie in this part."""
+    """The bounds of the vocabulary's pieces in this part."""
     return piece_bounds(part.vocab, device, part.first, part.stop)

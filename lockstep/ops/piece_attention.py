@@ -1,4 +1,4 @@
-"""Attention of pieces of packed sequences over all keys before them: what a rank does that shares its sequences."""
+"""Attention of pieces of packed sequences over all keys before them, for ranks that share sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.ops.attention_reference import PLAIN, Terms
 
 
 class PieceAttention:
-    """Some rows of `PackedAttention`, with their very bits: queries of pieces, keys and values of whole sequences.
+    """Some rows of `PackedAttention`, bit for bit: queries of pieces, keys and values of whole sequences.
 
     lengths: tokens of each packed sequence. pieces: (sequence, start, stop) of the queries, one piece after the other,
     in the order of the packed sequences. Further rows of queries are padding: their output is zero.
@@ -33,7 +33,7 @@ class PieceAttention:
         self.first_keys = self.whole.starts[sequences]
         self.table = self.whole.table[sequences]
         self.tokens = sum(stop - start for _, start, stop in pieces)
-        """Of all pieces: rows that are no padding."""
+        """Rows of all pieces, without padding."""
         self._planned: Any = None
 
     def forward(

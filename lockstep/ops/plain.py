@@ -1,7 +1,7 @@
-"""Arithmetic of the plain forms: PyTorch operations that work on each element alone, in an order fixed here.
+"""Arithmetic of the plain forms: elementwise PyTorch operations in an order fixed here.
 
-A library may sum a row in another order, or round the last elements of a tensor by another path, where there are more
-rows or threads. What is written out element by element cannot differ. It is slow; it defines the products' bits.
+With more rows or threads, a library may sum a row in another order, or round the last elements of a tensor by another
+path. Operations written out element by element cannot differ. They are slow; they define the products' bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a · b + c of float32 tensors with one rounding, as the processor's fused instruction has it.
+    """a · b + c of float32 tensors with one rounding, like the processor's fused instruction.
 
     The product is exact in float64. The sum is rounded to odd there, so that rounding it to float32 rounds the exact
     value (Boldo & Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
@@ -32,7 +32,7 @@ def product(
 ) -> Tensor:
     """`x @ w` in float32, `[*batch, rows, columns]`: each element one chain over ascending `inner`.
 
-    With `fused`, of `multiply_add`, which are the bits of the compiled kernels; without, six times as fast.
+    With `fused`, of `multiply_add`, which gives the bits of the compiled kernels; without it, six times as fast.
     """
     x, w = x.float(), w.float()
     out = torch.zeros(*x.shape[:-1], w.shape[-1], dtype=torch.float32, device=x.device)
@@ -43,7 +43,7 @@ def product(
 
 
 def row_sum(x: Float[Tensor, "*rows columns"]) -> Float[Tensor, "*rows"]:
-    """Of each row, its halves added until one element is left."""
+    """The sum of each row, adding its halves until one element is left."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         x = x[..., :half] + torch.nn.functional.pad(x[..., half:], (0, 2 * half - x.shape[-1]))

@@ -1,4 +1,4 @@
-"""Which experts each mixture chooses in a forward pass, seen from outside of the model, or given to it."""
+"""Recording which experts each mixture chooses in a forward pass, and replaying given ones."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 Weigh = Callable[[Tensor], Tensor]
-"""The weights of given experts of each token."""
+"""Computes the weights of given experts of each token."""
 
 
 @dataclass
 class ReplayedRoutes:
-    """Experts that the mixtures take for some rows, instead of those that they would choose."""
+    """Experts that the mixtures use for some rows, instead of those they would choose."""
 
     rows: Int[Tensor, "rows"]
     chosen: Sequence[Int[Tensor, "rows active"]]
-    """Of each mixture, in the order of the layers; what a row's experts are is replayed, not their order."""
+    """Experts of each mixture, in layer order; the set of a row's experts is replayed, not their order."""
     different: list[Bool[Tensor, "rows"]] = field(default_factory=list)
-    """Of each mixture so far, for which rows it would have chosen other experts itself."""
+    """For each mixture so far, the rows for which it would have chosen other experts."""
 
 
 _recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded_routes", default=None)
@@ -32,7 +32,7 @@ _replayed: ContextVar[ReplayedRoutes | None] = ContextVar("replayed_routes", def
 
 @contextmanager
 def recorded_routes() -> Iterator[list[Int[Tensor, "tokens active"]]]:
-    """The experts of all rows, from each call of `route` within, as they come."""
+    """Collects the experts of all rows from each call of `route` within this context, in order."""
     routes: list[Tensor] = []
     token = _recorded.set(routes)
     try:
@@ -42,14 +42,14 @@ def recorded_routes() -> Iterator[list[Int[Tensor, "tokens active"]]]:
 
 
 def note_routes(routes: Sequence[Int[Tensor, "tokens active"]]) -> None:
-    """Records what calls of `route` have chosen that were not made now: those in a replayed graph."""
+    """Records the choices of `route` calls that are not made now: those in a replayed graph."""
     if (recorded := _recorded.get()) is not None:
         recorded.extend(routes)
 
 
 @contextmanager
 def replayed_routes(routes: ReplayedRoutes) -> Iterator[None]:
-    """Within it each call of `route` is that of the next of `routes`: for one forward pass, which computes no layer
+    """Within this context, each call of `route` uses the next of `routes`: for one forward pass that computes no layer
     twice."""
     token = _replayed.set(routes)
     try:
@@ -59,11 +59,11 @@ def replayed_routes(routes: ReplayedRoutes) -> Iterator[None]:
 
 
 def observed(logits: Tensor, weights: Tensor, chosen: Tensor, weigh: Weigh) -> tuple[Tensor, Tensor]:
-    """What comes of a router's choice: itself, unless routes are replayed."""
+    """The experts to use for a router's choice: the choice itself, unless routes are replayed."""
     if (replayed := _replayed.get()) is not None:
         weights, chosen = _with(replayed, logits, weights, chosen, weigh)
     if (recorded := _recorded.get()) is not None:
-        # A copy in any case: compiled code may write over what it has no more use for.
+        # Always a copy: compiled code may overwrite what it no longer needs.
         recorded.append(chosen.to(torch.uint8 if logits.shape[1] <= 256 else torch.int16))
     return weights, chosen
 
@@ -74,7 +74,7 @@ def _with(
     given = replayed.chosen[len(replayed.different)].to(chosen)
     different = (given.sort(-1).values != chosen[replayed.rows].sort(-1).values).any(-1)
     replayed.different.append(different)
-    # Rows that agree keep their bits, the order of their experts included.
+    # Rows that agree keep their bits, including the order of their experts.
     rows, given = replayed.rows[different], given[different]
     if not len(rows):
         return weights, chosen

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each counts: float32 from the logits on, each token by itself."""
+"""Which experts a token goes to, and their weights: float32 from the logits on, each token independently."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen from their logits, and weighed."""
+    """How experts are chosen from their logits, and weighted."""
 
     active: int
-    """Experts of a token."""
+    """Experts per token."""
     scoring: Scoring = "softmax_of_chosen"
-    """`softmax`: over all experts, then the choice; `softmax_of_chosen`: the choice, then over the chosen, which is the
-    softmax over all divided by the sum of the chosen, too; `sigmoid`: each expert by itself (arXiv 2412.19437)."""
+    """`softmax`: over all experts, then the choice; `softmax_of_chosen`: the choice, then over the chosen ones, which
+    equals the softmax over all divided by the sum of the chosen; `sigmoid`: per expert (arXiv 2412.19437)."""
     normalize: bool = True
     """Whether sigmoid scores are divided by the sum of the chosen."""
     scale: float = 1.0
-    """What the weights are multiplied by in the end."""
+    """The final factor of the weights."""
     groups: int = 1
-    """Parts of the experts, of which only `groups_kept` are chosen from: those whose two best scores add up highest."""
+    """Groups of experts, chosen only from the `groups_kept` whose two best scores have the highest sum."""
     groups_kept: int = 1
 
 
 def router_logits(
     x: Float[Tensor, "tokens dim"], weight: Float[Tensor, "experts dim"]
 ) -> Float32[Tensor, "tokens experts"]:
-    """`x @ weight.T` whose sums are not rounded to the dtype of the factors; row-invariant as `linear` is."""
+    """`x @ weight.T` without rounding the sums to the dtype of the factors; row-invariant like `linear`."""
     if (form := FORMS.get(type(weight))) is not None:
         return form.router_logits(x, weight)
     if torch.compiler.is_compiling():
@@ -67,12 +67,12 @@ def route(
     bias: Float32[Tensor, "experts"] | None = None,
     load: ExpertLoad | None = None,
 ) -> tuple[Float32[Tensor, "tokens active"], Int[Tensor, "tokens active"]]:
-    """The weights of each token's experts, highest score first, and which they are (int64).
+    """The weights of each token's experts, highest score first, and their indices (int64).
 
-    `load` counts the choices in the backward pass, and has penalties to add to the gradient; see `counted_rows`.
+    `load` counts the choices in the backward pass, and adds penalties to the gradient; see `counted_rows`.
 
-    `bias` is added to sigmoid scores for the choice alone, and has no gradient: it balances the load (arXiv
-    2408.15664). Of equal scores the expert with the lower number comes first.
+    `bias` is added to sigmoid scores only for the choice, and has no gradient: it balances the load (arXiv 2408.15664).
+    Of equal scores, the expert with the lower index comes first.
     """
     if (form := FORMS.get(type(bias))) is not None:
         return form.route(logits, routing, bias, load)
@@ -109,8 +109,8 @@ def logits_gradients(
     of_weight: bool = True,
     gathered: one_order.GatheredRows | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """In float32, as the logits are, and rounded once. Where other ranks have some of the rows, the first of them makes
-    the weight's in one order."""
+    """In float32, like the logits, and rounded once. If other ranks have some of the rows, with one order the first
+    rank computes the weight's."""
     grad_x = input_gradient(grad, weight.float()).to(x.dtype) if of_x else None
     if not of_weight:
         return grad_x, None
@@ -145,7 +145,7 @@ def _choose(
 def _route_plainly(
     logits: Tensor, bias: Tensor | None, active: int, scoring: int, normalize: int, scale: float, groups: int, kept: int
 ) -> tuple[Tensor, Tensor]:
-    """Sums of a row are chains in ascending order, element by element (`plain`)."""
+    """Sums over a row are chains in ascending order, element by element (`plain`)."""
     name = SCORINGS[scoring]
     scores = 1 / (1 + plain.exp(-logits)) if name == "sigmoid" else logits
     choices = scores if bias is None or name != "sigmoid" else scores + bias
@@ -172,7 +172,7 @@ def _weigh(logits: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: 
 
 
 def _descending(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted values and their places, of equal ones the first first."""
+    """Values in descending order and their positions; ties keep their order."""
     values, places = torch.sort(x, dim=-1, descending=True, stable=True)
     return values, places
 
@@ -219,9 +219,9 @@ def _route_gradient(
     normalize: int,
     scale: float,
 ) -> Tensor:
-    """Of the logits, with the penalties of `load`, which counts the choices."""
+    """The gradient of the logits, with the penalties of `load`, which counts the choices."""
     own = _weights_gradient(grad, logits, weights, chosen, scoring, normalize, scale)
-    if load is None or native.is_pretending():  # whose choices have no values
+    if load is None or native.is_pretending():  # the choices have no values
         return own
     load.count(chosen, counts)
     penalty = load.penalty(logits, counts)
@@ -231,7 +231,7 @@ def _route_gradient(
 def _weights_gradient(
     grad: Tensor, logits: Tensor, weights: Tensor, chosen: Tensor, scoring: int, normalize: int, scale: float
 ) -> Tensor:
-    """By the weights' formulas; sums over a token's experts are chains in their order."""
+    """By the formulas of the weights; sums over a token's experts are chains in their order."""
     name = SCORINGS[scoring]
     if name == "sigmoid":
         scores = 1 / (1 + plain.exp(-logits.gather(1, chosen)))
@@ -248,7 +248,7 @@ def _weights_gradient(
     own = shares * (grad - along) * scale
     if name == "softmax_of_chosen":
         return torch.zeros_like(logits).scatter(1, chosen, own)
-    # A share of the softmax over all: the first chosen one's tells the sum that they were divided by.
+    # A share of the softmax over all: the first chosen one gives the sum that they were divided by.
     everyone = plain.exp(logits - logits.gather(1, chosen[:, :1])) * shares[:, :1]
     return (everyone * (-along * scale)).scatter(1, chosen, own)
 
@@ -286,10 +286,10 @@ library.differentiable(
     ),
 )
 def _opaque_route(logits: Tensor, bias: Tensor | None, load: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The third are the rows' counts, for the gradient."""
+    """The third result is the rows' counts, for the gradient."""
     known = load_of(load)
     counts = None if known is None else known.counts_of(len(logits))
-    # A copy in any case: compiled code may write over what it has no more use for.
+    # Always a copy: compiled code may overwrite what it no longer needs.
     given = torch.ones(len(logits), dtype=torch.int64, device=logits.device) if counts is None else counts.clone()
     return *_route(logits, bias, *settings), given
 

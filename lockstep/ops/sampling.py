@@ -1,4 +1,4 @@
-"""Drawing the next token of each row, with the log-probability that the trainer will compute for it, and its own."""
+"""Drawing the next token of each row, with its log-probability as the trainer will compute it, and that after cuts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def sample(
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"], Float[Tensor, "rows"]]:
     """One token per row, by inverse transform of `uniform` in [0, 1), with its log-probability before and after cuts.
 
-    temperature 0 takes the likeliest token, its log-probability then at temperature 1. top_k 0, top_p 1 and min_p 0
-    switch a cut off; top_p counts from the tokens that top_k leaves. Cuts apply to the draw: the first log-probability
-    (float32) is over the whole vocabulary, and NaN or infinite where a logit is NaN or +inf, or all are -inf. The
-    second is over the tokens that were left, log p − log Σ p of those, and has the first one's bits where none was cut.
+    temperature 0 selects the likeliest token, with its log-probability at temperature 1. top_k 0, top_p 1 and min_p 0
+    disable a cut; top_p applies to the tokens that top_k leaves. Cuts only affect the draw: the first log-probability
+    (float32) is over the whole vocabulary, and NaN or infinite if a logit is NaN or +inf, or all are -inf. The second
+    is over the tokens that are left, log p − log Σ p of those, and has the bits of the first if none was cut.
 
-    Where `logits` are those of a `part` of the vocabulary, all processes that hold one call it, with the same other
-    arguments, and all have the result of one process. They exchange sums over their parts, never logits.
+    If `logits` are those of a `part` of the vocabulary, all processes that have a part call it with otherwise the same
+    arguments, and all get the result of one process. They exchange sums over their parts, never logits.
     """
     part = part or Whole(logits.shape[1])
     inverse = inverse_temperature(temperature)
@@ -43,7 +43,7 @@ def sample(
 def draw(
     logits: Float[Tensor, "rows vocab"], temperature: Float[Tensor, "rows"], uniform: Float[Tensor, "rows"]
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """`sample` without cuts. Nothing in it waits for the device: a CUDA graph can record it."""
+    """`sample` without cuts. It does not synchronize with the device, so a CUDA graph can record it."""
     uniform = torch.where(temperature == 0, -1.0, uniform.double())
     return _draw(logits, None, inverse_temperature(temperature), uniform, Whole(logits.shape[1]))[:2]
 
@@ -54,9 +54,9 @@ def top_log_probs(
     counts: list[int],
     part: VocabularyPart | None = None,
 ) -> list[list[tuple[int, float]]]:
-    """Of each row, the `counts[row]` likeliest tokens with their log-probabilities, best first.
+    """For each row, the `counts[row]` likeliest tokens with their log-probabilities, best first.
 
-    Of equally likely ones the lower token comes first. For `part` see `sample`.
+    Of equally likely tokens, the lower one comes first. For `part`, see `sample`.
     """
     part = part or Whole(logits.shape[1])
     result: list[list[tuple[int, float]]] = [[] for _ in counts]
@@ -74,14 +74,14 @@ def top_log_probs(
 
 
 def _likeliest(logits: Tensor, count: int, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Of each row, the tokens of the `count` greatest logits, and these, in float32."""
+    """For each row, the tokens with the `count` greatest logits, and these logits in float32."""
     own = logits.new_full((len(logits), count), torch.iinfo(torch.int64).max, dtype=torch.int64)
     here = min(count, logits.shape[1])
     if here:
         counts = torch.full((len(logits),), here, device=logits.device)
         for row, lowest in enumerate(lowest_of_first(group_maxima(logits), counts)):
             places = (~(logits[row] < lowest)).nonzero()[:, 0]  # which a NaN is not
-            # In one number, no two of which are equal, the greatest logit, then the lowest token, is the least.
+            # One unique number per token, which is least for the greatest logit and then the lowest token.
             keys = (ordering(logits[row, places]) - 2**31 << 32) + places + part.first
             own[row, :here] = keys.topk(here, largest=False).values
     best = part.gather(own).transpose(0, 1).flatten(1).topk(count, largest=False).values
@@ -91,7 +91,7 @@ def _likeliest(logits: Tensor, count: int, part: VocabularyPart) -> tuple[Tensor
 def _draw(
     logits: Tensor, allowed: Tensor | None, inverse: Tensor, uniform: Tensor, part: VocabularyPart
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A token of those `allowed`, its log-probability among all, and among those."""
+    """A token among those `allowed`, its log-probability among all tokens, and among the allowed ones."""
     bounds = own_pieces(part, logits.device)
     pieces = masses(logits, inverse, bounds)
     if allowed is None:
@@ -103,14 +103,14 @@ def _draw(
     chosen = logits.gather(1, tokens[:, None].clamp(min=0))[:, 0] if logits.shape[1] else logits.new_zeros(len(logits))
     tokens, scaled = part.drawn(tokens, chosen.float() * inverse)
     log_probs = join_masses(pieces, scaled)[0]
-    # The sums that the draw has made, joined as those of the whole vocabulary are: in no other order in any layout.
+    # The sums from the draw, joined like those of the whole vocabulary: in the same order in every layout.
     return tokens, log_probs, log_probs if allowed is None else join_masses(weights, scaled)[0]
 
 
 def _draw_from_pieces(
     logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor, part: VocabularyPart
 ) -> Int[Tensor, "rows"]:
-    """Of each row the token's place in `part`, -1 where it is another's; the likeliest where `uniform` is negative.
+    """For each row, the token's place in `part`, or -1 if it is in another; the likeliest if `uniform` is negative.
 
     `pieces` are the masses of the whole vocabulary.
     """
@@ -132,7 +132,7 @@ def _plain_draw(logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor
         return torch.full_like(uniform, -1, dtype=torch.int64)
     greedy, tops = (uniform < 0)[:, None], pieces[..., 0]
     highest = tops.amax(1, keepdim=True)
-    # The first piece with the maximum, or where the sum of weights passes uniform · total. Where rounding lets none
+    # The first piece with the maximum, or where the sum of weights passes uniform · total. If rounding lets none
     # pass, the last one with any weight.
     weights = pieces[..., 1].double() * torch.exp((tops - highest).double())
     sums = weights.cumsum(1)
@@ -141,20 +141,20 @@ def _plain_draw(logits: Tensor, inverse: Tensor, uniform: Tensor, pieces: Tensor
     piece = torch.where(greedy, tops != highest, sums <= wanted).cumprod(1).sum(1, keepdim=True).minimum(last)
     wanted = wanted - (sums - weights).gather(1, piece)
     first, stop = bounds[piece], bounds[piece + 1]
-    # And so the token in the piece. Whole multiples of 2^-40 add up exactly, wherever in a part they stand.
+    # The same for the token in the piece. Integer multiples of 2^-40 add up exactly, wherever in a part they are.
     place = torch.arange(logits.shape[1], device=logits.device)
     scaled = logits.float() * inverse[:, None]
     held = (place >= first) & (place < stop)
     heavy = (torch.exp((scaled - highest).double()) * UNIT).long() * held
     passed = torch.where(greedy, scaled == highest, (heavy.cumsum(1) > wanted * UNIT) & (heavy > 0)) & held
     some, last = passed.any(1), torch.where(heavy > 0, place, first).amax(1)
-    # Of a row that is not finite, whose log-probability says so, any token will do.
+    # For a row that is not finite, as its log-probability shows, any token will do.
     token = torch.where(some, torch.where(passed, place, logits.shape[1]).amin(1), last)
     return torch.where((first >= 0) & (stop <= logits.shape[1]), token[:, None], -1)[:, 0]
 
 
 def uniforms(seeds: Int[Tensor, "rows"], counters: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:
-    """float64 in [0, 1) from (seed, counter) alone: SplitMix64 (Steele, Lea & Flood 2014) of both in turn."""
+    """float64 in [0, 1) that depends only on (seed, counter): SplitMix64 (Steele, Lea & Flood 2014) of both in turn."""
     with np.errstate(over="ignore"):
         state = _mix(seeds.cpu().numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
         state = _mix(state + counters.cpu().numpy().astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))

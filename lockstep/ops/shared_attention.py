@@ -1,4 +1,4 @@
-"""Attention of packed sequences that begin alike, where what they have in common stands in the row once."""
+"""Attention of packed sequences with shared prefixes, which are in the row only once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lockstep.ops.piece_attention import PieceAttention
 
 
 class SharedPrefixAttention:
-    """The trainer's attention where some sequences leave out their first tokens, for an earlier one has them.
+    """The trainer's attention when some sequences leave out their first tokens because an earlier one has them.
 
-    lengths: keys of each sequence, the shared ones included. shared: how many of its first tokens each leaves out, for
-    they are the first of the last sequence before it that leaves out none. Further rows are padding.
+    lengths: keys of each sequence, including shared ones. shared: how many of its first tokens each leaves out because
+    the last complete sequence before it begins with them. Further rows are padding.
 
-    Every sequence has its whole keys in pages of its own, shared or not, in blocks aligned to its position 0. So a row
-    has the bits that it has in `PackedAttention`, with no sequence shortened. The gradient of a shared key is summed in
-    float32: first its own sequence's, then that of each sequence that left it out, in their order.
+    Every sequence has all of its keys in its own pages, shared or not, in blocks aligned to its position 0. So a row
+    has the same bits as in `PackedAttention` with complete sequences. The gradient of a shared key is summed in
+    float32: first its own sequence's, then that of each sequence that left it out, in order.
 
-    Raises ValueError where a sequence leaves out more than there is, or all of itself.
+    Raises ValueError if a sequence leaves out more than there is, or all of its tokens.
     """
 
     row_counts: Int[Tensor, "rows"] | None = None
@@ -36,14 +36,14 @@ class SharedPrefixAttention:
         own: list[Tensor] = []
         turns: list[tuple[list[Tensor], list[Tensor]]] = []
         lead = lead_length = turn = 0
-        row = key = 0  # where the next sequence begins: among the rows, and among all sequences' keys
+        row = key = 0  # where the next sequence begins, among the rows and among all sequences' keys
         for sequence, (length, left_out) in enumerate(zip(lengths, shared)):
             if left_out == 0:
                 lead, lead_length, turn = row, length, 0
             elif left_out > lead_length or left_out >= length:
                 raise ValueError(
-                    f"sequence {sequence} of {length} tokens leaves out {left_out}: at most {lead_length} are "
-                    "there, and its last is its own"
+                    f"sequence {sequence} of {length} tokens leaves out {left_out}: at most {lead_length} can be "
+                    "shared, and its last token cannot"
                 )
             else:
                 turns += [([], [])] if turn == len(turns) else []
@@ -54,9 +54,9 @@ class SharedPrefixAttention:
             keys.append(torch.arange(row, row + length - left_out))
             own.append(torch.arange(key + left_out, key + length))
             row, key = row + length - left_out, key + length
-        # The row of every key of every sequence, and back: of every row its own sequence's key.
+        # The row of every key of every sequence, and the inverse: the key of every row in its own sequence.
         self._keys, self._own = torch.cat(keys).to(device), torch.cat(own).to(device)
-        # Rows that the first, second … sequence after theirs left out, and where its copies of their keys are.
+        # Rows that the first, second … sequence after their own left out, and where its copies of their keys are.
         self._turns = [tuple(torch.cat(indices).to(device) for indices in turn) for turn in turns]
 
     def __call__(
@@ -97,7 +97,7 @@ class SharedPrefixAttention:
     def _summed(self, of_keys: Tensor, like: Tensor) -> Tensor:
         sums = of_keys.new_zeros(like.shape)
         sums[: len(self._own)] = of_keys[self._own]
-        # A row is in a turn once, so the order of its sum is that of the turns.
+        # A row is in a turn at most once, so the order of its sum is that of the turns.
         for rows, copies in self._turns:
             sums[rows] += of_keys[copies]
         return sums.to(like.dtype)

@@ -1,4 +1,4 @@
-"""The gradient of attention's sinks: of each head a score without a key, which takes weight from the keys."""
+"""The gradient of attention sinks: a score per head without a key, which takes weight from the keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def sink_gradient(
     sinks: Float[Tensor, "heads"],
     tokens: int,
 ) -> Float[Tensor, "heads"]:
-    """Of `sinks`, in their dtype, from the attended values and log-sums that have them in it.
+    """The gradient of `sinks`, in their dtype, given the attended values and log-sums that include them.
 
-    A sink's weight is w = e^(sink - log-sum), and the output's derivative by the sink is -w times the output. Rows from
-    `tokens` on are padding, whose log-sums may be anything.
+    A sink's weight is w = e^(sink - log-sum), and the derivative of the output with respect to it is -w times the
+    output. Rows from `tokens` on are padding, whose log-sums are undefined.
     """
     grad_out, out, log_sums = grad_out[:tokens], out[:tokens], log_sums[:tokens]
     if native.usable(out):

@@ -1,7 +1,7 @@
-"""Sums over all elements of a tensor, in float64 and in one order, whatever the processor and the number of threads.
+"""Sums over all elements of a tensor, in float64 and in one order, for any processor and number of threads.
 
-Blocks of `ROWS` · `LANES` elements are summed each by itself, lane by lane down the rows and then the lanes in a binary
-tree; the blocks' sums are summed likewise, until one is left.
+Blocks of `ROWS` · `LANES` elements are summed separately, lane by lane down the rows and then the lanes in a binary
+tree; the blocks' sums are summed in the same way, until one is left.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from lockstep.ops import native
 
 ROWS, LANES = 32, 32
-"""Of a block; sums.cpp has them too."""
+"""Of a block; also defined in sums.cpp."""
 
 
 def total(x: Float[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """The sum of all elements, rounded once from float64, with a gradient."""
-    # A device of another kind, and a tensor of another type, know their own sums.
+    # Other devices, and tensors of other types, use their own sums.
     return _Total.apply(x) if type(x) is Tensor and x.device.type == "cpu" else x.sum()
 
 
@@ -37,7 +37,7 @@ class _Total(torch.autograd.Function):
 
 
 def sum_of_squares(x: Float[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """The sum of the squares of all elements of a tensor on the CPU, float64."""
+    """The sum of squares of all elements of a tensor on the CPU, float64."""
     if native.is_pretending():
         return torch.empty((), dtype=torch.float64)
     if not native.usable(x) or not x.is_contiguous():
@@ -64,14 +64,14 @@ def _sum_of_blocks(values: Float64[Tensor, "count"]) -> Float64[Tensor, ""]:
 
 
 EXACT_BITS = 42
-"""Of an element's rounded square, so that a block's float64 sum is exact."""
+"""Bits of an element's rounded square, so that a block's float64 sum is exact."""
 _SLICE = 2**22
 
 
 def integer_squares(x: Float[Tensor, "*shape"], exponent: int) -> Int64[Tensor, ""]:
-    """The sum of round(x² · 2^`exponent`) over all elements, exact and so in no order.
+    """The sum of round(x² · 2^`exponent`) over all elements: exact, and so independent of the order.
 
-    None of them may be above 2^EXACT_BITS, nor their sum above 2⁶³.
+    No element may be above 2^EXACT_BITS, and the sum not above 2⁶³.
     """
     if native.usable(x) and x.is_contiguous():
         blocks = torch.empty(-(-x.numel() // (ROWS * LANES)), dtype=torch.int64)

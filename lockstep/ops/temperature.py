@@ -1,4 +1,4 @@
-"""What logits are multiplied by at a temperature."""
+"""The factor of logits at a temperature."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def inverse_temperature(temperature: Float32[Tensor, "rows"]) -> Float32[Tensor, "rows"]:
-    """1 over each row's temperature, in float32; 1 where that is 0, which stands for greedy.
+    """1 over each row's temperature, in float32; 1 if that is 0, which means greedy.
 
-    Trainer and generator both call it, for 1/t rounded from float64 is another number at every third temperature.
+    Trainer and generator both call it, since 1/t rounded from float64 differs for every third temperature.
     """
     return torch.where(temperature == 0, 1.0, 1.0 / temperature)

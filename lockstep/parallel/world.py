@@ -225,7 +225,7 @@ def refuse_ranks(command: str) -> None:
     """Raises UserError under torchrun, for a command that runs in one process."""
     if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise UserError(
-            f"{command} only runs in one process so far, but torchrun started {size}; start it without torchrun "
+            f"{command} runs in one process so far, but torchrun started {size}; start it without torchrun "
             "(pretrain and sft run on many ranks)"
         )
 

@@ -116,7 +116,7 @@ def test_a_cache_that_others_may_write_to_is_met_with_one_message_and_exit_code_
     (tmp_path / "lockstep").chmod(0o777)
     result = run("generate", "--model", str(model_folder), "--prompt", "a")
     last = result.stderr.splitlines()[-1]
-    assert result.returncode == 2 and last.startswith("lockstep: ") and "others may write" in last
+    assert result.returncode == 2 and last.startswith("lockstep: ") and "other users can write" in last
     assert "Traceback" not in result.stderr
 
 

@@ -91,13 +91,12 @@ def test_another_arithmetic_is_taken_or_refused_by_name():
 REFUSALS = {
     "LOCKSTEP_NATIVE=0": (
         "portable",
-        "arithmetic portable is that of the compiled operators, which LOCKSTEP_NATIVE=0 switches off; "
+        "arithmetic portable needs the compiled operators, which LOCKSTEP_NATIVE=0 switches off; "
         "give --arithmetic pytorch",
     ),
     "LOCKSTEP_NATIVE=1": (
         "pytorch",
-        "arithmetic pytorch is that of the plain operators, which serve with LOCKSTEP_NATIVE=0 alone; "
-        "give --arithmetic portable",
+        "arithmetic pytorch is that of the plain operators, which need LOCKSTEP_NATIVE=0; give --arithmetic portable",
     ),
     f"LOCKSTEP_ISA={instruction_sets.supported()[-1].name}": (
         "bf16_pairs",

@@ -105,7 +105,7 @@ def test_ranks_that_hold_some_chunks_each_meet_in_the_same_bits(rows):
         for ranks in (2, 4):
             cut = zip(x.chunk(ranks, 1), weight.chunk(ranks, 1))
             assert torch.equal(tree_sum([linear.product_sums(*part, chunks // ranks) for part in cut]), whole), ranks
-    with pytest.raises(ValueError, match="16 chunks of a product: on a GPU there can be 1, 2, 4, 8"):
+    with pytest.raises(ValueError, match="a product has 16 chunks, but on a GPU it can have 1, 2, 4, 8"):
         linear.product(x, weight, 16)
 
 

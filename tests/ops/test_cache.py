@@ -45,7 +45,7 @@ def test_a_folder_that_others_may_read_is_used(home):
 def test_a_folder_that_others_may_write_to_is_refused_with_what_to_do(home, mode):
     (home / "lockstep").mkdir(parents=True)
     (home / "lockstep").chmod(mode)
-    with pytest.raises(UnsafeCache, match=rf"others may write to it \(mode {mode:o}\).*rm -r .*XDG_CACHE_HOME"):
+    with pytest.raises(UnsafeCache, match=rf"other users can write to it \(mode {mode:o}\).*rm -r .*XDG_CACHE_HOME"):
         cache_folder()
 
 
@@ -53,7 +53,7 @@ def test_a_folder_that_others_may_write_to_is_refused_with_what_to_do(home, mode
 def test_a_folder_of_another_user_is_refused(home):
     (home / "lockstep").mkdir(parents=True)
     os.chown(home / "lockstep", 4242, 4242)
-    with pytest.raises(UnsafeCache, match="belongs to user 4242, but this process is user 0"):
+    with pytest.raises(UnsafeCache, match="belongs to user 4242, but this process runs as user 0"):
         cache_folder()
 
 
@@ -99,7 +99,7 @@ def test_compiled_kernels_that_others_may_write_to_are_refused(home, monkeypatch
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in sorted(library.parent.iterdir())] == [0o600, 0o600]
     library.with_suffix(suffix).chmod(0o660)
-    with pytest.raises(UnsafeCache, match="others may write to it .*rm -r"):
+    with pytest.raises(UnsafeCache, match="other users can write to it .*rm -r"):
         build.library_path(instructions)
 
 

@@ -78,13 +78,13 @@ except ValueError as error:
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     used, asked = result.stdout.splitlines()
     assert used == f"{following.name} {following.arithmetic}"
-    assert f"kernels for {following.name} are used, which are slower" in result.stderr and flag in result.stderr
+    assert f"using the kernels for {following.name}, which are slower" in result.stderr and flag in result.stderr
     others = [each for each in supported() if each is not best and each.arithmetic == best.arithmetic]
     if others:
         assert asked == best.arithmetic
     else:
         assert f"arithmetic {best.arithmetic} could not be compiled ({best.name})" in asked and flag in asked
-    assert "the plain PyTorch operators are used" not in result.stderr
+    assert "using the plain PyTorch operators" not in result.stderr
 
 
 def test_a_wheel_brings_what_the_compiler_could_compile(tmp_path, monkeypatch):
@@ -108,4 +108,4 @@ def test_a_wheel_brings_what_the_compiler_could_compile(tmp_path, monkeypatch):
 def test_an_unusable_compiler_leaves_the_plain_forms_and_a_warning(tmp_path, compiler):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": compiler}
     result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
-    assert result.stdout.strip() == "12.0" and "the plain PyTorch operators are used" in result.stderr
+    assert result.stdout.strip() == "12.0" and "using the plain PyTorch operators" in result.stderr

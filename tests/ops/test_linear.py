@@ -171,7 +171,7 @@ def test_a_tree_that_adds_from_left_to_right_would_be_noticed():
 def test_chunks_that_do_not_divide_the_features_are_refused():
     few = [(torch.float32, 96, 3), (torch.float32, 96, 0), (torch.float32, 96, -2)]
     for dtype, depth, chunks in [(torch.float32, 90, 4), (torch.bfloat16, 92, 4), *few]:
-        with pytest.raises(ValueError, match=f"{chunks} chunks of a .* product need to be a power of two"):
+        with pytest.raises(ValueError, match=f"{chunks} chunks of a .* product must be a power of two"):
             module.product(torch.ones(2, depth, dtype=dtype), torch.ones(3, depth, dtype=dtype), chunks)
 
 

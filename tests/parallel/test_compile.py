@@ -126,7 +126,7 @@ def test_a_folder_for_compiled_code_that_others_may_write_to_is_refused(tmp_path
     assert keep_artifacts() == folder
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(UnsafeCache, match="others may write to it .*TORCHINDUCTOR_CACHE_DIR"):
+    with pytest.raises(UnsafeCache, match="other users can write to it .*TORCHINDUCTOR_CACHE_DIR"):
         keep_artifacts()
 
 

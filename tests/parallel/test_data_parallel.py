@@ -62,7 +62,9 @@ def test_a_whole_gradient_is_kept_where_it_fits_a_quarter_of_a_ranks_memory():
 
 def test_degrees_must_multiply_to_the_number_of_ranks():
     assert resolve_degrees(ParallelConfig(tensor=2), 8)["data_shard"] == 4
-    with pytest.raises(UserError, match=r"tensor 3 = 3 ranks, but 4 run; start 3 with torchrun --nproc-per-node 3"):
+    with pytest.raises(
+        UserError, match=r"tensor 3 = 3 ranks, but 4 are running; start 3 with torchrun --nproc-per-node 3"
+    ):
         resolve_degrees(ParallelConfig(tensor=3), 4)
     with pytest.raises(UserError, match=r"parallel.context is 0; it must be 1 or more"):
         resolve_degrees(ParallelConfig(context=0), 1)

@@ -123,7 +123,7 @@ def test_rows_that_travel_by_deep_ep_have_the_bits_of_those_that_travel_by_all_t
         ("dispatch 1", "on ranks [1]: RuntimeError: DeepEP error: CPU recv timeout"),
         ("dispatch 6", "on ranks [1]: RuntimeError: DeepEP error: CPU recv timeout"),
         ("order", "on ranks [0, 1]: RuntimeError: its rows differ from those of the all-to-all"),
-        ("lost", "on ranks [0]: RuntimeError: 38 rows arrived of 39; on ranks [1]: RuntimeError: 40 rows"),
+        ("lost", "on ranks [0]: RuntimeError: 38 of 39 rows arrived; on ranks [1]: RuntimeError: 40 of"),
     ],
 )
 def test_a_failure_on_any_rank_makes_all_of_them_use_the_all_to_all_with_one_warning(tmp_path, fault, said):

@@ -143,7 +143,7 @@ def test_the_bubble_is_that_of_the_papers():
 @pytest.mark.parametrize(
     "text, complaint",
     [
-        ("0F0,0B0\n", r"has 1 lines, but the pipeline 2 ranks"),
+        ("0F0,0B0\n", r"has 1 lines, but the pipeline has 2 ranks"),
         ("0F0,0X0\n1F0,1B0\n", r'line 1, field 2: "0X0" is not an action; write the stage'),
         ("0F0\n1F0,1B0\n", r"stage 0 must run micro-batch 0 forward once \(F\) and backward once"),
         ("0F0,0B0,1F0\n1B0\n", r"stage 1 is on lines \[1, 2\]"),

@@ -1,4 +1,4 @@
-"""The operators' Triton forms for NVIDIA GPUs. Rooms are imported where they are used: only there triton must exist."""
+"""The operators' Triton forms for NVIDIA GPUs. Modules are imported on use, so triton is only needed then."""
 
 from lockstep.ops.cuda.available import usable
 

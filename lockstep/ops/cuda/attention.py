@@ -1,8 +1,8 @@
 """Paged causal attention in Triton: one tile of query rows for decode, prefill and training.
 
-A program holds the query rows of one key-value head: some tokens of one sequence, all heads of the group. It goes over
+A program handles query rows of one key-value head: some tokens of one sequence, all heads of the group. It goes over
 the keys in blocks of `BLOCK`, aligned to position 0, in ascending order, with the running maximum and sum in float32.
-The tile has the same height whether one row of it is used, as in decode, or all: the same instructions run, and rows
+The tile has the same height whether one of its rows is used, as in decode, or all: the same instructions run, and rows
 never mix, so neither the chunk a row came in nor its place in the tile changes a bit.
 """
 
@@ -22,16 +22,16 @@ from lockstep.ops.cuda.kernel import kernel
 PAGE = 16
 BLOCK = 64
 ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
-"""Query rows of a tile: 64 are one tensor-core instruction of a Hopper warp group."""
+"""Query rows per tile: 64 are one tensor-core instruction of a Hopper warp group."""
 LOG2_E = log2(2.718281828459045)
 LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 2}
 
 
 class Planned:
-    """Which rows belong to which sequence, and which tile holds which rows, for all layers of a pass.
+    """Which rows belong to which sequence and tile, for all layers of a pass.
 
-    The shapes of all that is made here follow from the arguments' shapes alone: nothing waits for the device, and a
-    CUDA graph can record it. Arguments as in `PagedAttention`; `q` and `k` are one layer's, for their shapes.
+    All shapes here follow from the arguments' shapes alone: nothing synchronizes with the device, and a CUDA graph can
+    record it. Arguments as in `PagedAttention`; `q` and `k` are one layer's, for their shapes.
     """
 
     def __init__(self, table: Tensor, starts: Tensor, contexts: Tensor, q: Tensor, k: Tensor):
@@ -40,7 +40,7 @@ class Planned:
         if self.tokens_per_tile < 1:
             raise ValueError(f"{heads // kv_heads} heads of a group exceed the tile of {ROWS[q.dtype]} query rows")
         self.table = table
-        # The padding rows behind the last sequence are one more, without keys.
+        # The padding rows after the last sequence are one more sequence, without keys.
         self.starts = torch.cat((starts, starts.new_full((1,), rows)))
         self.contexts = torch.cat((contexts, contexts.new_zeros(1)))
         self.tile_sequences, self.tile_rows = tile_map(self.starts, rows, self.tokens_per_tile)
@@ -78,7 +78,7 @@ def tile_map(starts: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _write_kernel(k, v, slots, keys, values, heads, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr):
-    """A value that is not finite is written as a zero, and its key as NaN: see `write_pages_reference`."""
+    """A value that is not finite is written as zero, and its key as NaN: see `write_pages_reference`."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
@@ -113,7 +113,7 @@ def _attend_kernel(
     place = line[:, None] * DIM + d[None, :]
     mask = row_mask[:, None] & (d < DIM)[None, :]
     query = tl.load(q + place, mask=mask, other=0.0)
-    # Without a window every row sees key 0, rows that are not used too: no maximum stays at -inf.
+    # Without a window, every row sees key 0, even unused rows: no maximum stays at -inf.
     position = tl.maximum(context - end + token, 0)
     length = context - end + tl.minimum(first + TOKENS, end)
     top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
@@ -128,7 +128,7 @@ def _attend_kernel(
     attended = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     for start in range(first_block, length, BLOCK):
         key_index = start + tl.arange(0, BLOCK)
-        # Whole pages of keys are read: what lies behind the sequence's end is masked below.
+        # Whole pages of keys are read: what is past the sequence's end is masked below.
         page = tl.load(
             table + sequence.to(tl.int64) * width + key_index // PAGE,
             mask=(key_index // PAGE) * PAGE < context, other=0,
@@ -146,7 +146,7 @@ def _attend_kernel(
         higher = tl.maximum(top, tl.max(scores, 1))
         reference = higher
         if WINDOW > 0:
-            # Of a row whose window begins in a later block, no score is above -inf so far.
+            # For a row whose window begins in a later block, no score is above -inf so far.
             reference = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(top - reference)
@@ -165,7 +165,7 @@ def _attend_kernel(
 
 
 def write_pages(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Writes rows `[tokens, kv_heads, head_dim]` into their slots; a slot of -1 takes none."""
+    """Writes rows `[tokens, kv_heads, head_dim]` into their slots; those with slot -1 are skipped."""
     k, v = k.contiguous(), v.contiguous()
     tokens, heads, dim = k.shape
     if tokens:

@@ -1,9 +1,8 @@
 """The gradient of packed causal attention in Triton, recomputed from the saved log-sums (arXiv 2205.14135).
 
-Query rows come in pieces, each the last rows of its context; whole sequences are the case where a piece is its context.
-Two kernels without atomic additions: one holds a tile of queries and goes over its keys, the other holds a tile of
-keys and goes over the queries that see them, one head of the group after the other. So a gradient's bits are the same
-in every run.
+Query rows come in pieces, each the last rows of its context; with whole sequences, a piece is its context. Two kernels
+without atomic additions: one takes a tile of queries and goes over its keys, the other takes a tile of keys and goes
+over the queries that see them, one head of the group after the other. So a gradient's bits are the same in every run.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lockstep.ops.cuda.attention import tile_map
 from lockstep.ops.cuda.kernel import kernel
 
 TILE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}
-"""Queries and keys of a tile."""
+"""Queries and keys per tile."""
 
 
 @kernel
@@ -77,7 +76,7 @@ def _keys_kernel(
     mask = (token < end)[:, None] & (d < DIM)[None, :]
     key, value = tl.load(k + place, mask=mask, other=0.0), tl.load(v + place, mask=mask, other=0.0)
     key_sums, value_sums = tl.zeros((TILE, BLOCK_D), dtype=tl.float32), tl.zeros((TILE, BLOCK_D), dtype=tl.float32)
-    # The queries that see some of the tile: all from its own first on, where whole sequences are there.
+    # The queries that see some of the tile: with whole sequences, all from its own first on.
     if WHOLE:
         queries_begin, queries_end = first, end
         if WINDOW > 0:
@@ -113,7 +112,7 @@ def attend_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor,
     starts: Tensor, pieces: tuple[Tensor, Tensor] | None, dtype: torch.dtype, terms: Terms,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `lockstep.ops.attention.attend_backward`; gradients of padding rows, behind `starts[-1]`, are zero."""
+    """As `lockstep.ops.attention.attend_backward`; gradients of padding rows, after `starts[-1]`, are zero."""
     grad_out, q, k, v = grad_out.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     deltas = (grad_out.float() * out.float()).sum(-1)
@@ -152,6 +151,6 @@ def attend_backward(
 
 
 def _own_keys(starts: Tensor, contexts: Tensor, first_keys: Tensor) -> Tensor:
-    """The row of `k` with each query row's own key, ascending, int32."""
+    """The row in `k` of each query row's own key, ascending, int32."""
     own = (first_keys + contexts - starts[1:]).repeat_interleave(starts.diff())
     return own + torch.arange(own.shape[0], dtype=torch.int32, device=own.device)

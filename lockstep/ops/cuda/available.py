@@ -1,4 +1,4 @@
-"""Whether the Triton forms serve a tensor, and the namespace of their operators."""
+"""Whether the Triton forms can be used for a tensor, and the namespace of their operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def usable(x: Tensor) -> bool:
-    """On an NVIDIA GPU, in a floating type, with triton installed and LOCKSTEP_NATIVE not 0."""
+    """Whether it is on an NVIDIA GPU, of a floating type, with triton installed and LOCKSTEP_NATIVE not 0."""
     return x.is_cuda and x.dtype in DTYPES and INSTALLED
 
 
@@ -25,7 +25,7 @@ def _installed() -> bool:
 
 
 INSTALLED = _installed()
-"""Looked up once, at import: `torch.compile` could not trace the looking."""
+"""Looked up once, at import: `torch.compile` could not trace the lookup."""
 
-# On the CPU these operators serve Triton's interpreter.
+# On the CPU, these operators are for Triton's interpreter.
 library = OperatorLibrary("lockstep_triton")

@@ -1,4 +1,4 @@
-"""The clamped gated activation in Triton, with its gradient. Every element is computed alone."""
+"""The clamped gated activation in Triton, with its gradient. Every element is computed independently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _forward_kernel(gate, up, out, count, SLOPE: tl.constexpr, LIMIT: tl.constex
     mask = place < count
     wide = tl.load(gate + place, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
-    # Comparisons keep what is no number.
+    # Comparisons keep NaN.
     wide = tl.where(wide > LIMIT, LIMIT, wide)
     factor = tl.where(factor > LIMIT, LIMIT, tl.where(factor < -LIMIT, -LIMIT, factor))
     result = (factor + 1.0) * (wide / (1.0 + tl.exp(-(SLOPE * wide))))

@@ -1,10 +1,10 @@
-"""The row-invariant product of rows in groups, each group with a weight of its own, in Triton.
+"""The row-invariant product of grouped rows, each group with its own weight, in Triton.
 
-A tile has rows of one group only, and its sums are those of `linear.tile_sums`, which computes the tiles of a dense
+A tile only has rows of one group, and its sums are those of `linear.tile_sums`, which computes the tiles of a dense
 product: a row's bits are those of `linear` of that row with its group's weight, whatever the groups' sizes. Where the
-groups start is read on the device, so that nothing waits for it and a CUDA graph can record the product: there are as
-many programs as there may be tiles, and those that have none return at once. No piece of K has a program of its own,
-for the groups fill the GPU.
+groups start is read on the device, so that nothing synchronizes with it and a CUDA graph can record the product: there
+are as many programs as there can be tiles, and those without one return at once. Pieces of K have no separate programs,
+since the groups fill the GPU.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def _grouped_kernel(
 
 
 def product(x: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
-    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`; `starts` may be on the CPU, too.
+    """Rows `starts[g]` to `starts[g + 1]` of `x`, times `weight[g].T`; `starts` may also be on the CPU.
 
     `weight` may have any strides: a gradient takes the transposed one.
     """
     groups, outputs, depth = weight.shape
     tiles = _tiles(x.dtype, x.device, depth, outputs)
-    # As if all groups that can have rows had as many: it chooses a tile, which changes no bit.
+    # As if all groups that can have rows had equally many: this only chooses a tile, which changes no bit.
     rows_of_group = triton.cdiv(x.shape[0], max(1, min(groups, x.shape[0])))
     return product_with(linear.fitting(tiles, rows_of_group), x, weight, starts)
 
@@ -71,7 +71,7 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
     if not rows:
         return out
     pieces, piece = linear.own_pieces(K, N)
-    # A group's last tile may have but one row.
+    # A group's last tile may have only one row.
     tiles = (rows + min(groups, rows) * (tile.block_m - 1)) // tile.block_m
     _grouped_kernel[(tiles * triton.cdiv(N, tile.block_n),)](
         x, weight, out, starts, tiles, groups, N, K, piece, *weight.stride(),
@@ -85,15 +85,15 @@ def product_with(tile: Tile, x: Tensor, weight: Tensor, starts: Tensor) -> Tenso
 
 @cache
 def _tiles(dtype: torch.dtype, device: torch.device, in_features: int, out_features: int) -> Tiles:
-    """Those of the dense product whose bits agree here, too."""
+    """The tiles of the dense product whose bits also agree here."""
     candidates = linear.tiles_of(dtype, device, in_features, out_features, 0)
-    # A program keeps the sums of up to three of four pieces, which of a wide tile fill the registers.
+    # A program keeps the sums of up to three of four pieces, which fill the registers for a wide tile.
     widest = 64 if linear.pieces_of(in_features, out_features) > 2 else 128
     own = tuple((most, replace(t, split=False, block_n=min(t.block_n, widest))) for most, t in candidates)
     return linear.agreeing(own, dtype, device, in_features, out_features, multiply=_in_groups)
 
 
 def _in_groups(tile: Tile, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
-    """A dense product as a grouped one: four groups of one weight, one of them empty and one of a single row."""
+    """A dense product as a grouped one: four groups with the same weight, one empty and one with a single row."""
     starts = torch.tensor([0, 1, 1, len(x) // 3, len(x)])
     return product_with(tile, x, weight.expand(4, *weight.shape), starts)

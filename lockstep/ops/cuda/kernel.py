@@ -10,9 +10,9 @@ import triton
 
 
 def kernel(function: Callable[..., Any] | None = None, *, varying: tuple[str, ...] = ()) -> Any:
-    """`triton.jit`, of the function as it was written: the tests' type checker wraps every function of the package.
+    """`triton.jit` of the original function: the tests' type checker wraps every function of the package.
 
-    varying: arguments, such as a number of rows, whose value must not choose between compiled variants.
+    varying: arguments, such as a number of rows, whose value must not select between compiled variants.
     """
     if function is None:
         return lambda f: kernel(f, varying=varying)

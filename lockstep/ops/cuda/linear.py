@@ -1,11 +1,11 @@
 """The row-invariant matrix product in Triton.
 
-An element is summed along K in a fixed order: K is cut into as many pieces as its caller says, or `pieces_of(K, N)`;
-each is one chain of tensor-core steps in ascending order, and the pieces' float32 sums meet in one binary tree. With
-few rows a program computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows one
-program computes the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and
-width cannot change a bit as long as the hardware's steps along K are the same ones; that is checked on the device at
-the first use of a shape, and a tile that disagrees is not used.
+An element is summed along K in a fixed order: K is split into as many pieces as the caller says, or `pieces_of(K, N)`;
+each is one chain of tensor-core steps in ascending order, and the pieces' float32 sums are joined in one binary tree.
+With few rows, a program computes one piece of one tile, so that all of the GPU reads weights (split-K); with many rows,
+one program computes the same pieces one after the other. Rows and columns of a tile never mix, so the tile's height and
+width cannot change a bit as long as the hardware's steps along K are the same; this is checked on the device at the
+first use of a shape, and a tile that disagrees is not used.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lockstep.ops.cuda.available import library
 from lockstep.ops.cuda.kernel import kernel
 
 MULTIPROCESSORS = 128
-"""What split-K fills. A constant: the number of pieces is part of the arithmetic, so it cannot follow the device."""
+"""Programs that split-K fills. A constant: the number of pieces is part of the arithmetic, not of the device."""
 NARROWEST = 16
 """Columns of the narrowest tile."""
 PIECES = (1, 2, 4, 8)
-"""That K can be cut into."""
+"""Numbers of pieces that K can be split into."""
 PIECE_STEP = 256
-"""Pieces of a shape's own begin at multiples of this: every tile's BLOCK_K divides it."""
+"""Pieces by shape begin at multiples of this: every tile's BLOCK_K divides it."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Tile:
     warps: int
     stages: int
     split: bool
-    """Each piece of K in a program of its own."""
+    """Whether each piece of K has its own program."""
 
 
 # 64 rows are one tensor-core instruction of a Hopper warp group; fewer would be another instruction with other bits.
-# (most rows, tile); the first is the one that the others are compared with.
+# (most rows, tile); the others are compared with the first.
 HALF_TILES = (
     (16, Tile(64, 16, 256, 4, 4, True)),
     (128, Tile(64, 64, 128, 4, 4, True)),
@@ -60,7 +60,7 @@ Multiply = Callable[[Tile, Tensor, Tensor, int], Tensor]
 
 
 def pieces_of(in_features: int, out_features: int) -> int:
-    """Pieces that K is cut into, 1, 2 or 4, where nobody says how many: a narrow product in decode fills the GPU."""
+    """Pieces that K is split into, 1, 2 or 4, by default: enough for a narrow product in decode to fill the GPU."""
     count = 1
     tiles = -(-out_features // NARROWEST)
     while count < 4 and tiles * count < MULTIPROCESSORS and in_features // (2 * count) >= PIECE_STEP:
@@ -69,7 +69,7 @@ def pieces_of(in_features: int, out_features: int) -> int:
 
 
 def own_pieces(in_features: int, out_features: int) -> tuple[int, int]:
-    """How many pieces a product's shape has, and how long they are."""
+    """The number of pieces for a product's shape, and their length."""
     pieces = pieces_of(in_features, out_features)
     return pieces, triton.cdiv(triton.cdiv(in_features, pieces), PIECE_STEP) * PIECE_STEP
 
@@ -128,7 +128,7 @@ def tile_sums(
     x, weight, rows, columns, row_mask, column_mask, PIECE, K, COLUMN, INNER,
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums over all of K of a tile, one piece after the other, in their tree."""
+    """The sums of a tile over all of K, one piece after the other, in their tree."""
     if PIECES == 1:
         sums = _piece(
             x, weight, rows, columns, row_mask, column_mask, 0, K, K, COLUMN, INNER, BLOCK_M, BLOCK_N, BLOCK_K
@@ -151,8 +151,8 @@ def tile_sums(
 
 @kernel
 def tile_of(program, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Which tile of rows and of columns a program computes: GROUP tiles of rows share a tile of columns before the
-    next, so that its weights stay in the second-level cache."""
+    """Which tile of rows and columns a program computes: GROUP tiles of rows share a tile of columns before the next,
+    so that its weights stay in the L2 cache."""
     group = program // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
     tile_m = group * GROUP + (program % (GROUP * tiles_n)) % height
@@ -162,7 +162,7 @@ def tile_of(program, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @kernel
 def _two_stored(partial, target, mask, size, piece):
-    """The sums of two pieces that other programs have stored."""
+    """The sums of two pieces that other programs stored."""
     left = tl.load(partial + piece * size + target, mask=mask, cache_modifier=".cg")
     return left + tl.load(partial + (piece + 1) * size + target, mask=mask, cache_modifier=".cg")
 
@@ -194,7 +194,7 @@ def _linear_kernel(
         if PIECES > 1:
             size = M.to(tl.int64) * N
             tl.store(partial + piece * size + target, sums, mask=mask)
-            # All threads' stores come before the arrival; whoever arrives last finds every piece stored.
+            # All threads' stores come before the arrival; the last program to arrive finds every piece stored.
             tl.debug_barrier()
             before = tl.atomic_add(arrivals + program, 1, sem="acq_rel", scope="gpu")
             if before == PIECES - 1:
@@ -218,14 +218,14 @@ def _linear_kernel(
 
 
 def product_with(tile: Tile, x: Tensor, weight: Tensor, pieces: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """`x @ weight.T` with this tile: K in `pieces` equal ones, or those of its shape (0), rounded to `dtype`."""
+    """`x @ weight.T` with this tile: K in `pieces` equal pieces, or those by shape (0), rounded to `dtype`."""
     x, weight = x.contiguous(), weight.contiguous()
     (M, K), N = x.shape, weight.shape[0]
     out = x.new_empty(M, N, dtype=dtype or x.dtype)
     if not M:
         return out
     if pieces not in (0, *PIECES):
-        raise ValueError(f"{pieces} chunks of a product: on a GPU there can be {', '.join(map(str, PIECES))}")
+        raise ValueError(f"a product has {pieces} chunks, but on a GPU it can have {', '.join(map(str, PIECES))}")
     pieces, piece = (pieces, K // pieces) if pieces else own_pieces(K, N)
     programs = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     meeting = tile.split and pieces > 1
@@ -244,10 +244,10 @@ _counters: dict[torch.device, list[Tensor]] = {}
 
 
 def _arrivals(device: torch.device, programs: int) -> Tensor:
-    """Zeros that every product leaves as zeros. Products of one device run one after the other: on one stream."""
+    """Counters that every product leaves at zero. Products on one device run one after the other, on one stream."""
     counters = _counters.setdefault(device, [])
     if not counters or counters[-1].numel() < programs:
-        # The outgrown ones are kept: captured graphs go on using them.
+        # Outgrown ones are kept: captured graphs still use them.
         counters.append(torch.zeros(max(programs, 1 << 16), dtype=torch.int32, device=device))
     return counters[-1]
 
@@ -259,13 +259,13 @@ def _arrivals(device: torch.device, programs: int) -> Tensor:
 def product(x: Tensor, weight: Tensor, chunks: int = 1) -> Tensor:
     """`x @ weight.T`: the bits of a row are the same for every number of rows.
 
-    K is cut into `chunks` pieces; where all of it may be one, into those of its shape. Raises ValueError above 8.
+    K is split into `chunks` pieces, or with 1 into those by shape. Raises ValueError above 8.
     """
     return _fitted(x, weight, chunks if chunks > 1 else 0, x.dtype)
 
 
 def product_sums(x: Tensor, weight: Tensor, chunks: int) -> Tensor:
-    """The float32 sums over exactly so many pieces: a rank's part of a product."""
+    """The float32 sums over exactly `chunks` pieces: a rank's part of a product."""
     return _fitted(x, weight, chunks, torch.float32)
 
 
@@ -275,7 +275,7 @@ def _fitted(x: Tensor, weight: Tensor, pieces: int, dtype: torch.dtype) -> Tenso
 
 
 def fitting(tiles: Tiles, rows: int) -> Tile:
-    """The first one that takes so many rows; the last takes any number."""
+    """The first candidate for this many rows; the last takes any number."""
     return next(tile for most, tile in tiles if most is None or rows <= most)
 
 
@@ -294,9 +294,9 @@ def agreeing(
     pieces: int = 0,
     multiply: Multiply | None = None,
 ) -> Tiles:
-    """The candidates whose bits equal the first one's for this shape; where one differs, a lower one takes its rows.
+    """The candidates whose bits equal the first one's for this shape; if one differs, a lower one takes its rows.
 
-    `multiply`: of `product_with`'s arguments and result.
+    `multiply`: has the arguments and result of `product_with`.
     """
     multiply = multiply or product_with
     alone = (pieces or pieces_of(in_features, out_features)) == 1
@@ -312,7 +312,7 @@ def agreeing(
 def _cancelling(generator: torch.Generator, rows: int, inner: int, outputs: int) -> tuple[Tensor, Tensor]:
     """Factors whose exact products are near 0, so that what is left is how each partial sum was rounded.
 
-    Of ordinary data the last bits of a sum are rounded away, and two orders of summation can look like one.
+    With ordinary data, the last bits of a sum are rounded away, and two orders of summation can look the same.
     """
     scale = torch.exp2(torch.randint(-6, 7, (inner // 2,), generator=generator).float())
     x = torch.randn(rows, inner // 2, generator=generator) * scale
@@ -328,7 +328,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """The library's products: a gradient's bits need not be row-invariant."""
+    """Uses the library's products: a gradient's bits need not be row-invariant."""
     x, weight = ctx.saved_tensors
     grad = grad.contiguous()
     return grad @ weight, grad.T @ x, None

@@ -1,6 +1,6 @@
-"""Normalisation, rotation and activation of rows in Triton, each with its gradient.
+"""Normalization, rotation and activation of rows in Triton, each with its gradient.
 
-A row lies in one program whole, and the shape of a program's tile depends on the row's length alone.
+A row is computed entirely in one program, and the shape of a program's tile depends only on the row's length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.ops.cuda.available import library
 from lockstep.ops.cuda.kernel import kernel
 
 TILE = 2048
-"""Elements that a program holds at once, where rows are short enough for several."""
+"""Elements that a program handles at a time, if rows are short enough for several."""
 GRADIENT_PROGRAMS = 256
 """Partial sums of a norm's weight gradient."""
 
@@ -160,7 +160,7 @@ def _save_rotary(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_rotary(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    """The rotation by the opposite angles."""
+    """The rotation by the negated angles."""
     return _rotate(grad, *ctx.saved_tensors, -ctx.sign), None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities over the vocabulary, their gradient and the draw of a token, in Triton.
+"""Log-probabilities over the vocabulary, their gradient, and drawing a token, in Triton.
 
 As on the CPU: each row's vocabulary is reduced in fixed pieces (`piece_bounds`), joined in one binary tree.
 """
@@ -18,7 +18,7 @@ BLOCK = 1024
 
 @kernel
 def _masses_kernel(logits, inverse_temperatures, bounds, masses, vocab, BLOCK: tl.constexpr):
-    """Of each piece x of a row: m = max x, Σ e^(x-m) and Σ e^(x-m) x."""
+    """For each piece x of a row: m = max x, Σ e^(x-m) and Σ e^(x-m) x."""
     row, piece = tl.program_id(0), tl.program_id(1)
     base = logits + row.to(tl.int64) * vocab
     inverse = tl.load(inverse_temperatures + row)
@@ -30,7 +30,7 @@ def _masses_kernel(logits, inverse_temperatures, bounds, masses, vocab, BLOCK: t
         x = tl.load(base + place, mask=place < last, other=float("-inf")).to(tl.float32) * inverse
         tops = tl.maximum(tops, x)
     top = tl.max(tops, 0)
-    # A piece all of whose tokens are cut out: -inf minus 0 stays -inf.
+    # For a piece with all tokens cut: -inf minus 0 stays -inf.
     shift = tl.where(top == float("-inf"), 0.0, top)
     sums, moments = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(first, last, BLOCK):
@@ -47,7 +47,7 @@ def _masses_kernel(logits, inverse_temperatures, bounds, masses, vocab, BLOCK: t
 
 @kernel
 def _join(m, s, t, COUNT: tl.constexpr):
-    """Neighbours of `COUNT` masses joined: half as many."""
+    """Joins neighbors of `COUNT` masses: half as many."""
     m0, m1 = tl.split(tl.reshape(m, (COUNT // 2, 2)))
     s0, s1 = tl.split(tl.reshape(s, (COUNT // 2, 2)))
     t0, t1 = tl.split(tl.reshape(t, (COUNT // 2, 2)))
@@ -95,7 +95,7 @@ def _draw_kernel(
 ):  # fmt: skip
     """The first token at which the running sum of weights passes uniform · total; the likeliest if uniform < 0.
 
-    -1 where the piece that holds it lies outside of these logits.
+    -1 if its piece is outside of these logits.
     """
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * vocab
@@ -133,7 +133,7 @@ def _draw_kernel(
 
 
 def masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tensor:
-    """Of each row's pieces m, Σ e^(x-m) and Σ e^(x-m) x, float32 `[rows, pieces, 3]`."""
+    """For each row's pieces, m, Σ e^(x-m) and Σ e^(x-m) x, float32 `[rows, pieces, 3]`."""
     logits, inverse_temperature = logits.contiguous(), inverse_temperature.contiguous()
     rows, count = logits.shape[0], len(bounds) - 1
     out = logits.new_empty(rows, count, 3, dtype=torch.float32)
@@ -145,7 +145,7 @@ def masses(logits: Tensor, inverse_temperature: Tensor, bounds: Tensor) -> Tenso
 
 
 def join_masses(pieces: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the chosen, entropy and log of the normaliser of each row, float32."""
+    """Log-probability of the chosen token, entropy and log of the normalizer of each row, float32."""
     out, entropies, normalizers = (pieces.new_empty(len(pieces)) for _ in range(3))
     if len(pieces):
         _log_probs_kernel[(len(pieces),)](
@@ -171,8 +171,8 @@ def logits_gradient(
 def draw(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor, pieces: Tensor, bounds: Tensor) -> Tensor:
     """Inverse transform of `uniform` (float64 in [0, 1); negative: the likeliest). Logits of -inf are never drawn.
 
-    `pieces` are the masses of all of the vocabulary, `bounds` where its pieces lie, counted from these logits, which
-    may be a part of it: -1 where the token is another part's.
+    `pieces` are the masses of the whole vocabulary, `bounds` the bounds of its pieces, relative to these logits, which
+    may be a part of it: -1 if the token is in another part.
     """
     logits, inverse_temperature = logits.contiguous(), inverse_temperature.contiguous()
     rows, vocab = logits.shape

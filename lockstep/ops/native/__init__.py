@@ -1,7 +1,7 @@
 """The operators' fast CPU forms: C++ for this processor's instructions, called through ctypes.
 
-A wheel brings them compiled, a source checkout compiles them at first use. Where neither can be, or with
-LOCKSTEP_NATIVE=0, the plain PyTorch forms serve: slower, and with their own bits, but trainer and generator use the
+A wheel includes them compiled; a source checkout compiles them at first use. If neither is possible, or with
+LOCKSTEP_NATIVE=0, the plain PyTorch forms are used: slower, and with their own bits, but trainer and generator use the
 same form, so they agree either way.
 """
 
@@ -32,7 +32,7 @@ _NEEDS = {"portable": "SSE4.2 or NEON", "bf16_pairs": "AVX512-BF16", "bf16_tiles
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where they are switched off or cannot be compiled (with a warning)."""
+    """The compiled kernels, or None if they are switched off or cannot be compiled (with a warning)."""
     if os.environ.get("LOCKSTEP_NATIVE", "1") == "0":
         return None
     reason: CompilerMissing | None = None
@@ -45,22 +45,22 @@ def library() -> ctypes.CDLL | None:
             _not_compiled[each.name] = str(error)
             continue
         if reason is not None:
-            warnings.warn(f"the kernels for {each.name} are used, which are slower: {reason}", stacklevel=2)
+            warnings.warn(f"using the kernels for {each.name}, which are slower: {reason}", stacklevel=2)
         _offer_openmp()
         return ctypes.CDLL(str(path))
     if _wanted_arithmetic == "auto":  # else it is refused
-        warnings.warn(f"the plain PyTorch operators are used, which are slower: {reason}", stacklevel=2)
+        warnings.warn(f"using the plain PyTorch operators, which are slower: {reason}", stacklevel=2)
     return None
 
 
 def _offer_openmp() -> None:
-    """Makes torch's own OpenMP runtime, already loaded, the kernels': two in a process would fight for the cores."""
+    """Makes the kernels use torch's OpenMP runtime, which is already loaded: two would compete for the cores."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     ctypes.CDLL(str(bundled[0]) if bundled else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
 def _usable_sets() -> list[InstructionSet]:
-    """Of the wanted arithmetic, best first, without those whose kernels could not be compiled."""
+    """Instruction sets of the wanted arithmetic, best first, without those whose kernels could not be compiled."""
     compiled = [each for each in supported() if each.name not in _not_compiled]
     if _wanted_arithmetic == "auto":
         return [each for each in compiled if not each.emulated or each.name == os.environ.get("LOCKSTEP_ISA")]
@@ -83,11 +83,11 @@ def _chosen() -> InstructionSet:
 
 
 def set_arithmetic(name: str) -> str:
-    """Chooses the arithmetic of this process, or with `auto` the processor's fastest. Returns what it is.
+    """Selects the arithmetic of this process, or with `auto` the processor's fastest. Returns it.
 
-    `pytorch` is the arithmetic of the plain PyTorch forms: where they serve, and nothing else can be asked for.
+    `pytorch` is the arithmetic of the plain PyTorch forms: the only one available if they are used.
 
-    Tensors that were computed before keep their bits. Raises ValueError where the processor cannot do it.
+    Tensors that were computed before keep their bits. Raises ValueError if the processor does not support it.
     """
     global _wanted_arithmetic
     if name not in ARITHMETICS:
@@ -96,10 +96,10 @@ def set_arithmetic(name: str) -> str:
         if name not in ("auto", "pytorch"):
             switched_off = os.environ.get("LOCKSTEP_NATIVE", "1") == "0"
             why = "LOCKSTEP_NATIVE=0 switches off" if switched_off else "could not be compiled"
-            raise ValueError(f"arithmetic {name} is that of the compiled operators, which {why}")
+            raise ValueError(f"arithmetic {name} needs the compiled operators, which {why}")
         return arithmetic()
     if name == "pytorch":
-        raise ValueError("arithmetic pytorch is that of the plain operators, which serve with LOCKSTEP_NATIVE=0 alone")
+        raise ValueError("arithmetic pytorch is that of the plain operators, which need LOCKSTEP_NATIVE=0")
     before, _wanted_arithmetic = _wanted_arithmetic, name
     library.cache_clear()
     _functions.clear()
@@ -114,36 +114,36 @@ def set_arithmetic(name: str) -> str:
 
 
 def is_emulated(arithmetic: str) -> bool:
-    """Whether this processor lacks its instructions and can compute in it without them, many times as slow."""
+    """Whether this processor lacks its instructions and can only emulate it, many times slower."""
     sets = [each for each in supported() if each.arithmetic == arithmetic]
     return bool(sets) and all(each.emulated for each in sets)
 
 
 def arithmetic() -> str:
-    """Whose bits the CPU's operators compute: `portable`, those of every processor, `bf16_pairs`, `bf16_tiles` or
-    `pytorch`, those of the plain forms, which serve where there are no compiled kernels.
+    """Which bits the CPU operators compute: `portable` (the same on every processor), `bf16_pairs`, `bf16_tiles` or
+    `pytorch` (those of the plain forms, which are used without compiled kernels).
     """
     return "pytorch" if library() is None else _chosen().arithmetic
 
 
 def instruction_set() -> str:
-    """The instructions that the CPU's operators use, such as `avx2`; `pytorch` where they are not compiled."""
+    """The instructions that the CPU operators use, such as `avx2`; `pytorch` if they are not compiled."""
     return "pytorch" if library() is None else _chosen().name
 
 
 def build_name() -> str:
-    """Of the kernels that serve: another one for other sources, compilers and instructions."""
+    """The name of the kernels in use, which differs for other sources, compilers and instructions."""
     kernels = library()
     return "pytorch" if kernels is None else Path(kernels._name).name
 
 
 def usable(x: Tensor) -> bool:
-    """Whether the compiled kernels serve this tensor: on the CPU, float32 or bfloat16, and compiled at all."""
+    """Whether the compiled kernels can be used for this tensor: on the CPU, float32 or bfloat16, if compiled at all."""
     return x.device.type == "cpu" and x.dtype in SUFFIX and (_pretending or library() is not None)
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-    """Calls `name` for this dtype: tensors pass their address, None a null one, integers int64, floats float."""
+    """Calls `name` for this dtype; passes tensors as addresses, None as null, integers as int64, floats as float."""
     if _pretending:
         return
     bound = _functions.get((name, dtype)) or _bind(name, dtype, arguments)
@@ -152,7 +152,7 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None)
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    """Within it operators allocate and save what they would, and compute nothing: for tensors without values."""
+    """Within this context, operators allocate and save as usual but compute nothing: for tensors without values."""
     global _pretending
     _pretending = True
     try:
@@ -176,7 +176,7 @@ def function(name: str) -> Any:
 _pretending = False
 _wanted_arithmetic = "auto"
 _not_compiled: dict[str, str] = {}
-"""Instruction sets by name, and why."""
+"""Instruction sets that could not be compiled, by name, with the reason."""
 _functions: dict[tuple[str, torch.dtype], Any] = {}
 _C_TYPES = {int: ctypes.c_int64, float: ctypes.c_float}
 

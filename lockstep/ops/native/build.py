@@ -1,4 +1,4 @@
-"""Where the compiled kernels are: brought by a wheel, or compiled once and kept in the user's cache folder."""
+"""Where the compiled kernels are: in the wheel, or compiled once and kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SHIPPED = SOURCES / "built"
 
 
 def library_path(instructions: InstructionSet) -> Path:
-    """The shared library for these instructions: the wheel's, else one compiled from this source, now if need be.
+    """The shared library for these instructions: the wheel's, or one compiled from this source, now if necessary.
 
-    Raises CompilerMissing with the reason, and UnsafeCache for a library that others may have written.
+    Raises CompilerMissing with the reason, and UnsafeCache for a library that others could have written.
     """
     shipped = SHIPPED / file_name(instructions)
     if shipped.is_file():
@@ -48,7 +48,7 @@ def library_path(instructions: InstructionSet) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is what was compiled: a damaged library would end the process without a word when it is loaded."""
+    """Whether it is intact: loading a damaged library would end the process without an error message."""
     try:
         return _digest_file(library).read_text() == _digest(library)
     except OSError:

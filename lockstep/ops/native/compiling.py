@@ -1,4 +1,4 @@
-"""How the kernels are compiled. Imports nothing beyond the standard library: a wheel is built without torch."""
+"""How the kernels are compiled. Only imports the standard library: a wheel is built without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAGS = [
     "-fPIC",
     "-fopenmp",
     "-fno-math-errno",
-    # A product and a sum are one operation only where the source says so: the same bits from every compiler.
+    # Products and sums are only fused where the source says so: the same bits from every compiler.
     "-ffp-contract=off",
 ]
 
@@ -31,22 +31,22 @@ class CompilerMissing(Exception):
 
 
 def find_compiler() -> str | None:
-    """CXX, else g++ or clang++ where one is on the PATH."""
+    """CXX, or else g++ or clang++ if one is on the PATH."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
 
 
 def file_name(instructions: InstructionSet) -> str:
-    """Of the shared library that a wheel brings."""
+    """The file name of the shared library in a wheel."""
     return f"kernels-{platform.machine().lower()}-{instructions.name}.so"
 
 
 def compile_kernels(compiler: str, flags: list[str], target: Path, umask: int = -1) -> None:
-    """Raises CompilerMissing where that fails. `umask` is the compiler's; -1: this process's own.
+    """Compiles the kernels; raises CompilerMissing if that fails. `umask`: the compiler's; -1: this process's own.
 
-    OpenMP is not linked: its functions are those of the runtime that torch has loaded, whatever its file is called.
+    OpenMP is not linked: its functions come from the runtime that torch has loaded, whatever its file is called.
     """
     sources = sorted(SOURCES.glob("*.cpp"))
-    # Renamed into place when whole, so that processes that start together never load half a library.
+    # Renamed into place when complete, so that processes that start together never load half a library.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
@@ -72,9 +72,9 @@ def _run(command: list[str], umask: int) -> None:
 
 
 def compile_all(folder: Path) -> None:
-    """The kernels for every instruction set of this kind of machine, as a wheel brings them.
+    """Compiles the kernels for every instruction set of this kind of machine, for a wheel.
 
-    Raises CompilerMissing where there is no compiler, and, after those that it could compile, where some are missing.
+    Raises CompilerMissing if there is no compiler, or, after compiling the others, if some could not be compiled.
     """
     compiler = find_compiler()
     if not compiler:

@@ -13,15 +13,15 @@ from lockstep.errors import UserError
 
 
 class UnknownInstructions(UserError, ValueError):
-    """LOCKSTEP_ISA asks for what is not there."""
+    """LOCKSTEP_ISA names an instruction set that is not available."""
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """A name, the compiler's flags, and what /proc/cpuinfo must list.
+    """A name, the compiler flags, and what /proc/cpuinfo must list.
 
-    `arithmetic`: `portable`, the same bits on every processor, `bf16_pairs` or `bf16_tiles`. `emulated`: in plain C,
-    many times as slow, so that it serves only where its arithmetic or its name is asked for.
+    `arithmetic`: `portable` (the same bits on every processor), `bf16_pairs` or `bf16_tiles`. `emulated`: in plain C,
+    many times slower, so it is only used if its arithmetic or its name is requested.
     """
 
     name: str
@@ -41,7 +41,7 @@ _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DLOCKSTEP_TILES")
 _X86 = ("-march=x86-64-v2", "-DLOCKSTEP_PLAIN")
 _X86_NEEDS = frozenset({"sse4_2", "ssse3", "popcnt"})
 PLAIN = InstructionSet("plain", ("-DLOCKSTEP_PLAIN",))
-# Vectors that are wider than a register make compilers remark on how they are passed.
+# Vectors wider than a register make compilers warn about how they are passed.
 _TILES = ("-DLOCKSTEP_TILES", "-Wno-psabi")
 PLAIN_TILES = InstructionSet("plain_tiles", (*PLAIN.flags, *_TILES), arithmetic="bf16_tiles", emulated=True)
 _ANY = (PLAIN_TILES, PLAIN)
@@ -64,9 +64,9 @@ NAMES = tuple(dict.fromkeys(each.name for sets in BY_MACHINE.values() for each i
 
 @cache
 def supported() -> tuple[InstructionSet, ...]:
-    """What this processor has, best first, from LOCKSTEP_ISA down where that is set.
+    """The instruction sets that this processor has, best first, from LOCKSTEP_ISA down if that is set.
 
-    Raises UnknownInstructions where LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
+    Raises UnknownInstructions if LOCKSTEP_ISA names a set that is unknown or that the processor lacks.
     """
     own = tuple(each for each in _sets() if each.needs <= processor_flags())
     if own and own[0].name == "amx" and not _may_use_tiles():
@@ -76,13 +76,13 @@ def supported() -> tuple[InstructionSet, ...]:
         return own
     names = [each.name for each in own]
     if highest not in names:
-        reason = "this processor lacks it" if highest in NAMES else "there is no such instruction set"
+        reason = "this processor does not have it" if highest in NAMES else "there is no such instruction set"
         raise UnknownInstructions(f"LOCKSTEP_ISA is {highest}: {reason}; here it can be {', '.join(names)}")
     return own[names.index(highest) :]
 
 
 def _may_use_tiles() -> bool:
-    """Asks Linux for the matrix unit's registers, as every process must before it uses them."""
+    """Requests the matrix unit's registers from Linux, as every process must before it uses them."""
     request_permission, tile_data, system_call = 0x1023, 18, 158  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA, arch_prctl
     return ctypes.CDLL(None).syscall(system_call, request_permission, tile_data) == 0
 

@@ -345,7 +345,7 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
             dict(actors=ActorsConfig(keep_copy=False), engine=EngineConfig(cuda_graphs="full")),
             "actors.keep_copy gives that memory away; leave one of them out",
         ),
-        (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 run; start 4 with torchrun"),
+        (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 are running; start 4 with torchrun"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_by_name(task, model_folder, tmp_path, changes, said):
