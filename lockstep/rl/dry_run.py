@@ -123,7 +123,7 @@ class GeneratorDryRun:
             *_table(f"memory per generator rank, GiB ({self.ranks} ranks each)", self.memory, STAGES[1:]),
             "",
             f"the peak is {max(self.peaks.values()) / 2**30:.3f} GiB, in {max(STAGES[1:], key=self.peaks.__getitem__)}",
-            f"a weight sync lays out {laid_out:.1f} MiB on that trainer rank, and reads {read:.1f} MiB on a generator rank",
+            f"a weight sync lays out {laid_out:.1f} MiB on the trainer's rank, and a generator's reads {read:.1f} MiB",
         ]
 
 
@@ -351,8 +351,8 @@ def _layout(shape: ModelConfig, config: RLConfig, world: World) -> Decoder:
 
 
 def _generator_step(engine: Engine, fake: FakeTensorMode) -> int:
-    """Peak bytes of a forward over `engine.max_tokens_per_step` rows, and of sampling from as many logits as are held at
-    once."""
+    """Peak bytes of a forward over `engine.max_tokens_per_step` rows, and of sampling from as many logits as are held
+    at once."""
     config, model = engine.config, engine.model
     sequences = min(config.max_sequences, config.max_tokens_per_step)
     rows = config.max_tokens_per_step

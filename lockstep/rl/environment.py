@@ -79,7 +79,7 @@ def source_file(kind: type[Environment]) -> Path | None:
 
 
 def user_line(error: BaseException, file: Path | None = None) -> str:
-    """`file:line` where an error occurred: in `file` if its traceback passes through it, else in its innermost frame."""
+    """`file:line` where an error occurred: in `file` if its traceback passes through it, else its innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if file is not None and Path(f.filename).resolve() == file.resolve()]
     # A file with a syntax error has no frame of its own; one that calls `eval` on bad text does.

@@ -23,7 +23,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[Sequence[float]]) -> Estimate:
-    """The mean over prompts of each prompt's mean; `values[i]` are those of prompt i's samples, at least one.
+    """The mean over prompts of each prompt's mean; `values[i]` are the values of prompt i's samples, at least one.
 
     The standard error is clustered by prompt (arXiv 2411.00640, section 2.2): samples of one prompt are not
     independent, so the prompts' means are the observations.
@@ -38,9 +38,9 @@ def estimate(values: Sequence[Sequence[float]]) -> Estimate:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The probability that of `k` of the samples at least one is right, drawn without replacement.
+    """The probability that at least one of `k` samples, drawn without replacement, is right.
 
-    Over `samples` completions of which `right` are right this estimates pass@k without bias (arXiv 2107.03374).
+    Given `samples` completions of which `right` are right, an unbiased estimate of pass@k (arXiv 2107.03374).
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} needs at least {k} samples, not {samples}")
@@ -50,9 +50,9 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def randomization_test(differences: Sequence[int]) -> float:
     """The two-sided p-value of the exact paired randomization test (Fisher; Noreen 1989).
 
-    differences: of each prompt, how many more samples the one model got right than the other, of equally many. Were
-    the models alike, each difference would be as likely with the other sign; the p-value is the share of all
-    assignments of signs whose sum is at least as far from 0. With one sample per prompt this is McNemar's exact test.
+    differences: for each prompt, how many more samples one model got right than the other, out of equally many. If the
+    models were equal, each difference would be as likely with the opposite sign; the p-value is the fraction of all
+    sign assignments whose sum is at least as far from 0. With one sample per prompt this is McNemar's exact test.
     """
     sizes = [abs(difference) for difference in differences if difference]
     reach = sum(sizes)
@@ -69,13 +69,13 @@ EXACT, DRAWS, AT_ONCE = 16, 20_000, 200
 
 
 def randomization_test_of_means(differences: Sequence[float]) -> float:
-    """As `randomization_test`, of differences of any size.
+    """As `randomization_test`, for real-valued differences.
 
-    Over all assignments of signs up to 16 prompts that differ; above, over 20,000 random ones, always the same, and the
-    observed one, so that it is never 0 (Phipson and Smyth 2010).
+    Over all sign assignments for up to 16 prompts that differ; beyond that, over 20,000 random ones, always the same,
+    plus the observed one, so that it is never 0 (Phipson and Smyth 2010).
     """
     sizes = np.array([abs(difference) for difference in differences if difference])
-    # Sums of one assignment in two orders may differ in their last bits, which are those of the largest terms.
+    # Sums of one assignment in two orders can differ in the last bits of the largest terms.
     reach = abs(math.fsum(differences)) - 1e-12 * float(sizes.sum())
     if len(sizes) <= EXACT:
         flipped = np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes)) & 1

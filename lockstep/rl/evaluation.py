@@ -1,4 +1,4 @@
-"""Evaluation of models on an environment's held-out examples, by the code that validates reinforcement runs."""
+"""Evaluation of models on an environment's held-out examples, with the code that validates reinforcement runs."""
 
 from __future__ import annotations
 
@@ -38,55 +38,55 @@ RESULT = "eval.json"
 
 @dataclass(frozen=True)
 class ModelResult:
-    """What one model's completions came to."""
+    """The results of one model's completions."""
 
     model: str
     figures: Figures
     completions: Path
-    """Its file: JSON lines as a run's rollouts are."""
+    """The file with its completions: JSON lines like a run's rollouts."""
     rewards_by_prompt: list[float | None]
-    """Mean reward of each prompt by its number; None where no completion counts."""
+    """Mean reward of each prompt by index; None if no completion counts."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model against the first one, prompt by prompt."""
+    """A model compared with the first one, prompt by prompt."""
 
     model: str
     baseline: str
     measure: str
-    """`pass@1`, or `reward` where the environment does not know of right answers."""
+    """`pass@1`, or `reward` if the environment has no notion of right answers."""
     prompts: int
-    """Those that are compared: all completions of both models count, or for `reward` one of each."""
+    """Prompts compared: those for which all completions of both models count, or for `reward` at least one of each."""
     left_out: int
-    """The others."""
+    """The other prompts."""
     difference: Estimate | None
-    """The model's mean less the baseline's; the standard error is that of the paired differences. None: no prompts."""
+    """The model's mean minus the baseline's, with the standard error of the paired differences. None: no prompts."""
     better: int
     """Prompts on which the model does better than the baseline."""
     worse: int
     p_value: float | None
-    """Two-sided; None where nothing can be said."""
+    """Two-sided; None if there are no prompts to compare."""
     test: str
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The models' results, in the order that they were given in."""
+    """The models' results, in the order in which they were given."""
 
     config: EvalConfig
     environment: str
     results: list[ModelResult]
     comparisons: list[Comparison]
     path: Path
-    """Of eval.json, which holds all of this."""
+    """Path of eval.json, which contains all of this."""
 
 
 def evaluate(config: EvalConfig, environment: Environment | None = None) -> Evaluation:
-    """Samples and grades `config.model`'s completions of the examples of `environment`, or of the one that it names.
+    """Samples and grades completions of `config.model` for the examples of `environment`, or of the one `config` names.
 
-    Every model is asked the same examples with the same draws. Writes `config.output`. Raises UserError for bad input,
-    and where more rewards failed than `rewards.failure_limit` allows.
+    Every model gets the same examples with the same draws. Writes `config.output`. Raises UserError for bad input, and
+    if more rewards failed than `rewards.failure_limit` allows.
     """
     validate(config)
     if not config.environment and environment is None:
@@ -120,20 +120,20 @@ def evaluate(config: EvalConfig, environment: Environment | None = None) -> Eval
 
 @contextmanager
 def _saying_what_is_kept(results: Sequence[ModelResult]) -> Iterator[None]:
-    """An interruption within it names the files of the models that had their `results` by then."""
+    """Makes an interruption inside it name the files of the models that are finished (`results`)."""
     try:
         yield
     except KeyboardInterrupt:
         files = ", ".join(str(result.completions) for result in results)
-        kept = f"kept is {files}, without {RESULT}" if files else "no model was finished, so nothing is kept"
+        kept = f"{files} kept, without {RESULT}" if files else "no model was finished, so nothing is kept"
         raise KeyboardInterrupt(kept) from None
 
 
 def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparison:
-    """Pairs the models' results by prompt, where all `samples` of both count.
+    """Pairs the models' results by prompt, for prompts of which all `samples` of both count.
 
-    Right answers are compared by the exact paired randomization test, rewards by the same, with random
-    signs where there are many.
+    Right answers are compared by the exact paired randomization test, rewards by the same test, with random signs if
+    there are many.
     """
     against = model.model, baseline.model
     if baseline.figures.right and model.figures.right:
@@ -153,7 +153,7 @@ def compare(baseline: ModelResult, model: ModelResult, samples: int) -> Comparis
 
 
 def _settings(config: EvalConfig) -> RLConfig:
-    """As a reinforcement run would have them for its validation."""
+    """The settings that a reinforcement run would have for its validation."""
     taken = {field.name for field in dataclasses.fields(EvalConfig)} & {f.name for f in dataclasses.fields(RLConfig)}
     taken -= {"model", "samples_per_prompt"}
     return RLConfig(**{name: getattr(config, name) for name in taken}, validation_samples=config.samples_per_prompt)
@@ -167,12 +167,12 @@ def _reward_model(config: EvalConfig, settings: RLConfig, environment: Environme
 
 @dataclass(frozen=True)
 class _Asked:
-    """A model that can be asked the examples."""
+    """A model that can be given the examples."""
 
     name: str
     folder: Path
     settings: RLConfig
-    """Of its validation."""
+    """As for its validation."""
     rendering: Rendering
 
 
@@ -184,14 +184,14 @@ def _open(
     examples: Sequence[Example],
     environment: Environment,
 ) -> _Asked:
-    """Raises UserError for a model that cannot be asked all examples: before any is, and before there is a folder."""
+    """Raises UserError for a model that cannot take all examples, before any is sampled or a folder is created."""
     refuse_score_head(read_config(folder), str(folder))
     model = empty_model(folder, None if is_auto(config.dtype) else config.dtype)
     tokenizer = load_tokenizer(folder, model.config.vocab_size)
     settings = dataclasses.replace(settings, model=str(folder))
     rendering = open_rendering(settings, environment, tokenizer, model)
     engine = Engine(model, dataclasses.replace(config.engine, cuda_graphs="none"), tokenizer)
-    if not isinstance(environment, ConversationEnvironment):  # whose prompts are known when they are held
+    if not isinstance(environment, ConversationEnvironment):  # its prompts are only known during a conversation
         for example in examples:
             encode_prompt(rendering, example, engine, config.max_new_tokens)
     return _Asked(name, folder, settings, rendering)
@@ -205,7 +205,7 @@ def _judged(
     grader: Grader,
     reward_model: RewardModel | None,
 ) -> list[Rollout]:
-    """One model's graded completions; the model is gone afterwards."""
+    """One model's graded completions; the model is freed afterwards."""
     model = open_model(asked.folder, config.dtype, config.device, config.arithmetic)
     apply_compile(model, config.compile)
     rendering, tokenizer = asked.rendering, asked.rendering.tokenizer
@@ -213,7 +213,7 @@ def _judged(
     count = len(examples) * config.samples_per_prompt
     work = f"{type(environment).__name__}, {count} samples of up to {config.max_new_tokens} tokens to go"
     announce("eval: " + start_line(asked.name, model.config, model.device, model.dtype, work))
-    # Draws do not depend on who else is asked, so examples may be asked in parts, and the bar moves.
+    # Draws do not depend on what else is in the batch, so examples can go in parts, and the progress bar moves.
     part = max(1, 4 * config.engine.max_sequences // config.samples_per_prompt)
     rollouts: list[Rollout] = []
     with Progress("eval", len(examples)) as bar:
@@ -245,15 +245,15 @@ def _refuse_failures(figures: Figures, config: EvalConfig, rollouts: Sequence[Ro
         causes = ", ".join(f"{count} {cause}" for cause, count in figures.failed.items())
         raise UserError(
             f"more rewards failed than rewards.failure_limit {config.rewards.failure_limit:g} allows ({causes} of "
-            f"{figures.completions}); the warning above has the first of them"
+            f"{figures.completions}); the warning above shows the first failure"
         )
 
 
 @contextmanager
 def _output(config: EvalConfig) -> Iterator[Path]:
-    """The folder, without an earlier evaluation's files; new ones are gone again where it failed and they are empty.
+    """The folder, without an earlier evaluation's files; if the evaluation fails, new empty folders are removed again.
 
-    Raises UserError where the files are not to be replaced.
+    Raises UserError if there are files and they must not be replaced.
     """
     output = Path(config.output)
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
@@ -261,7 +261,7 @@ def _output(config: EvalConfig) -> Iterator[Path]:
     try:
         yield output
     except BaseException:
-        with suppress(OSError):  # not empty: what is finished is kept
+        with suppress(OSError):  # not empty: finished files are kept
             for folder in made:
                 folder.rmdir()
         raise
@@ -289,7 +289,7 @@ def _write_completions(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def _write(evaluation: Evaluation) -> None:
-    """eval.json, whole or not at all."""
+    """Writes eval.json atomically."""
     path = evaluation.path
     partial_path = path.with_name(path.name + ".partial")
     try:
@@ -307,7 +307,7 @@ def _unwritten(path: Path, error: BaseException | None) -> RunStopped:
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
-    """What eval.json holds."""
+    """The contents of eval.json."""
     return {
         "environment": evaluation.environment,
         "config": dataclasses.asdict(evaluation.config),

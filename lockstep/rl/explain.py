@@ -1,4 +1,4 @@
-"""Where the trainer's path and the generator's first part: both run over one sequence with every operator tapped."""
+"""Finds where the trainer's and the generator's paths first diverge, by running both with every operator tapped."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ TAPPED = (
     "clamped_experts", "add_bias",
 )  # fmt: skip
 CHUNK = 16
-"""Tokens of a prompt that the generator's path computes at once; what follows it comes one by one."""
+"""Tokens of a prompt that the generator's path computes at once; completion tokens follow one by one."""
 
 CHOICE = " of experts"
 
 Tap = tuple[str, Tensor]
-"""An operator in words, and what it put out: a row for each token."""
+"""An operator's name, and its output: one row per token."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first operator whose output differs, for the first token for which one does."""
+    """The first operator whose output differs, for the first token with a difference."""
 
     operator: str
     position: int
@@ -41,7 +41,7 @@ class Difference:
     elements: int
     largest: float
     experts: str = ""
-    """Of a router's choice: both sides' experts."""
+    """For a router's choice: both sides' experts."""
 
     def __str__(self) -> str:
         if self.experts:
@@ -55,16 +55,15 @@ class Difference:
 @torch.no_grad()
 def first_difference(model: TrainableModel, tokens: list[int], prompt_length: int) -> Difference | None:
     """Runs `tokens` as the trainer packs them, and as the generator computes them: a prompt in chunks, then one by one.
-
-    None where all operators agree in every bit. Raises UserError for a model that is compiled or cut over ranks, whose
-    operators cannot be seen one by one.
+    None if all operators agree in every bit. Raises UserError for a model that is compiled or sharded over ranks, whose
+    operators cannot be observed one by one.
     """
     if (
         not isinstance(model, Decoder)
         or model.halves is not Block
         or type(model.embed_tokens.weight) is not torch.nn.Parameter
     ):
-        raise UserError("operators are explained in one process without compilation; leave compile and parallel out")
+        raise UserError("operators can be compared only in one process without compilation; unset compile and parallel")
     whole = _trainer(model, tokens)
     for first, taps in _generator(model, tokens, prompt_length):
         found = [_rows_apart(own[1], other[1][first : first + len(own[1])]) for own, other in zip(taps, whole)]
@@ -78,17 +77,17 @@ def first_difference(model: TrainableModel, tokens: list[int], prompt_length: in
 
 
 def in_words(model: TrainableModel, sequence: tuple[list[int], int] | None) -> str:
-    """What `first_difference` finds in a sequence that differed, as a sentence's end."""
+    """What `first_difference` finds in a sequence that differed, as a sentence without its period."""
     if sequence is None:
-        return "No sequence is known to explain it by"
+        return "There is no sequence to explain it with"
     try:
         found = first_difference(model, *sequence)
     except UserError as error:
-        return f"It is not explained: {error}"
+        return f"It cannot be explained: {error}"
     if found is None:
         return (
-            "Every operator agrees when both paths run over that sequence with the weights as they are now: other "
-            "weights were used then, or what differs is outside of the model's forward pass"
+            "Every operator agrees when both paths run over that sequence with the current weights: other weights "
+            "were used then, or the difference is outside the model's forward pass"
         )
     return f"The first operator that differs is {found}"
 
@@ -99,7 +98,7 @@ def _trainer(model: Decoder, tokens: list[int]) -> list[Tap]:
 
 
 def _generator(model: Decoder, tokens: list[int], prompt_length: int) -> Iterator[tuple[int, list[Tap]]]:
-    """The taps of each step, and the place of its first token."""
+    """The taps of each step, and the position of its first token."""
     pages = -(-len(tokens) // ops.PAGE)
     cache = make_cache(model, pages)
     table = torch.arange(pages, device=model.device)[None]
@@ -122,7 +121,7 @@ def _taps_of(model: Decoder, tokens: Tensor, first: int, attention: ops.Attentio
 
 @contextmanager
 def _tapped(model: Decoder) -> Iterator[list[Tap]]:
-    """Within it the operators that the model calls leave their outputs in the list."""
+    """Inside it, the operators that the model calls append their outputs to the list."""
     names = {id(parameter): name.removesuffix(".weight") for name, parameter in model.named_parameters()}
     taps: list[Tap] = []
     exact = {kind: getattr(ops, kind) for kind in TAPPED}
@@ -132,7 +131,7 @@ def _tapped(model: Decoder) -> Iterator[list[Tap]]:
             out = exact[kind](*arguments, **named)
             weight = next((names[id(x)] for x in arguments if id(x) in names), "")
             operator = _in_words(kind, weight, taps)
-            # Of a route: the experts' weights, and which they are.
+            # For a route: the experts' weights, and which experts they are.
             taps.extend([(operator + CHOICE, out[1]), (operator, out[0])] if kind == "route" else [(operator, out)])
             return out
 
@@ -161,7 +160,7 @@ def _in_words(kind: str, weight: str, before: list[Tap]) -> str:
     if kind == "linear" and weight in ("embed_tokens", "lm_head"):
         return "lm_head"
     if found := re.fullmatch(r"layers\.(\d+)\.(?:\w+\.)*?(\w+(?:\.bias)?)", weight):
-        # The weights of these are not the operator: a route's may be the bias of its choices, and experts have three.
+        # These are not named after their weights: a route's can be its choice bias, and experts have three.
         own = "experts" if kind.endswith("experts") else kind if kind == "route" else found[2]
         return f"layer {found[1]}, {own}"
     if weight:

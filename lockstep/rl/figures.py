@@ -1,4 +1,4 @@
-"""What graded completions of held-out examples come to: of a run's validation and of `lockstep eval`."""
+"""Statistics of graded completions of held-out examples: for a run's validation and for `lockstep eval`."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from lockstep.rl.rollouts import Rollout, episodes_of
 
 @dataclass(frozen=True)
 class Figures:
-    """Means over prompts; of a conversation, its last reply's."""
+    """Means over prompts; a conversation is represented by its last reply."""
 
     prompts: int
-    """Those of which a completion counts."""
+    """Prompts with a completion that counts."""
     completions: int
-    """All, those that do not count included."""
+    """All completions, including those that do not count."""
     right: list[tuple[int, int]]
-    """Of each prompt by its number: completions that are right, and those that count. Empty where the environment does
-    not know of right answers."""
+    """For each prompt by index: completions that are right, and those that count. Empty if the environment has no
+    notion of right answers."""
     pass_at: dict[int, Estimate]
-    """pass@k by k, over the prompts with at least k completions that count; empty as `right`."""
+    """pass@k by k, over the prompts with at least k completions that count; empty if `right` is."""
     reward: Estimate | None
-    """Of the weighted total; None where no completion counts."""
+    """Of the weighted total; None if no completion counts."""
     rewards: dict[str, Estimate]
     """By name, over the completions whose rewards did not fail."""
     failed: dict[str, int]
     """Completions whose reward failed, by cause."""
     truncated: float
-    """Share of the completions that were cut at the limit."""
+    """Fraction of completions cut off at the limit."""
     tokens_mean: float
     """Sampled tokens per completion."""
 
 
 def figures_of(rollouts: Sequence[Rollout], environment: Environment, pass_at: Sequence[int] = (1,)) -> Figures:
-    """Of graded rollouts, which stand group by group.
+    """The statistics of graded rollouts, which are ordered by group.
 
-    A completion whose reward failed is no right answer where failures are zeros; else it does not count.
+    A completion whose reward failed counts as a wrong answer if failures are zeros; otherwise it does not count.
     """
     episodes = episodes_of(rollouts)
     prompts = [list(own) for _, own in groupby((rows[-1] for rows in episodes), key=lambda rollout: rollout.group)]

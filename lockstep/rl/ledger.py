@@ -1,4 +1,4 @@
-"""What became of every prompt of a step: its group was trained on, or dropped for a cause, and nothing was lost."""
+"""What happened to every prompt of a step: its group was trained on, or dropped for a cause; none was lost."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from lockstep.errors import UserError
 from lockstep.rl.rollouts import Rollout, episodes_of
 
 FAILED_REWARDS = "failed_rewards"
-"""The reward failed; or so many of a group's did that fewer than two are left to compare."""
+"""The reward failed; or so many in the group did that fewer than two are left to compare."""
 STRAGGLERS = "stragglers"
-"""More groups were asked than wanted, and this one was not among the first to be whole: nothing came of it."""
+"""More groups were requested than wanted, and this one was not among the first to finish: it was discarded."""
 
 
 class LedgerError(Exception):
-    """Groups were lost or counted twice: a fault of the loop, not of its input."""
+    """Groups were lost or counted twice: a bug in the loop, not a problem with its input."""
 
 
 class Ledger:
-    """All rollouts of a step, those of dropped groups included, and which of them are trained on."""
+    """All rollouts of a step, including those of dropped groups, and which of them are trained on."""
 
     def __init__(self, wanted: int, recorded: bool = False) -> None:
-        """recorded: whether the rollouts are those that another run had drawn, which may be too few."""
+        """recorded: whether the rollouts were drawn by another run, in which case there may be too few."""
         self.wanted = wanted
         """Groups to train on."""
         self._recorded = recorded
         self.rollouts: list[Rollout] = []
         self._asked: list[int] = []
-        """The place of each group's prompt."""
+        """The position of each group's prompt."""
         self._stopped: list[int] = []
-        """The groups of which nothing has come."""
+        """The groups without rollouts."""
 
     def add(self, drawn: Sequence[Rollout], places: Sequence[int]) -> None:
-        """Enters graded rollouts, whose groups are numbered from 0, under numbers that go on from those held.
+        """Adds graded rollouts, whose groups are numbered from 0 and are renumbered to follow those already held.
 
-        places: of the prompts of all groups that were asked. Raises LedgerError where there are fewer groups than were
-        missing, and than were asked.
+        places: of the prompts of all groups that were requested. Raises LedgerError if there are fewer groups than were
+        missing and than were requested.
         """
         came, before = {rollout.group for rollout in drawn}, len(self._asked)
         if len(came) != min(self.missing, len(places)) and not self._recorded:
             raise LedgerError(
-                f"{len(came)} groups came of {len(places)} prompts, where {self.missing} were missing; this is a bug "
-                "of Lockstep"
+                f"{len(came)} groups came from {len(places)} prompts, but {self.missing} were missing; this is a bug "
+                "in Lockstep"
             )
         for rollout in drawn:
             rollout.group += before
@@ -53,12 +53,12 @@ class Ledger:
 
     @property
     def missing(self) -> int:
-        """Groups that are still to be drawn."""
+        """Number of groups that still have to be drawn."""
         return self.wanted - len({rollout.group for rollout in self.trained})
 
     @property
     def trained(self) -> list[Rollout]:
-        """The rollouts that are not dropped, in the order of their groups."""
+        """The rollouts that are not dropped, ordered by group."""
         return [rollout for rollout in self.rollouts if not rollout.dropped]
 
     def drop(self, unwanted: Callable[[Rollout], bool], cause: str) -> None:
@@ -68,7 +68,7 @@ class Ledger:
                 rollout.dropped = cause
 
     def drop_failed(self) -> None:
-        """Drops every rollout whose reward failed and does not count, and what is left of a group if it is but one."""
+        """Drops every rollout whose reward failed and does not count, and a group's last remaining rollout."""
         self.drop(lambda rollout: not rollout.counts, FAILED_REWARDS)
         failed = {rollout.group for rollout in self.rollouts if not rollout.counts}
         left = Counter(rows[0].group for rows in episodes_of(self.trained))
@@ -82,8 +82,8 @@ class Ledger:
         self.drop(lambda rollout: len(rewards[rollout.group]) == 1, "equal_rewards")
 
     def keep_some(self) -> None:
-        """Takes the first groups back, up to `wanted`, where nothing is left: the step is made all the same, with
-        whatever has a gradient then, such as the KL divergence. Raises UserError where all rewards failed."""
+        """If nothing is left, restores the first groups, up to `wanted`: the step is still made, with whatever has a
+        gradient then, such as the KL divergence. Raises UserError if all rewards failed."""
         if self.trained:
             return
         sound = sorted({rollout.group for rollout in self.rollouts if rollout.dropped != FAILED_REWARDS})
@@ -97,7 +97,7 @@ class Ledger:
             )
 
     def places(self) -> dict[str, Any]:
-        """The places of the prompts that are trained on, as `trained`, and of the others by cause, as `dropped`."""
+        """The positions of the prompts trained on, as `trained`, and of the others by cause, as `dropped`."""
         trained = dict.fromkeys(rollout.group for rollout in self.trained)
         dropped: dict[str, list[int]] = {}
         for group, cause in self._causes().items():
@@ -105,16 +105,16 @@ class Ledger:
         return {"trained": [self._asked[group] for group in trained], "dropped": dropped}
 
     def _causes(self) -> dict[int, str]:
-        """Why each group that is not trained on is not."""
+        """For each group that is not trained on, the cause."""
         trained = {rollout.group for rollout in self.trained}
         causes = {rollout.group: rollout.dropped for rollout in self.rollouts if rollout.group not in trained}
         return causes | dict.fromkeys(self._stopped, STRAGGLERS)
 
     def metrics(self, given: Iterable[Rollout]) -> dict[str, float]:
-        """Prompts drawn, trained on and dropped by cause, and completions trained on, of this step.
+        """This step's prompts drawn, trained on, and dropped by cause, and completions trained on.
 
-        given: the rollouts that the trainer was given. Raises LedgerError unless they are those that are not dropped,
-        and drawn = trained + dropped to the last group.
+        given: the rollouts that the trainer was given. Raises LedgerError unless they are exactly those not dropped,
+        and drawn = trained + dropped.
         """
         trained = {rollout.group for rollout in self.trained}
         causes = self._causes()
@@ -124,8 +124,8 @@ class Ledger:
         ) + len(causes):
             told = ", ".join(f"{count} {cause}" for cause, count in sorted(dropped.items())) or "none"
             raise LedgerError(
-                f"{len(self._asked)} groups were drawn, {len(trained)} trained and {len(causes)} dropped ({told}): "
-                "that does not add up, or the trainer was given others; this is a bug of Lockstep"
+                f"{len(self._asked)} groups were drawn, {len(trained)} trained on and {len(causes)} dropped ({told}): "
+                "that does not add up, or the trainer was given other groups; this is a bug in Lockstep"
             )
         return {
             "groups/drawn": float(len(self._asked)),

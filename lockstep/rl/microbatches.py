@@ -1,4 +1,4 @@
-"""Which rollouts make a micro-batch, and which of them leave out the prompt because another one brings it."""
+"""Which rollouts form a micro-batch, and which of them leave out the prompt because another one has it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Members:
 
     rollouts: list[Rollout] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """Of each, among the step's rollouts."""
+    """Index of each among the step's rollouts."""
     left_out: list[int] = field(default_factory=list)
-    """Of each, how many first tokens it shares with the last rollout before it that leaves out none."""
+    """For each, how many leading tokens it shares with the last rollout before it that leaves out none."""
     rows: int = 0
-    """Tokens to compute: a completion's last one predicts nothing."""
+    """Tokens to compute: a completion's last one makes no prediction."""
 
     def add(self, rollout: Rollout, number: int, left_out: int) -> None:
         self.rollouts.append(rollout)
@@ -41,18 +41,18 @@ class Members:
 def shares_prompts(config: RLConfig) -> bool:
     """Whether a prompt is computed once for the completions after it.
 
-    Its gradient is then summed over them first: other bits than without. Ranks that share a row cannot do so, and with
-    `train.deterministic_layout` nobody does.
+    Its gradient is then summed over them first, which gives other bits than without. Ranks that share a row cannot do
+    so, and it is disabled with `train.deterministic_layout`.
     """
     return config.parallel.context == 1 and not config.train.deterministic_layout
 
 
 def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool = True) -> list[Members]:
-    """Micro-batches of at most `budget` rows, as few as first-fit decreasing finds; a longer completion stands alone.
+    """Micro-batches of at most `budget` rows, as few as first-fit decreasing finds; a longer completion goes alone.
 
-    Completions of one prompt that follow each other share it where asked to, as many as fit: that pays from prompts of
-    three tokens on and costs 1 % at two (benchmarks/NOTES.md). What goes together, and in which order, depends on the
-    rollouts' lengths and prompts alone.
+    With `share_prompts`, consecutive completions of a prompt share it, as many as fit: that pays off for prompts of
+    three tokens or more and costs 1 % at two (benchmarks/NOTES.md). The grouping and its order depend only on the
+    rollouts' lengths and prompts.
     """
     runs = list(_runs(rollouts, budget, share_prompts))
     batches = []
@@ -68,7 +68,7 @@ def microbatches(rollouts: Sequence[Rollout], budget: int, share_prompts: bool =
 
 
 def _runs(rollouts: Sequence[Rollout], budget: int, share_prompts: bool) -> Iterator[Members]:
-    """What cannot be parted: completions with a prompt between them, up to the budget."""
+    """Units that cannot be split: completions that share a prompt, up to the budget."""
     for prompt, members in groupby(enumerate(rollouts), key=lambda member: member[1].prompt_ids):
         # The prompt's last token predicts the first of each completion, and stays with it.
         shared = len(prompt) - 1 if share_prompts else 0
@@ -91,8 +91,8 @@ def score_sampled(
 ) -> list[list[float]]:
     """One number for each sampled token of each rollout, by a forward pass over micro-batches of at most `budget` rows.
 
-    score: the numbers of a row's targets, `[targets]`. A model's have the bits of each rollout by itself. moved: called
-    for each micro-batch that is done.
+    score: the numbers of a row's targets, `[targets]`. A model's are bitwise those of each rollout alone. moved: called
+    after each micro-batch.
     """
     scores: list[list[float]] = [[] for _ in rollouts]
     for members in microbatches(rollouts, budget):

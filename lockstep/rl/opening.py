@@ -1,4 +1,4 @@
-"""What a reinforcement run does before its first step, and after its last."""
+"""What a reinforcement run does before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.rl.prompts import PromptLoader, examples_of, refuse_other_examples
 
 
 def named_environment(config: RLConfig, environment: Environment | None) -> tuple[RLConfig, Environment]:
-    """The environment that is given, under whose name it stands in the settings, or the one that these name."""
+    """The environment that is given, with its name recorded in the settings, or else the one that the settings name."""
     if environment is None:
         return config, load_environment(config.environment, config.data, config.skip_bad_lines)
     check_environment(environment)
@@ -33,7 +33,7 @@ def named_environment(config: RLConfig, environment: Environment | None) -> tupl
 
 
 def open_examples(config: RLConfig, environment: Environment, world: World) -> tuple[PromptLoader, list[Example]]:
-    """The prompts to train on, and those to validate by. Raises UserError where they, or the ranks, do not do."""
+    """The prompts to train on, and those for validation. Raises UserError if they, or the ranks, are unsuitable."""
     prompts = PromptLoader(examples_of(environment, "train"), config.seed)
     held_out = examples_of(environment, "validation")[: config.validation_examples]
     refuse_on_ranks(config, world)
@@ -41,8 +41,8 @@ def open_examples(config: RLConfig, environment: Environment, world: World) -> t
         refuse_other_examples(split, examples, world)
     if (shared := prompts.shared(held_out)) and world.is_main:
         log.warning(
-            "%d of %d validation examples are trained on too: results on them say nothing of other prompts; let "
-            "examples(split) give others for each split",
+            "%d of %d validation examples are also trained on, so results on them say nothing about other prompts; let "
+            "examples(split) yield different examples for each split",
             shared,
             len(held_out),
         )
@@ -57,9 +57,9 @@ def resumed_state(
     prompts: PromptLoader,
     critic: ValueHead | None,
 ) -> dict[str, Any]:
-    """The state of the newest checkpoint where the run goes on from one, else that of step 0; `prompts` takes its.
+    """The state of the newest checkpoint if the run resumes from one, else that of step 0; restores `prompts`.
 
-    What the run's folder has of later steps is taken out.
+    What the run's folder has from later steps is removed.
     """
     state: dict[str, Any] | None = None
     if config.resume and critic:
@@ -67,14 +67,14 @@ def resumed_state(
     if config.resume:
         state = checkpoints.resume(lambda state: prompts.restore(state["prompts"]))
     if config.resume and world.is_main:
-        # Without a checkpoint the validation before the first step is made again, too.
+        # Without a checkpoint the validation before the first step is repeated, too.
         run.truncate((state["step"] if state else 0) or -1)
         run.record(to_toml(config))
     return state or {"step": 0}
 
 
 def announce_start(config: RLConfig, environment: Environment, model: TrainableModel, world: World, start: int) -> None:
-    """Says what the run will do, and with what."""
+    """Announces what the run will do, and with what."""
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     work = f"{type(environment).__name__}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
     compute = resolve_dtype(config.dtype)
@@ -93,16 +93,16 @@ def learns_from_spread_alone(config: RLConfig) -> bool:
 
 
 def title_of(config: RLConfig) -> str:
-    """Of the run's report."""
+    """Title of the run's report."""
     return f"{config.algorithm} on {config.environment.removeprefix(GIVEN)}"
 
 
 def write_ending(
     config: RLConfig, world: World, run: RunFolder, generators: Generators, clock: float, shared: int
 ) -> None:
-    """The summary, the timeline and the report of a run that has come to its end.
+    """Writes the summary, the timeline and the report of a finished run.
 
-    clock: when it began. shared: validation examples that are trained on too.
+    clock: when it began. shared: validation examples that are also trained on.
     """
     merge_timelines(run.path, generators.trace_events())
     summary = summarize(read_metrics(run.metrics), config.inner_steps) | {
@@ -113,6 +113,6 @@ def write_ending(
     if balance := prompt_balance(run.path):
         summary["prompts"] = asdict(balance)
         if balance.repeated or balance.lost:
-            log.warning("%s; this is a bug of Lockstep", balance.text())
+            log.warning("%s; this is a bug in Lockstep", balance.text())
     run.summary.write_text(json.dumps(summary, indent=1))
     write_report(run.path, title_of(config))

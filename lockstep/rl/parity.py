@@ -1,4 +1,4 @@
-"""The proof of every step: the generator's log-probabilities against the trainer's, bit by bit."""
+"""The check of every step: the generator's log-probabilities against the trainer's, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ParityError(Exception):
 
 @dataclass
 class Parity:
-    """What has been compared so far."""
+    """The result of the comparison so far."""
 
     tokens_checked: int = 0
     tokens_different: int = 0
@@ -31,7 +31,7 @@ class Parity:
     first: str = field(default="", compare=False)
     """The first difference in words: token, position, both values."""
     routes_checked: int = field(default=0, compare=False)
-    """Tokens of which the experts of all layers were compared."""
+    """Tokens for which the experts of all layers were compared."""
     routes_different: int = field(default=0, compare=False)
     first_route: str = field(default="", compare=False)
     """The first of these in words: token, position, layer, both sides' experts."""
@@ -45,14 +45,14 @@ class Parity:
         rollouts: Sequence[Rollout] = (),
         comparable: Bool[Tensor, "tokens"] | None = None,
     ) -> None:
-        """Compares the bits of both sides' log-probabilities, of the rollouts' sampled tokens one after the other.
+        """Compares the bits of both sides' log-probabilities, for the rollouts' sampled tokens in order.
 
-        comparable: those that both sides computed with the same weights; None: all. What is not finite counts as
-        different, by infinity, though both sides have it.
+        comparable: those that both sides computed with the same weights; None: all. A value that is not finite counts
+        as different, by infinity, even if both sides have it.
         """
         trainer = trainer.detach()
         self.tokens_checked += generator.numel() if comparable is None else int(comparable.sum())
-        # Equal bits of what is no number prove nothing.
+        # Equal bits of values that are not finite prove nothing.
         different = (generator.view(torch.int32) != trainer.view(torch.int32)) | ~generator.isfinite()
         if comparable is not None:
             different &= comparable
@@ -76,9 +76,9 @@ class Parity:
         shape: ModelConfig,
         comparable: Bool[Tensor, "tokens"] | None = None,
     ) -> None:
-        """Compares the experts of both sides, their order included, where the rollouts say theirs.
+        """Compares the experts of both sides, including their order, if the rollouts have theirs.
 
-        trainer: the whole route of each of the rollouts' sampled tokens, one after the other. comparable: as `compare`.
+        trainer: the full route of each of the rollouts' sampled tokens, in order. comparable: as in `compare`.
         """
         generator = [route for r in rollouts for route in r.routes or [""] * r.num_sampled]
         compared = [True] * len(generator) if comparable is None else comparable.tolist()
@@ -99,7 +99,7 @@ class Parity:
         return dataclasses.asdict(self)
 
     def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Becomes what several ranks have compared; `first` is that of the first rank with a difference."""
+        """Takes over the combined result of several ranks; `first` is that of the first rank with a difference."""
         self.tokens_checked = sum(part["tokens_checked"] for part in parts)
         self.tokens_different = sum(part["tokens_different"] for part in parts)
         self.max_delta = max(part["max_delta"] for part in parts)
@@ -121,13 +121,13 @@ class Parity:
             )
         if self.routes_different:
             said.append(
-                f"{self.routes_different} of {self.routes_checked} tokens had other experts in the generator than in "
+                f"{self.routes_different} of {self.routes_checked} tokens had different experts in the generator and "
                 f"the trainer; the first is {self.first_route}"
             )
         return ". ".join(said)
 
     def metrics(self) -> dict[str, float]:
-        """`parity/mean_delta`, over all tokens, only where any of them differ; of routes, where there are any."""
+        """Includes `parity/mean_delta`, over all tokens, only if any differ, and routes only if there are any."""
         mean = {"parity/mean_delta": self.sum_delta / self.tokens_checked} if self.tokens_different else {}
         return {
             "parity/tokens_checked": self.tokens_checked,
@@ -147,7 +147,7 @@ def _routes_in_words(generator: str, trainer: str, shape: ModelConfig) -> str:
     """The first layer whose experts differ."""
     theirs, own = read_route(generator, shape), read_route(trainer, shape)
     if theirs is None or own is None:
-        return "experts differ, of which only digests were compared"
+        return "experts differ (only their digests were compared)"
     place = int((theirs != own).any(-1).nonzero()[0][0])
     layer = shape.mixtures[place]
     sides = f"{theirs[place].tolist()} in the generator, {own[place].tolist()} in the trainer"

@@ -1,4 +1,4 @@
-"""`lockstep parity`: a mixed load through the engine, every log-probability held against the trainer's path."""
+"""`lockstep parity`: a mixed load through the engine, with every log-probability compared with the trainer's path."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lockstep.train import score
 def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Parity, dict[str, int]]:
     """Samples at least `tokens` tokens under load and compares each log-probability's bits with `score`'s.
 
-    The load mixes prompt lengths, samples a prompt, temperatures and cuts; a small token budget cuts prompts into
-    chunks, and a cache too small for all sequences preempts some and resumes them. Returns the comparison and the
-    engine's counts (preemptions, reused prompt tokens), which show that the load was mixed.
+    The load mixes prompt lengths, samples per prompt, temperatures and cuts; a small token budget splits prompts into
+    chunks, and a cache too small for all sequences makes the engine preempt and resume some. Returns the comparison and
+    the engine's counts (preemptions, reused prompt tokens), which show that the load was mixed.
     """
     draw = random.Random(seed)
     longest = min(192, model.config.max_positions // 2)
@@ -41,7 +41,7 @@ def check_parity(model: Decoder, tokens: int = 4096, seed: int = 0) -> tuple[Par
 def mixed_load(
     draw: random.Random, shape: ModelConfig, requests: int, longest: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of mixed lengths, some with a common beginning, at random temperatures, cuts and numbers of samples."""
+    """Prompts of mixed lengths, some with a shared prefix, with random temperatures, cuts and numbers of samples."""
     prompts, params = [], []
     shared = [draw.randrange(shape.vocab_size) for _ in range(longest // 2)]
     for _ in range(requests):

@@ -1,8 +1,8 @@
-"""`lockstep parity --matrix`: trainer and generator in every layout against each other, on this machine.
+"""`lockstep parity --matrix`: trainer and generator in every layout compared with each other, on this machine.
 
 A small model of each shape samples a mixed load in every layout of the generator, and every layout of the trainer
-scores what was sampled, in a real training step. Every pair must agree in every bit. Each number of ranks is so many
-processes, which work through their jobs; they are forked from one that has imported what they need (`parity_worker`).
+scores what was sampled, in a real training step. Every pair must agree in every bit. For each number of ranks, that
+many processes work through their jobs; they are forked from one that has imported what they need (`parity_worker`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lockstep.ops import Routing
 
 JOBS = "jobs.json"
 CHUNKS = 4
-"""Of sums: as many as the largest tensor degree here."""
+"""Reduction chunks: as many as the largest tensor degree here."""
 Recompute = Literal["none", "full", "selective"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full", "selective")
 DTYPES = ("float32", "bfloat16")
 Backend = Literal["none", "inductor"]
 BACKENDS: tuple[Backend, ...] = ("none", "inductor")
-"""Of compilation: both sides eager, or both compiled."""
+"""Compilation: both sides eager, or both compiled."""
 GENERATORS = (1, 2, 4)
 """Tensor degrees."""
-# Widths that four ranks can share and compiled loops treat evenly; a vocabulary that they cannot divide; in one shape
+# Widths that four ranks can divide and compiled loops handle evenly; a vocabulary that they cannot divide; in one shape
 # fewer key-value heads than ranks.
 _SMALL: dict[str, Any] = dict(
     vocab_size=259, dim=64, num_layers=4, head_dim=32, intermediate_size=128, max_positions=256, tie_embeddings=False
@@ -55,7 +55,7 @@ MODELS = SHAPES | {
         num_heads=8,
         num_kv_heads=4,
         qk_norm=True,
-        # A layer with a dense feed-forward, and experts that four ranks can share.
+        # One layer with a dense feed-forward, and experts that four ranks can divide.
         experts=ExpertsConfig(8, 32, Routing(2), dense_layers=(1,)),
         **_SMALL,
     )
@@ -96,7 +96,7 @@ EXPERT_LAYOUTS = (
     Layout("CP 2, expert 2", 2, P(context=2, expert=2)),
     Layout("PP 2 x expert 2", 4, P(pipeline=2, expert=2)),
 )
-"""Of mixtures alone, and never compiled. In context parallelism the ranks of a sequence share the experts."""
+"""Only for mixtures, and never compiled. With context parallelism the ranks of a sequence share the experts."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Scoring:
     layout: Layout
     recompute: Recompute
     generators: tuple[int, ...] = GENERATORS
-    """Degrees of the engines that it is compared with."""
+    """Tensor degrees of the engines that it is compared with."""
 
     @property
     def ranks(self) -> int:
@@ -134,7 +134,7 @@ class Scoring:
         return _file_name("trainer", self.shape, self.dtype, self.backend, self.layout.name, self.recompute)
 
     def sampled_by(self, ranks: int) -> Generating:
-        """The engine of so many ranks whose samples these are."""
+        """The engine with this many ranks that made the samples."""
         return Generating(self.shape, self.dtype, self.backend, ranks)
 
     def engines(self) -> list[Generating]:
@@ -149,9 +149,9 @@ def _file_name(*parts: str) -> str:
 
 
 def scoring_jobs(covering: bool) -> list[Scoring]:
-    """All settings of the trainer with each other or, if `covering`, so many that every two of them meet."""
+    """All combinations of the trainer's settings or, if `covering`, enough that every pair of settings occurs."""
     jobs = _covering() if covering else _full()
-    # Its split backward is refused for compiled layers.
+    # ZBV's split backward is refused for compiled layers.
     return [j for j in jobs if not (j.backend == "inductor" and j.layout.parallel.pipeline_schedule == "zbv")]
 
 
@@ -167,10 +167,10 @@ def _covering() -> Iterator[Scoring]:
     shapes = list(SHAPES)
     for row, layout in enumerate(LAYOUTS):
         for column, recompute in enumerate(RECOMPUTE):
-            # A Latin square of recomputations and shapes; each layout has both dtypes.
+            # A Latin square of recompute modes and shapes; each layout has both dtypes.
             dtype = DTYPES[(row + (column == 1)) % 2]
             yield Scoring(shapes[(row + column) % 3], dtype, "none", layout, recompute)
-        # Every rank compiles every shape and dtype anew, which takes time: over ranks one of them.
+        # Every rank compiles every shape and dtype separately, which takes time: only one of them over ranks.
         yield Scoring("qwen3, tied head", "float32", "inductor", layout, RECOMPUTE[row % 3])
     yield Scoring("llama3", "bfloat16", "inductor", LAYOUTS[0], "full", (1,))
     yield Scoring("grouped heads 3:1", "float32", "inductor", LAYOUTS[0], "selective", (1,))
@@ -180,7 +180,7 @@ def _covering() -> Iterator[Scoring]:
 
 
 def jobs_of(folder: Path, ranks: int) -> list[Job]:
-    """The jobs of so many ranks that `run_jobs` has left in `folder`, engines first."""
+    """The jobs for this many ranks that `run_jobs` has written to `folder`, engines first."""
     names = set(json.loads((folder / JOBS).read_text()))
     jobs: list[Job] = [Generating(*each) for each in product(MODELS, DTYPES, BACKENDS, GENERATORS)]
     jobs += _full()
@@ -189,7 +189,7 @@ def jobs_of(folder: Path, ranks: int) -> list[Job]:
 
 @dataclass
 class Cell:
-    """A layout of the trainer against one of the generator."""
+    """A layout of the trainer compared with one of the generator."""
 
     trainer: Scoring
     generator: int
@@ -208,7 +208,7 @@ class Cell:
 
 
 def run_matrix(covering: bool) -> list[Cell]:
-    """Every cell, compared. Raises RuntimeError with a rank's last words where one fails."""
+    """Every cell, compared. Raises RuntimeError with the end of a rank's log if one fails."""
     jobs = scoring_jobs(covering)
     with tempfile.TemporaryDirectory() as name:
         run_jobs(Path(name), jobs)
@@ -216,21 +216,21 @@ def run_matrix(covering: bool) -> list[Cell]:
 
 
 def run_jobs(folder: Path, scoring: Sequence[Scoring]) -> None:
-    """Leaves what every rank of every job, and of the engines that it needs, has computed in `folder`."""
+    """Writes what every rank of every job, and of the engines that it needs, computes to `folder`."""
     jobs = {job.name: job for job in scoring} | {e.name: e for job in scoring for e in job.engines()}
     (folder / JOBS).write_text(json.dumps(list(jobs)))
     with Progress("parity", len(jobs), "layout") as bar:
-        # One process first: the others' trainers score what it has sampled.
+        # One process first: all trainers score what it has sampled.
         _work(folder, sorted({job.ranks for job in jobs.values()}), bar)
 
 
 def compare(folder: Path, scoring: Sequence[Scoring]) -> list[Cell]:
-    """What `run_jobs` has left, every layout of the trainer against every one of the generator."""
+    """Compares the results of `run_jobs`: every layout of the trainer with every layout of the generator."""
     return [_cell(folder, job, generator) for job in scoring for generator in job.generators]
 
 
 def _work(folder: Path, ranks: list[int], bar: Progress) -> None:
-    """Has each of these numbers of ranks do its jobs."""
+    """Runs the jobs for each of these numbers of ranks."""
     command = [sys.executable, "-m", "lockstep.rl.parity_worker", str(folder), *map(str, ranks)]
     log = folder / "ranks.log"
     with log.open("w") as file:
@@ -254,7 +254,7 @@ def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
 
     cell = Cell(job, generator)
     sampled = _bits_sampled(folder, job.sampled_by(generator))
-    # The trainer has scored what one process sampled: another token differs as another number does.
+    # The trainer has scored what one process sampled: a different token counts like a different number.
     reference = _bits_sampled(folder, job.sampled_by(1))
     cell.checked = len(reference)
     if sampled.shape != reference.shape or (sampled[:, 0] != reference[:, 0]).any():
@@ -278,7 +278,7 @@ def _cell(folder: Path, job: Scoring, generator: int) -> Cell:
 
 
 def _bits_sampled(folder: Path, engine: Generating) -> Any:
-    """Of all ranks' samples `[tokens, 2]`: token and the log-probability's bits; those of rank 0 where all agree."""
+    """`[tokens, 2]`: token and the log-probability's bits, from rank 0 if all ranks agree; empty otherwise."""
     import numpy as np
 
     found = []
@@ -291,7 +291,7 @@ def _bits_sampled(folder: Path, engine: Generating) -> Any:
 
 
 def table(cells: list[Cell]) -> str:
-    """The cells as text: `checked / different` by layouts and dtype, summed over shapes and recomputations."""
+    """The cells as text: `checked / different` by layouts and dtype, summed over shapes and recompute modes."""
     columns = [(dtype, generator) for dtype in DTYPES for generator in GENERATORS]
     heads = [f"{dtype}, " + (f"TP {generator}" if generator > 1 else "1") for dtype, generator in columns]
     rows = [["trainer \\ generator", *heads]]
@@ -309,7 +309,7 @@ def table(cells: list[Cell]) -> str:
 
 
 def write_results(cells: list[Cell], folder: Path) -> None:
-    """`parity.json` with every cell, and `parity.png`, the table in colours."""
+    """Writes `parity.json` with every cell, and `parity.png`, the table in color."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "reduction_chunks": CHUNKS,

@@ -1,8 +1,8 @@
-"""One rank's share of `lockstep parity --matrix`: engines that sample, and training layouts that score what they did.
+"""One rank's share of `lockstep parity --matrix`: engines that sample, and training layouts that score the samples.
 
-`parity_matrix` runs `python -m lockstep.rl.parity_worker FOLDER RANKS...`, which forks so many ranks, one number after
-the other. Each works through the jobs of its number of ranks and leaves one JSON file each, with log-probabilities as
-their 32 bits.
+`parity_matrix` runs `python -m lockstep.rl.parity_worker FOLDER RANKS...`, which forks that many ranks, for one number
+after another. Each works through the jobs for its number of ranks and writes one JSON file per job, with
+log-probabilities as their 32 bits.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from lockstep.train.packing import PackedRow
 
 SEED = 3
 REQUESTS = 8
-"""One micro-batch each: as many as the data ranks and the schedules of all layouts can share."""
+"""One micro-batch each; the number suits the data ranks and pipeline schedules of all layouts."""
 
 
 def main(folder: Path, rank: int) -> None:
-    """Works through the jobs of so many ranks as there are of this process."""
+    """Works through the jobs for the current number of ranks."""
     jobs = jobs_of(folder, dist.get_world_size() if dist.is_initialized() else 1)
     if any(job.backend != "none" for job in jobs):
         from torch import _dynamo
 
-        # A process of a run compiles one model; this one compiles every shape, dtype and layout.
+        # A process of a normal run compiles one model; this one compiles every shape, dtype and layout.
         _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = 4096
     for job in jobs:
         target = folder / f"{job.name}.{rank}.json"
@@ -62,7 +62,7 @@ _worlds: dict[tuple[int, ...], World] = {}
 
 
 def world_of(parallel: ParallelConfig) -> World:
-    """The world of a layout, made once: each has a dozen process groups, whose threads would take all of the time."""
+    """The world of a layout, created once: each has a dozen process groups, whose threads would dominate the time."""
     degrees = tuple(getattr(parallel, axis) for axis in (*AXES, "expert"))
     if degrees not in _worlds:
         _worlds[degrees] = open_world(parallel, "cpu")
@@ -70,13 +70,13 @@ def world_of(parallel: ParallelConfig) -> World:
 
 
 def sample(job: Generating) -> Any:
-    """Requests with what was sampled for them: `[{prompt, temperature, completions: [{tokens, bits}]}]`."""
+    """Requests and their samples: `[{prompt, temperature, completions: [{tokens, bits}]}]`."""
     parallel = ParallelConfig(tensor=job.ranks, reduction_chunks=CHUNKS)
     world = world_of(parallel)
     shape = MODELS[job.shape]
     model = generator_model(shape, resolve_dtype(job.dtype), world, parallel, partial(initialize, seed=SEED))
     apply_compile(model, CompileConfig(job.backend))
-    # A budget that cuts prompts into chunks, and a cache that does not hold all sequences at once.
+    # A budget that splits prompts into chunks, and a cache too small for all sequences at once.
     engine = Engine(model, EngineConfig(max_tokens_per_step=48, max_sequences=16, cache_tokens=192))
     prompts, params = mixed_load(random.Random(0), shape, REQUESTS, longest=48)
     groups = engine.generate(prompts, params)
@@ -92,7 +92,7 @@ def sample(job: Generating) -> Any:
 
 
 def score(job: Scoring, folder: Path) -> Any:
-    """What this rank computes of the sampled tokens in a training step: their numbers, and log-probabilities' bits."""
+    """What this rank computes for the sampled tokens in a training step: their indices, and log-probabilities' bits."""
     parallel = replace(job.layout.parallel, reduction_chunks=CHUNKS)
     world = world_of(parallel)
     fill = partial(initialize, seed=SEED)
@@ -108,7 +108,7 @@ def score(job: Scoring, folder: Path) -> Any:
 
 
 class Scored:
-    """This rank's micro-batches, a request each, and the log-probabilities that a step computes of them."""
+    """This rank's micro-batches, one request each, and the log-probabilities that a step computes for them."""
 
     def __init__(self, world: World, requests: list[Any]):
         self.numbers: list[int] = []
@@ -123,7 +123,7 @@ class Scored:
             if index // share == world.data_rank:
                 numbers = torch.arange(first, first + len(row.targets))
                 own = shard_row(row, world)
-                # Cut as the targets are, the tokens' numbers say which of them this rank has.
+                # Sharded like the targets, the tokens' indices show which of them this rank has.
                 held = shard_row(replace(row, targets=numbers), world).targets
                 self.rows.append(own)
                 self._of[id(own.targets)] = request["temperature"], held.tolist()
@@ -138,7 +138,7 @@ class Scored:
 
 
 class Replays:
-    """What the feed-forwards read, in the forward pass and where it runs again: the same bits, if it is the same."""
+    """The inputs of the feed-forwards, in the forward pass and its recomputation: the same bits, if it is correct."""
 
     def __init__(self, model: nn.Module):
         self._seen: dict[str, set[bytes]] = defaultdict(set)
@@ -152,7 +152,7 @@ class Replays:
         self._seen[name].add(arguments[0].detach().view(torch.uint8).numpy().tobytes())
 
     def different(self, microbatches: int) -> int:
-        """Layers that read something in a replay that they had not read before."""
+        """Number of layer inputs in recomputation that differ from those in the forward pass."""
         return sum(len(seen) - microbatches for seen in self._seen.values())
 
 
@@ -162,7 +162,7 @@ def bits_of(log_probs: Tensor) -> list[int]:
 
 
 def run_ranks(folder: Path, ranks: int) -> None:
-    """Forks so many ranks, which find all that is imported here, and waits. Exits with a rank's log where one fails."""
+    """Forks this many ranks, which inherit the imports, and waits. Exits with a rank's log if one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -186,7 +186,7 @@ def run_ranks(folder: Path, ranks: int) -> None:
 
 
 def _be_rank(folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
-    """All that a forked process does: never returns to what its parent was about to do."""
+    """The whole life of a forked process: never returns."""
     status = 1
     try:
         die_with_parent()
@@ -194,7 +194,7 @@ def _be_rank(folder: Path, log: Path, environment: dict[str, str]) -> NoReturn:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        everyone = open_world(ParallelConfig(), "cpu")  # the layouts' meshes are made on its process group
+        everyone = open_world(ParallelConfig(), "cpu")  # the layouts' meshes are created on its process group
         main(folder, everyone.rank)
         close_world(everyone)
         status = 0

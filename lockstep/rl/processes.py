@@ -1,4 +1,4 @@
-"""Finding and ending all that a process has started, what left its group or lost its parent included."""
+"""Finding and killing everything that a process has started, even if it left the group or lost its parent."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent ends become children of this process, not of the system's first.
+    """From now on descendants whose parent ends become children of this process, not of init.
 
-    It does nothing where the kernel is not Linux; then only process groups are ended.
+    Does nothing if the kernel is not Linux; then only process groups are killed.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when its parent ends."""
+    """Makes the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def descendants(process: int, spared: frozenset[int] = frozenset()) -> list[int]:
-    """All processes below one, nearest first, without those of `spared` and what is below them.
+    """All descendants of a process, nearest first, without those in `spared` and their descendants.
 
-    None where the kernel does not tell.
+    Empty if the kernel does not report them.
     """
     found: list[int] = []
     level = [process]
@@ -40,7 +40,7 @@ def descendants(process: int, spared: frozenset[int] = frozenset()) -> list[int]
 
 
 def is_stopped(child: int) -> bool:
-    """Whether a signal has stopped a child of this process; never where the system does not tell."""
+    """Whether a signal has stopped a child of this process; False if the system does not report it."""
     with contextlib.suppress(ChildProcessError):  # it has ended
         if hasattr(os, "waitid"):  # macOS has it since Python 3.13
             return os.waitid(os.P_PID, child, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
@@ -48,9 +48,9 @@ def is_stopped(child: int) -> bool:
 
 
 def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float = 10.0) -> None:
-    """Kills a child that leads its group, and then everything below this process but what `spared` has, and reaps it.
+    """Kills and reaps a child that leads its group, and then all descendants of this process except `spared`.
 
-    A group is killed in one stroke, so that what forks without leaving it cannot outrun this.
+    A group is killed atomically, so processes that keep forking within it cannot outrun this.
     """
     until = time.monotonic() + seconds
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -62,15 +62,15 @@ def end_tree(process: int, spared: frozenset[int] = frozenset(), seconds: float 
                 if os.waitpid(found, os.WNOHANG) == (0, 0):
                     os.kill(found, signal.SIGKILL)
                     left.append(found)
-        # A grandchild becomes a child of this process, to be reaped, when its parent is.
+        # A grandchild becomes a child of this process when its parent is reaped, and is then reaped too.
         if not left:
             return
         time.sleep(0.001)
 
 
 def end_marked(variable: str, seconds: float = 10.0) -> None:
-    """Kills all processes that have `variable`, a `NAME=VALUE`, in the environment that they or their forebears began
-    with. It needs no ancestor of theirs to live; where the kernel is not Linux it does nothing."""
+    """Kills all processes that have `variable`, a `NAME=VALUE`, in the environment that they or their ancestors started
+    with. Works even if no ancestor is alive; does nothing if the kernel is not Linux."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found = [process for process in Path("/proc").glob("[0-9]*") if _has(process, variable.encode())]

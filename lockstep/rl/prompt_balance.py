@@ -1,4 +1,4 @@
-"""What became of every prompt of a whole run: trained on, dropped for a cause, or under way; none twice, none lost."""
+"""What happened to every prompt of a run: trained on, dropped for a cause, or in flight; none twice, none lost."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from lockstep.observe import RunFolder
 
 @dataclass(frozen=True)
 class PromptBalance:
-    """Counts of prompts, as far as the newest checkpoint."""
+    """Counts of prompts, up to the newest checkpoint."""
 
     asked: int
     trained: int
     dropped: dict[str, int]
     """By cause."""
     under_way: int
-    """Asked for steps that come after the checkpoint, which holds them."""
+    """Requested for steps after the checkpoint, which contains them."""
     repeated: int
-    """Those that more than one step has, or one step twice."""
+    """Used by more than one step, or twice by one step."""
     lost: int
-    """Asked, but neither trained on nor dropped nor under way."""
+    """Requested, but neither trained on nor dropped nor in flight."""
 
     def text(self) -> str:
-        """In a sentence."""
+        """The counts as a sentence."""
         dropped = f"{sum(self.dropped.values())} dropped"
         if self.dropped:
             dropped += " (" + ", ".join(f"{count} {cause}" for cause, count in sorted(self.dropped.items())) + ")"
-        under_way = f", {self.under_way} under way" if self.under_way else ""
+        under_way = f", {self.under_way} in flight" if self.under_way else ""
         return (
-            f"{self.asked} prompts asked: {self.trained} trained on, {dropped}{under_way}, {self.repeated} repeated, "
-            f"{self.lost} lost"
+            f"{self.asked} prompts requested: {self.trained} trained on, {dropped}{under_way}, "
+            f"{self.repeated} repeated, {self.lost} lost"
         )
 
 
 def prompt_balance(run: Path) -> PromptBalance | None:
-    """Holds the prompts of a run's steps against those that its newest checkpoint says it has asked.
+    """Compares the prompts of a run's steps with those that it requested according to its newest checkpoint.
 
-    None for a run without a checkpoint, or of a version that did not write down its prompts. Raises UserError where no
-    checkpoint is whole.
+    None for a run without a checkpoint, or from a version that did not record its prompts. Raises UserError if no
+    checkpoint is complete.
     """
     file, checkpoint = RunFolder(run).prompts, newest_checkpoint(run)
     if checkpoint is None or not file.is_file():

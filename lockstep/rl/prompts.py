@@ -1,4 +1,4 @@
-"""The order in which a run asks its examples, and where it stands in it."""
+"""The order in which a run uses its examples, and its position in it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.parallel import World
 from lockstep.rl.environment import Environment, Example, source_file, user_line
 
 MOST_EXAMPLES = 1_000_000
-"""Of a split: whatever yields more is taken to have no end."""
+"""Most examples per split: an iterator that yields more is considered endless."""
 
 
 class PromptLoader:
     """Examples in a new order every epoch, each order a function of (seed, epoch) alone.
 
-    No step holds an example twice, unless it asks for more than there are: what is left at the end of an epoch and too
-    few for a step is left out, and the next epoch, in another order, begins.
+    No step has an example twice, unless it requests more than there are: examples left at the end of an epoch that are
+    too few for a step are skipped, and the next epoch begins, in another order.
     """
 
     def __init__(self, examples: Sequence[Example], seed: int):
@@ -33,19 +33,19 @@ class PromptLoader:
         self.seed = seed
         self.position = 0
         self.left_out = 0
-        """Places before `position` that were left out at the ends of epochs."""
+        """Number of places before `position` that were skipped at the ends of epochs."""
 
     def shared(self, others: Sequence[Example]) -> int:
-        """How many of `others` ask what one of the examples asks, for the same answer."""
+        """How many of `others` have the same prompt and answer as one of the examples."""
         own = {_question(example) for example in self.examples}
         return sum(bool(example.prompt) and _question(example) in own for example in others)
 
     def next(self, count: int) -> list[Example]:
-        """The next `count` examples: of one epoch, or of several where the examples are fewer."""
+        """The next `count` examples: from one epoch, or from several if there are fewer examples."""
         return [self.at(place) for place in self.next_places(count)]
 
     def next_places(self, count: int) -> list[int]:
-        """As `next`, but the places of those examples in the order of the whole run."""
+        """As `next`, but the positions of those examples in the order of the whole run."""
         left = len(self.examples) - self.position % len(self.examples)
         if left < count <= len(self.examples):
             self.position += left
@@ -54,29 +54,29 @@ class PromptLoader:
         return list(range(self.position - count, self.position))
 
     def at(self, place: int) -> Example:
-        """The example at a place in the order of the whole run."""
+        """The example at a position in the order of the whole run."""
         epoch, index = divmod(place, len(self.examples))
         return self.examples[self._order(epoch)[index]]
 
     def state(self) -> dict[str, Any]:
-        """Where the run stands, for `restore`."""
+        """The run's position, for `restore`."""
         return {"position": self.position, "left_out": self.left_out, "examples": fingerprint(self.examples)}
 
     def restore(self, state: Any) -> None:
-        """Goes on from `state`. Raises UserError where the examples are others than those that it was saved with.
+        """Continues from `state`. Raises UserError if the examples differ from those with which it was saved.
 
-        ValueError for what `state` has not returned, such as the bare position of earlier versions.
+        ValueError for anything that `state` has not returned, such as the bare position of earlier versions.
         """
         position = state.get("position") if isinstance(state, dict) else None
         if type(position) is not int or position < 0 or not isinstance(state.get("examples"), str):
-            raise ValueError(f"its place among the prompts is {state!r:.80}, which this version does not write")
+            raise ValueError(f"its position among the prompts is {state!r:.80}, which this version does not write")
         if (now := fingerprint(self.examples)) != (then := state["examples"]):
             raise UserError(
-                f"the environment's training examples are others than when the run was saved (then {then}, now {now}: "
-                "number and digest); resume with the same, or start a new run"
+                f"the environment's training examples differ from those when the run was saved (number and digest were "
+                f"{then}, now {now}); resume with the same examples, or start a new run"
             )
         self.position = position
-        # Earlier versions did not count them, nor did they keep the ledger that needs them.
+        # Earlier versions did not count them, nor had they the ledger that needs them.
         self.left_out = int(state.get("left_out", 0))
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -87,7 +87,7 @@ class PromptLoader:
 
 
 def fingerprint(examples: Sequence[Example], whole: bool = False) -> str:
-    """The number of examples, and a digest of their prompts and answers in order, or of all that JSON can say."""
+    """The number of examples, and a digest of their prompts and answers in order, or of all that JSON can express."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(repr((example.prompt, example.answer)).encode())
@@ -97,7 +97,7 @@ def fingerprint(examples: Sequence[Example], whole: bool = False) -> str:
 
 
 def _in_json(value: Any) -> str:
-    """What cannot be said in JSON by its type alone: its own words may name its place in memory."""
+    """JSON, with only the type of objects that it cannot express: their repr may contain a memory address."""
     try:
         return json.dumps(value, sort_keys=True, default=lambda value: type(value).__name__)
     except (TypeError, ValueError, RecursionError):
@@ -105,26 +105,26 @@ def _in_json(value: Any) -> str:
 
 
 def refuse_other_examples(split: str, examples: Sequence[Example], world: World) -> None:
-    """Raises UserError where ranks have read other examples than the first: each would take them for the same."""
+    """Raises UserError if ranks have read other examples than the first: they would treat them as the same."""
     first, *others = world.gather(fingerprint(examples, whole=True))
     different = [rank for rank, own in enumerate(others, 1) if own != first]
     if different:
         raise UserError(
-            f'the environment\'s examples of "{split}" on rank {different[0]} are not those of rank 0 '
-            f"({others[different[0] - 1]}, not {first}: number and digest); let `examples` yield the same on every "
-            "rank: seed what it draws, sort what it lists"
+            f'the environment\'s "{split}" examples on rank {different[0]} differ from those on rank 0 '
+            f"(number and digest: {others[different[0] - 1]}, not {first}); make `examples` yield the same on every "
+            "rank: seed its random draws, and sort its listings"
         )
 
 
 def examples_of(environment: Environment, split: str) -> list[Example]:
-    """All examples of a split. A warning counts those that are there twice, which are asked as often.
+    """All examples of a split. A warning counts duplicates, which are used as often as they occur.
 
-    Raises UserError where there are none or no end of them, or where the environment's own code fails.
+    Raises UserError if there are none or endlessly many, or if the environment's own code fails.
     """
     kind = type(environment)
     if not isinstance(environment, Environment):
         given = f"the class {environment.__name__}" if isinstance(environment, type) else f"a {kind.__name__}"
-        raise UserError(f"the environment is {given}; give an object of a subclass of rl.Environment, such as MyTask()")
+        raise UserError(f"the environment is {given}; pass an instance of a subclass of rl.Environment, e.g. MyTask()")
     try:
         found = environment.examples(split)
         if found is None:
@@ -137,8 +137,8 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
         raise UserError(f"{call} failed ({type(error).__name__}: {error})") from error
     if len(examples) > MOST_EXAMPLES:
         raise UserError(
-            f'{kind.__name__}.examples("{split}") yields more than {MOST_EXAMPLES:,} examples, or has no end; yield '
-            "fewer, such as by itertools.islice: every epoch asks all of them"
+            f'{kind.__name__}.examples("{split}") yields more than {MOST_EXAMPLES:,} examples, or never ends; yield '
+            "fewer, for example with itertools.islice: every epoch uses all of them"
         )
     if not examples:
         raise UserError(f'{kind.__name__}.examples("{split}") yields nothing; it must yield rl.Example')
@@ -146,8 +146,8 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
         raise UserError(f'{kind.__name__}.examples("{split}") yields {strange!r:.60}; it must yield rl.Example')
     if other := next((e for e in examples if not isinstance(e.prompt, str)), None):
         raise UserError(
-            f'{kind.__name__}.examples("{split}") yields a prompt of the type {type(other.prompt).__name__}; it must '
-            "be text, which the model's chat template renders as a user's message"
+            f'{kind.__name__}.examples("{split}") yields a prompt of type {type(other.prompt).__name__}; it must '
+            "be a string, which the model's chat template renders as a user message"
         )
     if broken := next((e for e in examples if not _is_text(e.prompt)), None):
         raise UserError(f'{kind.__name__}.examples("{split}"), {broken.name!r:.80}: {half_a_pair(broken.prompt)}')
@@ -157,7 +157,7 @@ def examples_of(environment: Environment, split: str) -> list[Example]:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be written at all."""
+    """Whether it can be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -166,14 +166,14 @@ def _is_text(text: str) -> bool:
 
 
 def _repeated(examples: Sequence[Example]) -> str:
-    """What is there more than once, in words; empty where nothing is."""
+    """What occurs more than once, in words; empty if nothing does."""
     contents = Counter(repr((e.prompt, e.answer)) for e in examples)
     ids = Counter(e.id for e in examples if e.id)
     found = []
     if repeated := len(examples) - len(contents):
         first = next(e for e in examples if contents[repr((e.prompt, e.answer))] > 1)
         times = "example" if repeated == 1 else "examples"
-        found.append(f"{repeated} of {len(examples)} {times} again that it has yielded before, such as {first.name}")
+        found.append(f"{repeated} of {len(examples)} {times} again, such as {first.name}")
     if several := [name for name, count in ids.items() if count > 1]:
         named = ", ".join(map(repr, several[:3])) + (", …" if several[3:] else "")
         found.append(f"the same id for several examples: {named}")
@@ -181,4 +181,4 @@ def _repeated(examples: Sequence[Example]) -> str:
 
 
 def _question(example: Example) -> str:
-    return repr((example.prompt, example.answer))  # which an environment may make of anything
+    return repr((example.prompt, example.answer))  # an environment can make them of anything

@@ -1,4 +1,4 @@
-"""The rollouts' file of a step, read and checked: whatever has become of it, an error names its line."""
+"""Reads and checks the rollouts file of a step: whatever is wrong with it, the error names the line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.rl.rollouts import Rollout
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that `write_rollouts` has written. Raises UserError, naming the line, for what it has not."""
+    """The lines that `write_rollouts` wrote. Raises UserError, naming the line, for anything else."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError as error:
@@ -32,15 +32,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            raise UserError(f"{path}:{number}: is no rollout of a run ({problem})")
+            raise UserError(f"{path}:{number}: is not a rollout of a run ({problem})")
         lines.append(line)
     return lines
 
 
 def sampled_before(run: Path, most: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts and completions of the run's newest steps, `most` tokens of completions, in the order of steps.
+    """Prompts and completions of the run's newest steps, about `most` completion tokens, in the order of steps.
 
-    What cannot be read is left out: this serves guesses only.
+    What cannot be read is left out: it only serves drafting.
     """
     found: list[tuple[list[int], list[int]]] = []
     for path in sorted((run / "rollouts").glob("step_*.jsonl"), reverse=True):
@@ -52,7 +52,7 @@ def sampled_before(run: Path, most: int) -> list[tuple[list[int], list[int]]]:
 
 
 def recall(history: HistoryDraft, run: Path) -> int:
-    """Guesses are made by what the run has sampled before; returns of how many completions."""
+    """Seeds drafting with what the run has sampled before; returns the number of completions."""
     before = sampled_before(run, history.capacity)
     for prompt, completion in before:
         history.remember(prompt, completion)
@@ -64,13 +64,13 @@ def refuse_unknown_tokens(path: Path, lines: Sequence[dict[str, Any]], vocab_siz
     for number, line in enumerate(lines, 1):
         if (largest := max([*line["prompt_ids"], *line["token_ids"]], default=0)) >= vocab_size:
             raise UserError(
-                f"{path}:{number}: is no rollout of this run: it has token {largest}, and the model's vocabulary "
-                f"{vocab_size} tokens"
+                f"{path}:{number}: is not a rollout of this run: it has token {largest}, but the model's vocabulary "
+                f"has {vocab_size} tokens"
             )
 
 
 def rollout_of(line: dict[str, Any]) -> Rollout:
-    """What a line of the file says, but for the example's name and metadata, and for what came of the rollout."""
+    """The rollout in a line of the file, without the example's name and metadata, and without its results."""
     return Rollout(
         Example(line["prompt"], line["answer"]),
         line["group"],
@@ -121,7 +121,7 @@ SOMETIMES: dict[str, Callable[[Any], bool]] = {
 
 
 def _problem(line: Any) -> str:
-    """What is wrong with a line; empty where nothing is."""
+    """What is wrong with a line; empty if nothing is."""
     if not isinstance(line, dict):
         return "not a JSON object"
     if missing := [name for name in ALWAYS if name not in line]:
@@ -132,16 +132,16 @@ def _problem(line: Any) -> str:
     tokens: list[int] = line["token_ids"]
     said_by: list[int] = line.get("sampled", [1] * len(tokens))
     if len(said_by) != len(tokens):
-        return f"it says of {len(said_by)} tokens who said them, and has {len(tokens)}"
+        return f"its sampled has {len(said_by)} entries for {len(tokens)} tokens"
     sampled = sum(said_by)
     for name in ("log_probs", "cut_log_probs"):
         held: list[float] = line.get(name) or line["log_probs"]
         if len(held) != sampled:
-            return f"it has {len(held)} {name} of {sampled} sampled tokens"
+            return f"it has {len(held)} {name} for {sampled} sampled tokens"
     if len(line.get("versions", ()) or line["log_probs"]) != sampled:
-        return f"it has {len(line['versions'])} versions of {sampled} sampled tokens"
+        return f"it has {len(line['versions'])} versions for {sampled} sampled tokens"
     if len(line.get("routes", ()) or line["log_probs"]) != sampled:
-        return f"it has {len(line['routes'])} routes of {sampled} sampled tokens"
+        return f"it has {len(line['routes'])} routes for {sampled} sampled tokens"
     # A conversation that failed before its first reply has neither.
     if not line["prompt_ids"] and (tokens or "messages" not in line):
         return "its prompt_ids are empty"

@@ -22,14 +22,14 @@ from lockstep.train.packing import PackedRow, target_log_probs
 from lockstep.train.same_vocabulary import refuse_other_vocabulary
 
 START, AVERAGE = "start", "average"
-"""Of `RLConfig.kl_reference`; anything else is a folder."""
+"""Values of `RLConfig.kl_reference`; anything else is a folder."""
 
 
 class WithoutAdapter:
-    """The policy with its adapter switched off: the model that the run began with, without a second copy of it."""
+    """The policy with its adapter switched off: the model that the run started from, without a second copy."""
 
     def __init__(self, policy: ScoringModel):
-        """policy: as this rank computes with it alone."""
+        """policy: as this rank computes it alone."""
         assert isinstance(policy, Decoder)
         self.policy = policy
 
@@ -51,12 +51,12 @@ class WithoutAdapter:
 
 
 def is_own_base(config: RLConfig) -> bool:
-    """Whether the reference is the policy itself, its adapter switched off."""
+    """Whether the reference is the policy itself with its adapter switched off."""
     return bool(config.kl_coefficient and config.lora.rank and config.kl_reference == START)
 
 
 def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
-    """The model that the KL divergence is measured from; None where it has no weight, or is the policy's own base.
+    """The reference model of the KL divergence; None if that has no weight, or it is the policy's own base.
 
     Raises UserError for a folder whose model has another vocabulary.
     """
@@ -68,12 +68,12 @@ def load_reference(config: RLConfig, world: World, tokenizer: Tokenizer) -> Deco
 
 
 def load_teacher(config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder | None:
-    """The model to distil from; None where there is none. Raises UserError as `load_reference` does."""
+    """The model to distill from; None if there is none. Raises UserError as `load_reference` does."""
     return load_with_vocabulary(config.teacher, "teacher", config, world, tokenizer) if config.teacher else None
 
 
 def load_with_vocabulary(folder: str, setting: str, config: RLConfig, world: World, tokenizer: Tokenizer) -> Decoder:
-    """A model of the policy's vocabulary, without gradient. Raises UserError, naming `setting`, for any other."""
+    """A model with the policy's vocabulary, without gradient. Raises UserError, naming `setting`, for any other."""
     refuse_other_vocabulary(folder, setting, config.model, tokenizer)
     return frozen_model(folder, config, world)
 
@@ -111,8 +111,8 @@ def score_rollouts(
 ) -> list[list[float]]:
     """The model's log-probability of each sampled token of each rollout, at the run's temperature.
 
-    Groups are shared out between `replicas`, so that a group's prompt is computed once; None: all are scored here.
-    moved: called for each micro-batch that is done.
+    Groups are divided among `replicas`, so that a group's prompt is computed once; None: all are scored here.
+    moved: called after each micro-batch.
     """
 
     def log_probs(row: PackedRow) -> Tensor:
@@ -122,7 +122,7 @@ def score_rollouts(
 
 
 def moving_average(config: RLConfig, reference: Decoder | None, trainer: Trainer) -> MovingAverage | None:
-    """What makes `reference` follow the policy, where the run's settings ask for it."""
+    """The object that makes `reference` follow the policy, if the run's settings ask for it."""
     if reference is None or config.kl_reference != AVERAGE:
         return None
     return MovingAverage(reference, trainer, config.kl_average_decay)
@@ -142,21 +142,21 @@ class MovingAverage:
             self.averages[name] = master.detach().clone()
         self._transfer: WeightTransfer | None = None
         if trainer.world.mesh is not None:
-            # What is frozen is as it was in the policy, and so in the reference.
+            # Frozen tensors are unchanged in the policy, and so in the reference.
             frozen = {n: p.detach() for n, p in trainer.model.named_parameters() if n not in self.averages}
             self._transfer = WeightTransfer(frozen | self.averages, reference, trainer.world)
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step's last update."""
+        """Called after a step's last update."""
         for name, master in self.masters.items():
-            # Two roundings: a fused multiply and add would have one, on some processors only.
+            # Two roundings: a fused multiply-add would have one, and only on some processors.
             self.averages[name].mul_(self.decay).add_(master * (1 - self.decay))
         self.write()
 
     @torch.no_grad()
     def write(self) -> None:
-        """Rounds the averages into the reference's weights; also after they were read from a checkpoint."""
+        """Rounds the averages into the reference's weights; also called after they are read from a checkpoint."""
         if self._transfer is not None:
             self._transfer(0)
             return

@@ -1,4 +1,4 @@
-"""A finished step computed again, from the checkpoint before it and its rollouts, and compared bit by bit."""
+"""Recomputes a finished step from the checkpoint before it and its rollouts, and compares it bit for bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_ROLLOUTS = {
     "trainer's log-probabilities": ("trainer_log_probs",),
     "entropies": ("entropies",),
 }
-"""What is compared of each rollout, in the order in which one follows from the other: by its names in the file."""
+"""What is compared for each rollout, in order of dependence, with its field names in the file."""
 SAMPLED = ("tokens", "generator's log-probabilities", "routes", "conversations")
 """Taken from the file, unless they are sampled again."""
 NOT_COMPARED = (
@@ -55,39 +55,39 @@ NOT_COMPARED = (
     "validation/",
     "alarm/",
 )
-"""Beginnings of metrics that are another's each time, or that a replay does not make."""
+"""Prefixes of metrics that differ every time, or that a replay does not compute."""
 REWARDS_DIFFER = (
-    "Rewards differ: the environment, its data or its reward is another now, or the reward is no function of example "
-    "and completion alone, such as one that draws or asks a judge. What follows from rewards differs with them."
+    "Rewards differ: the environment, its data or its reward has changed, or the reward depends on more than example "
+    "and completion, for instance because it is random or asks a judge. What is computed from rewards differs as well."
 )
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One of the things that are compared."""
+    """One of the quantities that are compared."""
 
     name: str
     compared: int
     different: int
     first: str = ""
-    """The first difference: where, what was recorded, and what came now."""
+    """The first difference: where, the recorded value, and the new one."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step computed again."""
+    """A recomputed step."""
 
     step: int
     quantities: list[Quantity]
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was compared has the recorded bits."""
+        """Whether everything that was compared is bitwise identical to the record."""
         return not any(quantity.different for quantity in self.quantities)
 
     def text(self) -> str:
         """What `lockstep replay` prints."""
-        lines = [f"step {self.step}, computed again from the checkpoint before it:"]
+        lines = [f"step {self.step}, recomputed from the checkpoint before it:"]
         for quantity in self.quantities:
             found = f"{quantity.different} of {quantity.compared} differ" if quantity.different else "equal"
             lines.append(f"  {quantity.name:32} {found}" + (f": {quantity.first}" if quantity.first else ""))
@@ -99,12 +99,12 @@ class Replay:
 def replay(
     run: str | Path, step: int | None = None, environment: Environment | None = None, sample: bool = False
 ) -> Replay:
-    """Grades the rollouts of a finished `step` of `run` again and trains on them again, and compares what comes.
+    """Grades the rollouts of a finished `step` of `run` and trains on them again, and compares the results.
 
-    The loop's own code does it, in a temporary folder; the run's is only read. step: None is the last one that can be
-    computed again. environment: the one that the run was given as an object. sample: sample again, too, instead of
-    taking tokens and log-probabilities from the file. Raises UserError where the step cannot be computed again, naming
-    those that can.
+    It runs the loop's own code in a temporary folder; the run's folder is only read. step: None is the last one that
+    can be recomputed. environment: the one that the run was given as an object. sample: also sample again, instead of
+    taking tokens and log-probabilities from the file. Raises UserError if the step cannot be recomputed, naming those
+    that can.
     """
     folder = RunFolder(Path(run))
     recorded = _recorded(folder, step)
@@ -114,13 +114,13 @@ def replay(
     before = read_lines(rollouts_file)
     if not sample and any("messages" in line for line in before):
         raise UserError(
-            f"step {step} of {folder.path} holds conversations, whose rewards come of having them; --sample has "
-            "them again"
+            f"step {step} of {folder.path} has conversations, whose rewards depend on holding them; use --sample to "
+            "hold them again"
         )
     if sample and recorded.get("policy/staleness_max"):
         raise UserError(
-            f"step {step} of {folder.path} was sampled in part from weights of earlier steps (actors.max_staleness), "
-            "which its checkpoint does not hold; leave --sample out"
+            f"step {step} of {folder.path} was partly sampled from weights of earlier steps (actors.max_staleness), "
+            "which its checkpoint does not contain; remove --sample"
         )
     drawn = None if sample else _Drawn([rollout_of(line) for line in before])
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
@@ -128,8 +128,8 @@ def replay(
         config = _config(folder, step, again.path)
         if (ranks := recorded.get("ranks", 1)) > 1 and not config.train.deterministic_layout:
             raise UserError(
-                f"step {step} of {folder.path} was made on {ranks} ranks, which add up gradients in another order than "
-                "one process does; only runs with train.deterministic_layout can be computed again in one"
+                f"step {step} of {folder.path} was computed on {ranks} ranks, which sum gradients in another order "
+                "than one process does; only runs with train.deterministic_layout can be recomputed in one process"
             )
         if not sample:
             refuse_unknown_tokens(rollouts_file, before, read_config(local_folder(config.model)).vocab_size)
@@ -147,19 +147,19 @@ def replay(
 
 
 def replayable(run: Path) -> list[int]:
-    """The finished steps with rollouts, and the checkpoint before them; the first step has the run's own model."""
+    """The finished steps that have rollouts and a checkpoint before them; step 1 starts from the run's own model."""
     folder, steps = RunFolder(run), {m["step"] for m in read_metrics(run / "metrics.jsonl") if "loss" in m}
     return [s for s in sorted(steps) if folder.rollouts_path(s).is_file() and (s == 1 or _can_resume(run, s - 1))]
 
 
 class _Drawn:
-    """Recorded rollouts, handed out group by group as the examples of a step are asked."""
+    """Recorded rollouts, returned group by group as the examples of a step are requested."""
 
     def __init__(self, rollouts: Sequence[Rollout]):
         self._rollouts, self._asked = rollouts, 0
 
     def __call__(self, asked: Sequence[Example]) -> list[Rollout]:
-        """Of stragglers none, and none of what is asked beyond the record: rewards that changed ask for others."""
+        """Nothing for stragglers, or for requests beyond the record, which changed rewards can lead to."""
         before, self._asked = self._asked, self._asked + len(asked)
         return [
             dataclasses.replace(rollout, example=asked[rollout.group - before], group=rollout.group - before)
@@ -171,7 +171,7 @@ class _Drawn:
 def _recorded(folder: RunFolder, step: int | None) -> dict[str, Any]:
     """The step's metrics."""
     if not (folder.path / CONFIG).is_file():
-        raise UserError(f"{folder.path}: is not a run's folder; give the folder of a reinforcement run")
+        raise UserError(f"{folder.path}: contains no run; give the folder of a reinforcement run")
     possible = replayable(folder.path)
     if step is None and possible:
         step = possible[-1]
@@ -179,15 +179,15 @@ def _recorded(folder: RunFolder, step: int | None) -> dict[str, Any]:
         there = f"steps that can: {_ranges(possible)}" if possible else "no step of this run can"
         rollouts = "its rollouts" if not step else f"rollouts/{folder.rollouts_path(step).name}"
         raise UserError(
-            f"{'the last step' if step is None else f'step {step}'} of {folder.path} cannot be computed again: that "
-            f"takes its metrics, {rollouts} and, but for step 1, the whole checkpoint of the step before "
+            f"{'the last step' if step is None else f'step {step}'} of {folder.path} cannot be recomputed: that "
+            f"requires its metrics, {rollouts} and, except for step 1, a complete checkpoint of the step before "
             f"(checkpoint.every, checkpoint.keep_last); {there}"
         )
     return next(m for m in reversed(read_metrics(folder.metrics)) if m["step"] == step)
 
 
 def _config(folder: RunFolder, step: int, output: Path) -> RLConfig:
-    """The settings that the step was made with: a later resume of the run may have changed them."""
+    """The settings with which the step was computed: a later resume of the run may have changed them."""
     after = folder.path / "checkpoints" / step_name(step) / CONFIG
     config = from_toml(after if after.is_file() else folder.path / CONFIG, RLConfig())
     return dataclasses.replace(
@@ -217,7 +217,7 @@ def _counted(recorded: list[dict[str, Any]], again: list[dict[str, Any]]) -> Qua
 
 
 def _compared_rollouts(name: str, recorded: list[dict[str, Any]], again: list[dict[str, Any]]) -> Quantity | None:
-    """None where neither side has any of it."""
+    """None if neither side has it."""
     fields = OF_ROLLOUTS[name]
     if not any(field in line for line in [*recorded, *again] for field in fields):
         return None
@@ -238,7 +238,7 @@ def _compared_rollouts(name: str, recorded: list[dict[str, Any]], again: list[di
 
 
 def _compared_metrics(recorded: dict[str, Any], again: dict[str, Any]) -> list[Quantity]:
-    """Loss and gradient norm by themselves, all others together."""
+    """Loss and gradient norm separately, all others together."""
     names = [name for name in recorded if not name.startswith(NOT_COMPARED)]
     different = [name for name in names if _bits(recorded[name]) != _bits(again.get(name))]
 

@@ -1,4 +1,4 @@
-"""A reward model's scores of what the policy says, as one more reward."""
+"""A reward model's scores of the policy's completions, as an additional reward."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lockstep.train.packing import PackedRow, target_scores
 
 
 class RewardModel:
-    """A model whose head scores a text, and how a prompt and what was said become that text's tokens: as
-    `lockstep reward-model` makes them of its data."""
+    """A model whose head scores a text, and the tokenization of a prompt and completion for it: the same as
+    `lockstep reward-model` uses for its data."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, template: ChatTemplate | None):
         self.model, self.template = model, template
@@ -35,14 +35,14 @@ class RewardModel:
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def tokens(self, rollout: Rollout, is_chat: bool) -> list[int]:
-        """Of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is what a user
-        says. What was said has no special tokens: their names are taken out of it. Raises UserError."""
+        """The tokens of a completion with its prompt, or of a conversation up to its end. `is_chat`: the prompt is a
+        user message. Names of special tokens are removed from what was said. Raises UserError."""
         where = f"example {rollout.example.name}"
         if rollout.conversation is not None:
             if self.template is None:
                 raise UserError(
-                    "the reward model has no chat template, and cannot read conversations; put a chat_template.jinja "
-                    "beside its weights"
+                    "the reward model has no chat template, so it cannot read conversations; put a chat_template.jinja "
+                    "next to its weights"
                 )
             values: dict[str, Any] = {"messages": self._without_special(rollout.conversation.messages)}
         elif is_chat and self.template is not None:
@@ -58,27 +58,27 @@ class RewardModel:
             raise UserError(f"{where}: the reward model cannot read it: {error}") from error
         if not text:
             raise UserError(f"{where}: has neither a prompt nor a completion, so there is nothing to score")
-        # An answer may be empty: whatever stands last, the text's end is scored.
+        # An answer may be empty: the end of the text is always scored.
         encoded = self._encoder.tokens(where, text, [(len(text) - 1, len(text))])
         if encoded.problem:
             raise UserError(encoded.problem)
         most = self.model.config.max_positions
         if len(encoded.tokens) > most:
             raise UserError(
-                f"{where}: prompt and completion are {len(encoded.tokens)} tokens of the reward model, whose context "
-                f"has {most}; lower max_new_tokens, or give a reward model with a longer context"
+                f"{where}: prompt and completion are {len(encoded.tokens)} tokens for the reward model, whose context "
+                f"is {most}; lower max_new_tokens, or give a reward model with a longer context"
             )
         return [int(token) for token in encoded.tokens]
 
     def _behind(self, prompt: str, said: str) -> str:
-        """What was said, without the rest of a special token's name that the prompt's end has begun."""
+        """What was said, without the rest of a special token's name that starts at the end of the prompt."""
         while name := next((m for m in self._special.finditer(prompt + said) if m.end() > len(prompt)), None):
             said = self._without_special(said[name.end() - len(prompt) :])
         return said
 
     def _without_special(self, value: Any) -> Any:
         if isinstance(value, str):
-            while (less := self._special.sub("", value)) != value:  # what is left may be a name again
+            while (less := self._special.sub("", value)) != value:  # the rest may form a name again
                 value = less
             return value
         if isinstance(value, dict):
@@ -87,22 +87,22 @@ class RewardModel:
 
 
 def load_reward_model(config: RLConfig, environment: Environment, device: torch.device) -> RewardModel | None:
-    """The run's, whole on every rank and in its own dtype; None without one.
+    """The run's reward model, in full on every rank and in its own dtype; None without one.
 
-    Raises UserError for a folder that has none, and where neither the environment nor a model rewards.
+    Raises UserError for a folder without a reward model, and if neither the environment nor a model gives rewards.
     """
     if not config.reward_model:
         if not environment.has_rewards:
             raise UserError(
                 f"the environment {config.environment} has no rewards of its own; give --reward-model with the folder "
-                "of a run of lockstep reward-model"
+                "of a lockstep reward-model run"
             )
         return None
     folder = Path(config.reward_model)
     if not read_config(folder).score_head:
         raise UserError(
-            f"reward_model {folder}: is a language model, whose head gives no score; train one with lockstep "
-            "reward-model, or give a folder of transformers' …ForSequenceClassification with one label"
+            f"reward_model {folder}: is a language model without a score head; train one with lockstep reward-model, "
+            "or give the folder of a transformers …ForSequenceClassification model with one label"
         )
     model = load_model(folder, device=device).requires_grad_(False)
     return RewardModel(model, load_tokenizer(folder, model.config.vocab_size), load_chat_template(folder))
@@ -116,11 +116,11 @@ def assign_scores(
     replicas: Replicas | None = None,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """Adds the score of each completion or conversation as the reward `reward_model`, by its weight in the total.
+    """Adds the score of each completion or conversation as the reward `reward_model`, with its weight in the total.
 
-    Those that do not count, for their reward failed, stay without; where failures count as 0, that is what is added to.
-    Groups are shared out between `replicas`; None: all are scored here. moved:
-    called for each micro-batch that is done. Raises UserError for a score that is no number.
+    Completions that do not count because their reward failed get no score; if failures count as 0, it is added to 0.
+    Groups are divided among `replicas`; None: all are scored here. moved: called after each micro-batch. Raises
+    UserError for a score that is not finite.
     """
     episodes = [rows for rows in episodes_of(rollouts) if rows[-1].counts]
     texts = [reward_model.tokens(rows[-1], not rendering.is_rendered(rows[-1].example.prompt)) for rows in episodes]
@@ -136,7 +136,7 @@ def assign_scores(
             )
         if REWARD_MODEL in rows[-1].rewards:
             raise UserError(
-                f"the environment has a reward named {REWARD_MODEL}, which is the reward model's; rename it"
+                f"the environment has a reward named {REWARD_MODEL}, a name reserved for the reward model; rename it"
             )
         for rollout in rows:
             rollout.rewards[REWARD_MODEL] = found
@@ -144,7 +144,7 @@ def assign_scores(
 
 
 def _as_rollouts(rollouts: Sequence[Rollout], texts: Sequence[list[int]]) -> list[Rollout]:
-    """Each text as a rollout whose one sampled token stands behind it; what a group's texts begin with is its prompt,
+    """Each text as a rollout with one sampled token at the end; the common prefix of a group's texts is its prompt,
     which is computed once."""
     common: dict[int, list[int]] = {}
     for rollout, text in zip(rollouts, texts):

@@ -1,4 +1,4 @@
-"""A completion with everything that is known about it, and its line in the run's folder."""
+"""A completion with everything known about it, and its line in the run's folder."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from lockstep.rl.environment import Example
 from lockstep.rl.rewards.calling import Outcome
 
 OVERLONG, REWARD_MODEL = "overlong", "reward_model"
-"""Rewards that are not the environment's, by their names."""
+"""Names of rewards that are not the environment's."""
 
 
 @dataclass
 class Conversation:
-    """What came of a conversation, from its environment's side."""
+    """The result of a conversation, from its environment's side."""
 
     messages: list[dict[str, Any]]
     outcome: Outcome | None = None
     """Rewards that `converse` returned, or why it failed; None: neither."""
     over: bool = False
-    """Whether it ended at its limit of turns or of tokens."""
+    """Whether it ended at its limit of turns or tokens."""
     turns: int = 0
-    """Replies of the model."""
+    """Number of the model's replies."""
     tool_calls: int = 0
-    """In all of them."""
+    """In all replies together."""
     tool_seconds: dict[str, float] = field(default_factory=dict)
-    """What each tool took, by its name."""
+    """Seconds that each tool took, by name."""
     environment_seconds: float = 0.0
-    """Of the environment's turns, tools included."""
+    """Total of the environment's turns, including tools."""
 
 
 @dataclass
@@ -44,56 +44,56 @@ class Rollout:
 
     example: Example
     group: int
-    """Rollouts of one prompt share it."""
+    """Shared by the rollouts of one prompt."""
     prompt_ids: list[int]
     token_ids: list[int]
     """Everything after the first prompt."""
     logprobs: list[float]
-    """The generator's, of each sampled token, over the whole vocabulary."""
+    """The generator's, for each sampled token, over the whole vocabulary."""
     finish_reason: str
     """Of the last reply."""
     completion: str
     """The last reply's text."""
     version: int
-    """Of the weights that sampled it; of the oldest where there are several."""
+    """Of the weights that sampled it; the oldest if there are several."""
     rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    """Of the completion; the mean over its tokens where they have their own."""
+    """Of the completion; the mean over its tokens if they have their own."""
     token_advantages: list[float] = field(default_factory=list)
-    """Of each token, where they differ; else empty."""
+    """One per token if they differ; else empty."""
     reference_logprobs: list[float] = field(default_factory=list)
-    """Of each token, by the KL divergence's reference model; empty without one."""
+    """One per token, by the KL divergence's reference model; empty without one."""
     teacher_logprobs: list[float] = field(default_factory=list)
-    """Of each token, by the teacher; empty without one."""
+    """One per token, by the teacher; empty without one."""
     cut_logprobs: list[float] = field(default_factory=list)
-    """The generator's, of each among the tokens that top_k, top_p and min_p left; empty where nothing was cut."""
+    """The generator's, one per token, within the tokens left by top_k, top_p and min_p; empty if nothing was cut."""
     values: list[float] = field(default_factory=list)
-    """The value function's estimate of the state that each token was sampled in; empty without one."""
+    """The value function's estimate of the state in which each token was sampled; empty without one."""
     returns: list[float] = field(default_factory=list)
-    """What each of `values` is to become."""
+    """The targets of `values`."""
     trainer_logprobs: list[float] = field(default_factory=list)
-    """The trainer's, of each token, where any of them differs from the generator's; else empty."""
+    """The trainer's, one per token, if any differs from the generator's; else empty."""
     entropies: list[float] = field(default_factory=list)
-    """Of the distribution that each token was drawn from, in nats; empty where it is not trained on."""
+    """Of the distribution that each token was drawn from, in nats; empty if it is not trained on."""
     place: int = -1
-    """Of its prompt in the order of the whole run."""
+    """Position of its prompt in the order of the whole run."""
     dropped: str = ""
-    """Why it is not trained on; empty: it is."""
+    """Why it is not trained on; empty if it is."""
     failure: str = ""
-    """Why its reward failed: `timeout`, `raised` …; empty where it did not."""
+    """Why its reward failed: `timeout`, `raised` …; empty if it did not."""
     counts: bool = True
-    """Whether its reward counts: false where it failed and failures are dropped."""
+    """Whether its reward counts: False if it failed and failures are dropped."""
     sampled: list[bool] = field(default_factory=list)
-    """Of each of `token_ids`, whether the model sampled it or its environment said it; empty: all are the model's."""
+    """For each of `token_ids`, whether the model sampled it or the environment added it; empty: all are the model's."""
     episode: int | None = None
-    """Of its group: the rows of a conversation whose history was rewritten share it. None: one of its own."""
+    """Index within its group, shared by the rows of a conversation whose history was rewritten. None: not shared."""
     versions: list[int] = field(default_factory=list)
-    """Of the weights that each sampled token comes from, where they are not all `version`; else empty."""
+    """Weights version of each sampled token, if they are not all `version`; else empty."""
     routes: list[str] = field(default_factory=list)
-    """Of each sampled token, the generator's experts as `generate.routes` writes them; empty where there are none."""
+    """For each sampled token, the generator's experts in the format of `generate.routes`; empty without experts."""
     conversation: Conversation | None = None
-    """Of which this is a row; None: a prompt and its completion."""
+    """The conversation of which this is a row; None: a prompt and its completion."""
 
     def advantages_of_tokens(self) -> list[float]:
         """One advantage per sampled token."""
@@ -101,7 +101,7 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of tokens that the model sampled."""
         return sum(self.sampled) if self.sampled else len(self.token_ids)
 
     def sampled_ids(self) -> list[int]:
@@ -109,42 +109,42 @@ class Rollout:
         return list(compress(self.token_ids, self.sampled)) if self.sampled else self.token_ids
 
     def targets(self) -> list[int]:
-        """Where in prompt_ids + token_ids the sampled tokens stand."""
+        """Positions of the sampled tokens in prompt_ids + token_ids."""
         sampled = self.sampled or [True] * len(self.token_ids)
         return [len(self.prompt_ids) + index for index, own in enumerate(sampled) if own]
 
     def staleness(self, version: int) -> list[int]:
-        """How many versions behind `version` the weights were that each sampled token comes from."""
+        """For each sampled token, how many versions behind `version` its weights were."""
         return [version - own for own in self.versions or [self.version] * self.num_sampled]
 
     def own_rewards(self) -> dict[str, float]:
-        """Those that the environment gave."""
+        """The environment's own rewards."""
         return {name: value for name, value in self.rewards.items() if name not in (OVERLONG, REWARD_MODEL)}
 
     def longest_reply(self) -> int:
-        """Sampled tokens that stand together, at most."""
+        """Length of the longest run of sampled tokens."""
         if not self.sampled:
             return len(self.token_ids)
         return max((sum(1 for _ in run) for own, run in groupby(self.sampled) if own), default=0)
 
 
 def episodes_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Rollouts that follow each other, by episode: the rows of a conversation, or one completion."""
+    """Consecutive rollouts by episode: the rows of a conversation, or one completion."""
     numbered = enumerate(rollouts)
     runs = groupby(numbered, lambda each: (each[1].group, each[1].episode, each[0] if each[1].episode is None else -1))
     return [[rollout for _, rollout in run] for _, run in runs]
 
 
 def of_versions(versions: Sequence[int], current: int) -> dict[str, Any]:
-    """`version` and `versions` of a rollout; versions: of each of its tokens, empty where all are `current`."""
+    """`version` and `versions` of a rollout; versions: one per token, empty if all are `current`."""
     version = min(versions, default=current)
     return {"version": version, "versions": [] if set(versions) <= {version} else list(versions)}
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], whole_routes: bool = False) -> None:
-    """One JSON object a line, under a temporary name until all are written; of routes digests, unless wanted whole.
+    """Writes one JSON object per line, under a temporary name until complete; routes as digests unless `whole_routes`.
 
-    Raises RunStopped where the disk does not take them, and leaves nothing half-written behind.
+    Raises RunStopped if they cannot be written to disk, and leaves nothing half-written behind.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -158,13 +158,13 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], whole_routes: bool =
             partial.unlink(missing_ok=True)
         raise RunStopped(
             f"{path}: the rollouts cannot be written ({error.strerror}), and the run ends here; its metrics up to this "
-            "step are whole. Free some space, then --resume continues from the newest checkpoint",
+            "step are complete. Free some space, then --resume continues from the newest checkpoint",
             exit_code=1,
         ) from error
 
 
 def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
-    """What is empty is left out, but for what every rollout has."""
+    """Empty fields are left out, except for those that every rollout has."""
     sometimes = {
         "token_advantages": rollout.token_advantages,
         "versions": rollout.versions,
@@ -176,7 +176,7 @@ def _line(rollout: Rollout, whole_routes: bool) -> dict[str, Any]:
         "reference_log_probs": rollout.reference_logprobs,
         "teacher_log_probs": rollout.teacher_logprobs,
         "trainer_log_probs": rollout.trainer_logprobs,
-        # To look at: four places are enough, and half as long.
+        # For inspection only: four decimals are enough, and half as long.
         "entropies": [round(entropy, 4) for entropy in rollout.entropies],
     }
     return {

@@ -1,4 +1,4 @@
-"""Routes of a step's tokens: those that the trainer's own forward pass chose, and those of the generator, replayed."""
+"""Routes of a step's tokens: those chosen by the trainer's own forward pass, and the generator's, replayed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from lockstep.train.packing import PackedRow
 
 
 def routes_form(config: RLConfig) -> RoutesForm:
-    """In which form a run asks for routes: whole where they are replayed, or where nothing has to travel."""
+    """The form in which a run requests routes: whole if they are replayed, or if they need not be sent anywhere."""
     return "whole" if config.router_replay or not config.actors.separate else "digest"
 
 
 def refuse_replay_without_experts(config: RLConfig, shape: ModelConfig) -> None:
-    """Raises UserError where `rl.router_replay` has nothing to replay."""
+    """Raises UserError if `rl.router_replay` has nothing to replay."""
     if config.router_replay and not shape.mixtures:
-        raise UserError(f"router_replay is set, but {config.model} has no experts, so it has no routes; leave it out")
+        raise UserError(f"router_replay is set, but {config.model} has no experts and hence no routes; remove it")
 
 
 def own_routes(recorded: Sequence[Tensor], row: PackedRow, shape: ModelConfig) -> list[bytes] | None:
-    """Of each target of `row`; None where this rank has not computed all layers of all its sequences' tokens."""
+    """The route of each target of `row`; None if this rank has not computed all layers for all tokens of the row."""
     tokens = len(row.tokens)
     if not recorded or len(recorded) != len(shape.mixtures) or any(len(chosen) != tokens for chosen in recorded):
         return None
@@ -45,17 +45,17 @@ def own_routes(recorded: Sequence[Tensor], row: PackedRow, shape: ModelConfig) -
 
 
 def routes_to_replay(rollouts: Sequence[Rollout], row: PackedRow, shape: ModelConfig) -> ops.ReplayedRoutes:
-    """The generator's experts for the rows that predict a sampled token; those of prompts choose for themselves.
+    """The generator's experts for the positions that predict a sampled token; prompt positions choose their own.
 
-    Raises UserError for a rollout that has none, or those of another model.
+    Raises UserError for a rollout without routes, or with those of another model.
     """
     tables = []
     for rollout in rollouts:
         read = [read_route(route, shape) for route in rollout.routes]
         if len(read) != rollout.num_sampled or any(table is None for table in read):
             raise UserError(
-                "router_replay: a rollout has no routes of all its tokens and layers, for whoever sampled it has not "
-                "recorded them; leave router_replay out"
+                "router_replay: a rollout lacks routes for all its tokens and layers, because whoever sampled it did "
+                "not record them; remove router_replay"
             )
         tables += [table for table in read if table is not None]
     whole = np.stack(tables) if tables else np.zeros((0, len(shape.mixtures), 1), np.int64)
@@ -63,7 +63,7 @@ def routes_to_replay(rollouts: Sequence[Rollout], row: PackedRow, shape: ModelCo
     if whole.max(initial=0) >= shape.experts.count or whole.min(initial=0) < 0:
         raise UserError(f"router_replay: a rollout names an expert beyond the model's {shape.experts.count}")
     if (np.diff(np.sort(whole, -1), axis=-1) == 0).any():
-        raise UserError("router_replay: a rollout names an expert of a layer twice")
+        raise UserError("router_replay: a rollout names an expert twice in a layer")
     return ops.ReplayedRoutes(row.predictors, list(torch.from_numpy(whole).to(row.tokens.device).unbind(1)))
 
 
@@ -72,9 +72,9 @@ class ReplayFindings:
     """What replaying routes has changed so far."""
 
     routes: int = 0
-    """One for each token and mixture."""
+    """One per token and mixture."""
     different: int = 0
-    """Those that the trainer's router would have chosen otherwise, given what the layers before it were replayed."""
+    """Those that the trainer's router would have chosen differently, with the layers before it replayed."""
     tokens: int = 0
     squares: float = 0.0
     """Sum over `tokens` of (ratio − 1)², p of the trainer over p of the generator."""
@@ -89,7 +89,7 @@ class ReplayFindings:
         without: Float[Tensor, "targets"] | None,
         comparable: Bool[Tensor, "targets"] | None,
     ) -> None:
-        """Takes in a micro-batch; without: what the trainer says without replay, where that was computed too."""
+        """Adds a micro-batch; without: the trainer's values without replay, if those were computed too."""
         kept = torch.ones_like(generator, dtype=torch.bool) if comparable is None else comparable
         self.routes += int(kept.sum()) * len(replayed.different)
         self.different += sum(int((different & kept).sum()) for different in replayed.different)
@@ -103,12 +103,12 @@ class ReplayFindings:
         return dataclasses.asdict(self)
 
     def take(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Becomes what several ranks have found."""
+        """Takes over the combined result of several ranks."""
         for name in self.plain():
             setattr(self, name, math.fsum(part[name] for part in parts))
 
     def metrics(self) -> dict[str, float]:
-        """The share of routes that differ, and the ratio's root mean square distance from 1; empty without replay."""
+        """The fraction of routes that differ, and the ratio's RMS distance from 1; empty without replay."""
         if not self.routes:
             return {}
         tokens = max(self.tokens, 1)

@@ -1,4 +1,4 @@
-"""How a run samples: which prompts a rank asks for, of whom, and where its conversations are held."""
+"""How a run samples: which prompts a rank requests, from whom, and where its conversations run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lockstep.rl.rollouts import Rollout
 from lockstep.train.stop_signal import StopSignal
 
 Draws = Callable[[Sequence[Example]], list[Rollout]]
-"""Rollouts of these examples that were sampled before."""
+"""Returns recorded rollouts of these examples."""
 
 
 class Sampling:
-    """A run's rollouts, as each of its ranks draws them, and the grader that it has for them."""
+    """Draws a run's rollouts on each of its ranks, and holds the grader for them."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Sampling:
         stop: StopSignal,
         opened: ExitStack,
     ):
-        """is_given: whether `environment` is an object of the caller's, which workers cannot load. recorded: instead of
+        """is_given: whether `environment` is the caller's object, which workers cannot load. recorded: used instead of
         sampling. `opened` ends the graders."""
         self._config, self._environment, self._tokenizer = config, environment, tokenizer
         self._rendering, self._replicas, self._generators = rendering, replicas, generators
@@ -53,25 +53,25 @@ class Sampling:
         self.grader = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
         if isinstance(self.grader, Workers):
             timeline.awaited = self.grader.awaited
-        # Conversations of steps to come are held while this step's are graded, one step after the other.
+        # Conversations of later steps run while this step's are graded, one step after another.
         self._talking, self._conversing = threading.Lock(), self.grader
         if self.talks and config.actors.max_staleness:
             self._conversing = opened.enter_context(open_grader(config, environment, is_given, run, timeline.moved))
         self.waits_for = "the generators" if config.actors.separate else ""
-        """Whom the watchdog blames where no samples come."""
+        """Whom the watchdog blames if no samples arrive."""
         self.grading_seconds = own_limit(config.rewards, self.grader)
-        """What grading may take until something must move."""
+        """How long grading may take without any progress."""
         self.start_seconds = config.actors.start_seconds if config.actors.separate else 0.0
-        """As long as there may be no generator at all."""
+        """How long there may be no generator at all."""
         self.together = len(replicas.ranks) > 1 and not config.actors.separate
-        """Whether ranks that share matrices sample together."""
+        """Whether tensor-parallel ranks sample together."""
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
             generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
 
     @property
     def seconds(self) -> float:
-        """What sampling may take until something must move."""
+        """How long sampling may take without any progress."""
         return max(self.grading_seconds if self.talks else 0.0, self.start_seconds)
 
     def draw(
@@ -102,7 +102,7 @@ class Sampling:
 
     @contextmanager
     def _asks(self) -> Iterator[bool]:
-        """Whether this rank asks for samples, and does not only compute them with another one."""
+        """Whether this rank requests samples itself, instead of only following another one."""
         held = self._stop.held() if self.together else nullcontext()
         with held, self._generators.conversing() if self.talks else nullcontext(True) as asks:
             yield asks

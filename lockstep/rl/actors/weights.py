@@ -150,9 +150,7 @@ class WeightTransfer:
                 self._take(arrived)
                 return
             said = f"{damaged[0]}{f' and {len(damaged) - 1} more' if damaged[1:] else ''}"
-            log.warning(
-                "weights version %d: %s did not arrive intact (try %d of %d)", version, said, attempt, TRIES
-            )
+            log.warning("weights version %d: %s did not arrive intact (try %d of %d)", version, said, attempt, TRIES)
         raise RunStopped(
             f"weights version {version} did not arrive intact, {TRIES} times in a row: {said}; "
             f"{kept}. --resume continues from the newest checkpoint",

@@ -24,8 +24,8 @@ class Prompts(Environment):
             elif not self.skip_bad_lines:
                 if isinstance(values.get("prompt"), list):
                     raise UserError(
-                        f"{where}: `prompt` is a list, but not of exactly one user message; give one, or write your own "
-                        "environment (docs/environments.md); --skip-bad-lines skips such lines"
+                        f"{where}: `prompt` is a list, but not of exactly one user message; give one, or write your "
+                        "own environment (docs/environments.md); --skip-bad-lines skips such lines"
                     )
                 raise needs_text(where, values, KEYS)
 

@@ -1,8 +1,8 @@
 """Environments of the package `verifiers` (0.4 and later, its `verifiers.v1`): `verifiers:TASKSET`.
 
-The tasks, their tools, rewards and the environment's own `run` are the package's. What it would start for an agent,
-a program in a container or process and a server between it and the model, is not: the seat of the agent is taken by the
-chat with the model in training, which sees the same messages and tools.
+The tasks, their tools, rewards and the environment's own `run` are the package's. What it would start for an agent (a
+program in a container or process, and a server between it and the model) is not used: the agent is replaced by the chat
+with the model in training, which sees the same messages and tools.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lockstep.rl.conversations.tools import answer_calls, schema_of
 from lockstep.rl.environment import Environment, Example
 
 MOST_TASKS, HELD_OUT = 10_000, 10
-"""Of a taskset, which may be endless, so many are taken; every tenth is for validation."""
+"""Number of tasks taken from a taskset, which can be endless; every tenth is for validation."""
 
 
 class VerifiersTasks(ConversationEnvironment):
-    """A taskset; `data` may be a TOML file with settings of it.
+    """A taskset; `data` can be a TOML file with its settings.
 
-    Rewards are those of its tasks, by name, already weighted. What needs a container, a program, several agents or a
-    state shared with tools is refused when it is loaded.
+    Rewards are those of its tasks, by name, already weighted. A taskset that needs a container, a program, several
+    agents or state shared with tools is rejected when it is loaded.
     """
 
     taskset: ClassVar[str] = ""
@@ -49,7 +49,7 @@ class VerifiersTasks(ConversationEnvironment):
         self._refuse(vf)
         shown = [tool for toolset in self._toolsets() for tool in _tools(toolset)]
         self.tools: Sequence[Callable[..., Any]] = tuple(shown)  # type: ignore[misc]
-        # Here, and not when they are first asked for: conversations' processes are forked from the one that has them.
+        # Taken here, not at first use: conversations' processes are forked from the one that has them.
         self._tasks: list[Any] = list(self._env.taskset.take(MOST_TASKS))
 
     def examples(self, split: str) -> Iterator[Example]:
@@ -61,8 +61,8 @@ class VerifiersTasks(ConversationEnvironment):
         index = example.metadata["index"]
         if index >= len(self._tasks) or self._example(index) != example:
             raise ValueError(
-                f"{self.taskset} gives different tasks each time it is loaded, and every worker loads it; give its "
-                'settings a seed, or set rewards.isolate = "never"'
+                f"{self.taskset} yields different tasks each time it is loaded, and every worker loads it; set a seed "
+                'in its settings, or set rewards.isolate = "never"'
             )
         task = self._tasks[index]
         toolsets = self._toolsets()
@@ -75,7 +75,7 @@ class VerifiersTasks(ConversationEnvironment):
         await self._env.run(task, _Seats({self._seats[0]: seat}))
         rewards = [pair for trace in traces for pair in trace.rewards.items() if pair[1] is not None]
         if not rewards:
-            raise ValueError(f"{self.taskset} gave no reward")
+            raise ValueError(f"{self.taskset} returned no reward")
         return {name: float(reward.value) for name, reward in rewards}
 
     def _example(self, index: int) -> Example:
@@ -84,12 +84,12 @@ class VerifiersTasks(ConversationEnvironment):
         return Example(task.data.prompt_text or name, id=name, metadata={"index": index})
 
     def _toolsets(self) -> list[Any]:
-        """New ones, for they may hold what a conversation changes."""
+        """New toolsets, as they can hold state that a conversation changes."""
         taskset = self._env.taskset
         return [*type(taskset).toolsets(taskset.config), *taskset.task_type().toolsets(taskset.config.task)]
 
     def _refuse(self, vf: Any) -> None:
-        """Raises UserError for what only the package's own programs could run."""
+        """Raises UserError for tasksets that only the package's own programs could run."""
         from verifiers.v1.state import state_cls
 
         kind, env = self._env.taskset.task_type(), type(self._env)
@@ -104,30 +104,30 @@ class VerifiersTasks(ConversationEnvironment):
         ]
         hooks = [fn for name in ("reward", "metric") for fn in _decorated(kind, name)]
         problems = [
-            (len(self._seats) != 1, f"it has the agents {', '.join(self._seats)}; one can be trained"),
+            (len(self._seats) != 1, f"it has the agents {', '.join(self._seats)} instead of one"),
             (kind.NEEDS_CONTAINER, "its tasks need a container"),
             (bool(changed), f"it has its own {', '.join(changed)}"),
             (any(map(_needs_runtime, hooks)), "its rewards need a runtime"),
             (bool(_decorated(kind, "stop") or _decorated(kind, "intercept")), "it stops or changes single requests"),
-            (any(state_cls(type(t)) is not vf.State for t in self._toolsets()), "its tools share a state with it"),
+            (any(state_cls(type(t)) is not vf.State for t in self._toolsets()), "its tools share state with it"),
         ]
         for wrong, problem in problems:
             if wrong:
                 raise UserError(
-                    f"verifiers:{self.taskset}: {problem}, which this adapter does not run; write its tasks as a "
+                    f"verifiers:{self.taskset}: {problem}, which this adapter does not support; write its tasks as a "
                     "lockstep.rl.ConversationEnvironment"
                 )
 
 
 class _Seats:
-    """The agents of an environment, as its `run` finds them: by name."""
+    """The agents of an environment, which its `run` looks up by name."""
 
     def __init__(self, seats: dict[str, _Seat]):
         self.__dict__.update(seats)
 
 
 class _Seat:
-    """An agent whose replies are the chat's."""
+    """An agent whose replies come from the chat."""
 
     def __init__(self, chat: Chat, tools: Sequence[Callable[..., Any]], config: Any, traces: list[Any]):
         self.chat, self.tools, self.config, self.traces = chat, tools, config, traces
@@ -142,9 +142,7 @@ class _Seat:
     async def interaction(self, task: Any, **_: Any) -> AsyncIterator[_Interaction]:
         """An exchange with the caller as the user; scored when it is left."""
         if self.traces:
-            raise UserError(
-                "an environment of verifiers that runs its agent twice in an episode cannot be trained here"
-            )
+            raise UserError("a verifiers environment that runs its agent twice in an episode cannot be trained here")
         held = _Interaction(self, task)
         self.traces.append(held.trace)
         yield held
@@ -152,7 +150,7 @@ class _Seat:
 
 
 class _Interaction:
-    """The package's Interaction, as far as `run` may use it here: `turn` and `trace`."""
+    """The part of the package's Interaction that `run` can use here: `turn` and `trace`."""
 
     def __init__(self, seat: _Seat, task: Any):
         vf = _verifiers()
@@ -161,7 +159,7 @@ class _Interaction:
         self.trace = vf.Trace(task=described, agent=vf.AgentInfo(config=seat.config))
 
     async def turn(self, message: Any = None) -> Any:
-        """A message of the user, none where the task has a prompt to begin with, and what the model says to it."""
+        """A user message (none if the task starts with a prompt), and the model's reply to it."""
         vf, chat = _verifiers(), self.seat.chat
         if self.over:
             return vf_segment([], terminated=True)
@@ -185,7 +183,7 @@ class _Interaction:
         except ConversationOver:
             self.trace.stop("max_turns")
             self.over = True
-        # What was said before the limit still is an answer: the turn after it is the one that finds the end.
+        # What was said before the limit is still an answer; only the next turn reports the end.
         said = [node.message for node in self.trace.nodes[begin:]]
         return vf_segment(said, terminated=not said)
 
@@ -219,20 +217,20 @@ class _Interaction:
 
 
 def verifiers_tasks(name: str) -> type[Environment]:
-    """The class of a taskset, by the name of its package. Raises UserError where verifiers is missing."""
+    """The class of a taskset, by the name of its package. Raises UserError if verifiers is not installed."""
     _verifiers()
     return type("VerifiersTasks", (VerifiersTasks,), {"taskset": name, "__module__": __name__})
 
 
 def vf_segment(messages: list[Any], terminated: bool = False) -> Any:
-    """What a turn gives: the messages of the model and of its tools."""
+    """The result of a turn: the messages of the model and of its tools."""
     from verifiers.v1.agent import Segment
 
     return Segment(messages=messages, terminated=terminated)
 
 
 def _tools(toolset: Any) -> list[Callable[..., Any]]:
-    """Its tools as functions with the names that the package gives them."""
+    """Its tools as functions, named as the package names them."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     return [_tool(toolset, method) for method in discover_decorated(toolset, "tool")]

@@ -1,6 +1,6 @@
 """Grading completions: rewards by name, their weights, and rewards that fail.
 
-Nothing here imports torch: worker processes start in a fraction of a second.
+Nothing here imports torch, so that worker processes start in a fraction of a second.
 """
 
 from lockstep.rl.rewards.calling import LARGEST, Grader, Job, Outcome, call_rewards, refuse_none

@@ -1,4 +1,4 @@
-"""Calling an environment's reward, once for each completion, and saying what came of it in plain data."""
+"""Calls an environment's reward once per completion, and returns the outcome as plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.errors import one_line
 from lockstep.rl.environment import Environment, Example, source_file, user_line
 
 LARGEST = 1e18
-"""Rewards are trained on in float32, where the square of a larger one, or of a difference, would be infinite."""
+"""Training uses float32, in which the square of a larger reward, or of a difference, would be infinite."""
 
 RAISED, INVALID, TIMEOUT, MEMORY = "raised", "invalid", "timeout", "memory"
 KILLED, PROCESSES, OUTPUT = "killed", "processes", "output"
@@ -25,7 +25,7 @@ CAUSES = (RAISED, INVALID, TIMEOUT, MEMORY, KILLED, PROCESSES, OUTPUT)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Rewards by name, or the cause for which there are none and a sentence for the user."""
+    """Rewards by name, or the cause why there are none and a sentence for the user."""
 
     rewards: dict[str, float] = field(default_factory=dict)
     cause: str = ""
@@ -33,12 +33,12 @@ class Outcome:
 
 
 def failure(cause: str, message: str) -> Outcome:
-    """On one line, without control characters: a reward could forge a log's lines, or rewrite what a terminal shows."""
+    """The message is put on one line, without control characters: a reward could forge log lines or terminal output."""
     return Outcome(cause=cause, message=one_line(message, 2000))
 
 
 def described(error: BaseException) -> str:
-    """Its type and what it says, where that does not raise in turn."""
+    """Its type and message, unless that raises in turn."""
     try:
         said = str(error)
     except BaseException:
@@ -49,10 +49,10 @@ def described(error: BaseException) -> str:
 Job = tuple[Example, str]
 """What is graded: an example and a completion of it."""
 PATIENCE = 10
-"""Times rewards.seconds that a function may block the trainer's event loop before the run ends."""
+"""A function may block the trainer's event loop for this many times rewards.seconds before the run ends."""
 
 Grader = Callable[[Sequence[Job]], list[Outcome]]
-"""Rewards, wherever they run: the outcome of each job, in the same order. It raises nothing for a reward that fails."""
+"""Rewards, wherever they run: the outcome of each job, in the same order. Does not raise if a reward fails."""
 
 
 def call_rewards(
@@ -64,8 +64,8 @@ def call_rewards(
 ) -> None:
     """Calls `report(index, outcome)` for each job as soon as it is graded.
 
-    Plain functions run one after the other; coroutines `concurrent` at a time, each for `seconds` at most. Nothing here
-    can end a plain function.
+    Plain functions run one after another; coroutines `concurrent` at a time, each for at most `seconds`. Nothing here
+    can interrupt a plain function.
     """
     if not is_async(environment):
         for index, (example, completion) in enumerate(jobs):
@@ -73,7 +73,7 @@ def call_rewards(
                 outcome = outcome_of(environment.reward(example, completion), environment, example)
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # SystemExit too is the reward's
+            except BaseException as error:  # including SystemExit, which is the reward's
                 outcome = failed(error, environment, example)
             report(index, outcome)
         return
@@ -94,44 +94,44 @@ def call_rewards(
     try:
         called.result()
     finally:
-        called.cancel()  # does nothing to what is done
+        called.cancel()  # no effect if it is done
 
 
 class TimeUpError(Exception):
-    """A coroutine took longer than it may."""
+    """A coroutine exceeded its time limit."""
 
 
 async def within(seconds: float | None, value: Awaitable[Any]) -> Any:
-    """What `value` comes to. Raises TimeUpError after `seconds`, also where it goes on in spite of being cancelled."""
+    """The result of `value`. Raises TimeUpError after `seconds`, even if it keeps running despite being cancelled."""
     task = asyncio.ensure_future(value)
     task.add_done_callback(heard)
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
-        task.cancel()  # does nothing to one that is done
+        task.cancel()  # no effect if it is done
     if not task.done():
         raise TimeUpError
     return task.result()
 
 
 def heard(task: asyncio.Future[Any]) -> None:
-    """asyncio complains of an error that nobody has asked for, such as one after the time was up."""
+    """Retrieves an error, as asyncio warns about errors never retrieved, such as one after a timeout."""
     if not task.cancelled():
         task.exception()
 
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One for all steps: network clients belong to the loop that they were made in. A notebook has one of its own."""
+    """One loop for all steps: network clients belong to the loop that created them. A notebook has its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run, args=(loop,), name="rewards", daemon=True).start()
     return loop
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """asyncio ends a loop for SystemExit and KeyboardInterrupt in a task, when whoever awaits it has been told."""
+    """Restarts the loop: asyncio ends it on SystemExit or KeyboardInterrupt in a task, after notifying the awaiter."""
     while not loop.is_closed():
-        with suppress(SystemExit, KeyboardInterrupt):  # no signal comes to this thread: a reward raised them
+        with suppress(SystemExit, KeyboardInterrupt):  # this thread gets no signals: a reward raised them
             loop.run_forever()
 
 
@@ -150,7 +150,7 @@ async def _value(environment: Environment, example: Example, completion: str) ->
 
 
 def failed(error: BaseException, environment: Environment, example: Example, method: str = "reward") -> Outcome:
-    """What came of a call that ended with an error, or was ended."""
+    """The outcome of a call that ended with an error, or was ended."""
     if isinstance(error, MemoryError):
         return failure(MEMORY, about(environment, example, "ran out of memory", method))
     if isinstance(error, TimeUpError):
@@ -159,7 +159,7 @@ def failed(error: BaseException, environment: Environment, example: Example, met
 
 
 def raised(error: BaseException, environment: Environment, example: Example, method: str = "reward") -> Outcome:
-    """What came of a call that ended with an error: its file and line, and what it says."""
+    """The outcome of a call that raised: with file and line, and the error's message."""
     where = user_line(error, source_file(type(environment)))
     said = f"failed on example {example.name} ({described(error)})"
     return failure(RAISED, f"{where}: {type(environment).__name__}.{method} {said}")
@@ -170,7 +170,7 @@ def about(environment: Environment, example: Example, problem: str, method: str 
 
 
 def outcome_of(value: Any, environment: Environment, example: Example, method: str = "reward") -> Outcome:
-    """Rewards by name, of what `method` returned: finite numbers of at most LARGEST, or INVALID."""
+    """Rewards by name, from what `method` returned: finite numbers of at most LARGEST, or INVALID."""
     rewards = value if isinstance(value, dict) else {"reward": value}
     if not rewards and environment.has_rewards:
         return failure(INVALID, about(environment, example, "returned no reward", method))
@@ -185,7 +185,7 @@ def outcome_of(value: Any, environment: Environment, example: Example, method: s
 
 
 def finite(value: Any) -> float | None:
-    """The value as a float; None where it is no number, not finite or too large."""
+    """The value as a float; None if it is not a number, not finite or too large."""
     if not isinstance(value, Real) and not _is_numpy_bool(value):
         return None
     try:
@@ -196,7 +196,7 @@ def finite(value: Any) -> float | None:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    """The one scalar of NumPy's that is no Real. By its name: a worker need not import NumPy."""
+    """Whether it is NumPy's bool, which is not a Real. Checked by name, as a worker need not import NumPy."""
     return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
@@ -207,9 +207,9 @@ def _shown(value: Any) -> str:
 
 
 def outcome_from(answer: Any) -> Outcome:
-    """[rewards, cause, message] of another process as the trainer believes it: finite numbers by names, or a cause.
+    """[rewards, cause, message] from another process, checked by the trainer: finite numbers by name, or a cause.
 
-    There may be none, of an environment that has no rewards; of any other `refuse_none` says so.
+    Rewards can be empty for an environment that has none; for any other, `refuse_none` reports it.
     """
     try:
         rewards, cause, message = answer
@@ -217,14 +217,14 @@ def outcome_from(answer: Any) -> Outcome:
             return failure(cause if cause in CAUSES else KILLED, str(message))
         numbers = {str(name): number for name, value in rewards.items() if (number := finite(value)) is not None}
     except (TypeError, ValueError, AttributeError) as error:
-        return failure(KILLED, f"a worker answered what is no reward ({error})")
+        return failure(KILLED, f"a worker returned something that is not a reward ({error})")
     if len(numbers) < len(rewards):
-        return failure(KILLED, "a worker's answer is not a number")
+        return failure(KILLED, "a worker returned something that is not a number")
     return Outcome(numbers)
 
 
 def refuse_none(outcome: Outcome, environment: Environment) -> Outcome:
-    """The outcome, or a failure where there is neither a reward nor a cause and the environment has rewards."""
+    """The outcome, or a failure if there is neither a reward nor a cause although the environment has rewards."""
     if outcome.rewards or outcome.cause or not environment.has_rewards:
         return outcome
-    return failure(KILLED, "a worker's answer is not a number")
+    return failure(KILLED, "a worker returned something that is not a number")

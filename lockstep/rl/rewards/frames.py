@@ -18,15 +18,15 @@ MOST_BYTES = 2**28
 
 
 class Closed(Exception):
-    """The other side is gone, or has written what is no message."""
+    """The other side is gone, or has written something that is not a message."""
 
 
 class Silent(Closed):
-    """No message has come in time."""
+    """No message arrived in time."""
 
 
 def chunk_of(jobs: Sequence[PlainJob]) -> dict[str, Any]:
-    """Jobs as one message, in which the example that several completions share stands once."""
+    """Jobs as one message, which contains an example shared by several completions only once."""
     examples = {id(example): example for example, _ in jobs}
     places = {key: place for place, key in enumerate(examples)}
     return {"examples": list(examples.values()), "jobs": [[places[id(each)], text] for each, text in jobs]}
@@ -38,29 +38,29 @@ def jobs_in(chunk: dict[str, Any]) -> list[PlainJob]:
 
 
 def encode(message: Any) -> bytes:
-    """A message as it goes through a pipe; `bytes` are JSON already."""
+    """A message as it goes through a pipe; `bytes` are already JSON."""
     body = message if isinstance(message, bytes) else json.dumps(message).encode()
     if len(body) > MOST_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes; {MOST_BYTES} is the most")
+        raise ValueError(f"a message of {len(body)} bytes; at most {MOST_BYTES} are allowed")
     return LENGTH.pack(len(body)) + body
 
 
 def take(buffer: bytearray, most_bytes: int = MOST_BYTES) -> Any:
-    """The first message of `buffer`, taken out of it; None where it is not whole yet. Raises Closed."""
+    """The first message in `buffer`, removed from it; None if it is not complete yet. Raises Closed."""
     body = take_body(buffer, most_bytes)
     return None if body is None else decode(body)
 
 
 def decode(body: bytes) -> Any:
-    """What a message's JSON says. Raises Closed where it is none."""
+    """A message's JSON, decoded. Raises Closed if it is invalid."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Closed(f"no JSON: {error}") from error
+        raise Closed(f"not JSON: {error}") from error
 
 
 def take_body(buffer: bytearray, most_bytes: int = MOST_BYTES) -> bytes | None:
-    """The JSON of the first message of `buffer`, as it is; None where it is not whole yet. Raises Closed."""
+    """The raw JSON of the first message in `buffer`; None if it is not complete yet. Raises Closed."""
     if len(buffer) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack_from(buffer)
@@ -74,8 +74,8 @@ def take_body(buffer: bytearray, most_bytes: int = MOST_BYTES) -> bytes | None:
 
 
 def send(pipe: int, *messages: Any, seconds: float = 60.0) -> None:
-    """Writes to a non-blocking pipe, at once: each write wakes the reader. Raises Closed where it is not read for so
-    long."""
+    """Writes to a non-blocking pipe in one go, as each write wakes the reader. Raises Closed if nothing is read for
+    `seconds`."""
     left = memoryview(b"".join(map(encode, messages)))
     until = time.monotonic() + seconds
     while left:
@@ -95,27 +95,27 @@ def receive(pipe: int, buffer: bytearray, seconds: float | None = None) -> Any:
 
 
 def receive_body(pipe: int, buffer: bytearray, seconds: float | None = None) -> bytes:
-    """The JSON of the next message, as it is. Raises Closed, and Silent, after which it may be asked again."""
+    """The raw JSON of the next message. Raises Closed, and Silent, after which it can be called again."""
     until = None if seconds is None else time.monotonic() + seconds
     while (message := take_body(buffer)) is None:
         left = None if until is None else max(0.0, until - time.monotonic())
         if not _ready(pipe, select.POLLIN, left):
             raise Silent(f"no answer for {seconds:g} s")
         if not (read := os.read(pipe, 2**16)):
-            raise Closed("the end of the pipe")
+            raise Closed("end of the pipe")
         buffer += read
     return message
 
 
 def _ready(pipe: int, event: int, seconds: float | None) -> bool:
-    """Waits for a pipe. By poll, for select takes no number above 1023, and a trainer may have that many files open."""
+    """Waits for a pipe. Uses poll, as select cannot handle descriptors above 1023, which a trainer may have open."""
     poll = select.poll()
     poll.register(pipe, event)
     return bool(poll.poll(None if seconds is None else math.ceil(1000 * seconds)))
 
 
 class Stream:
-    """One end of a pipe or socket that is never waited for: bytes that have come, and those that are still to go."""
+    """One end of a non-blocking pipe or socket: bytes received, and bytes still to be sent."""
 
     def __init__(self, reads: int, writes: int):
         self.reads, self.writes = reads, writes
@@ -124,12 +124,12 @@ class Stream:
         self.inbox, self.outbox = bytearray(), bytearray()
 
     def put(self, message: Any) -> None:
-        """Sends a message, as far as it is taken now; `flush` sends the rest."""
+        """Sends as much of a message as can be written now; `flush` sends the rest."""
         self.outbox += encode(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what it can. Raises Closed where nobody reads any more."""
+        """Sends what it can. Raises Closed if the reader is gone."""
         try:
             while self.outbox:
                 del self.outbox[: os.write(self.writes, self.outbox[: 2**20])]
@@ -139,7 +139,7 @@ class Stream:
             raise Closed(str(error)) from error
 
     def messages(self, most_bytes: int = MOST_BYTES) -> Iterator[Any]:
-        """What is there, of what has come whole. Raises Closed at the end."""
+        """The complete messages received so far. Raises Closed at the end."""
         try:
             read = os.read(self.reads, 2**20)
         except BlockingIOError:
@@ -150,7 +150,7 @@ class Stream:
         while (message := take(self.inbox, most_bytes)) is not None:
             yield message
         if read == b"":
-            raise Closed("the end of the pipe")
+            raise Closed("end of the pipe")
 
     def events(self) -> list[tuple[int, int]]:
         """What to poll for."""

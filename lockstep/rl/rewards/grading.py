@@ -1,4 +1,4 @@
-"""From what rewards returned to the total that is trained on, and what to do about those that failed."""
+"""From returned rewards to the total that is trained on, and what to do about rewards that failed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Grade:
     total: float
     by_name: dict[str, float]
     failure: str = ""
-    """Why there are none: `timeout`, `raised`, `memory` …; empty where there are."""
+    """Why there are none: `timeout`, `raised`, `memory` …; empty if there are."""
 
 
 def grade(environment: Environment, examples: Sequence[Example], completions: Sequence[str]) -> list[Grade]:
-    """Rewards of each completion of the example beside it, in this process.
+    """Rewards of each completion of the corresponding example, in this process.
 
-    A single number goes by the name `reward`; True and False are 1 and 0. Raises UserError, naming the example, for a
-    reward that is NaN, above `LARGEST` or no number, for names that vary between examples, and for an error in
-    the environment's own code.
+    A single number is named `reward`; True and False are 1 and 0. Raises UserError, naming the example, for a reward
+    that is NaN, above `LARGEST` or not a number, for names that vary between examples, and for an error in the
+    environment's own code.
     """
     jobs = list(zip(examples, completions, strict=True))
     outcomes = grade_here(environment, jobs)
@@ -42,9 +42,9 @@ def grade_here(
     concurrent: int = 32,
     moved: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Outcomes of rewards that run in this process: what they raise is caught, but only a coroutine can be ended.
+    """Outcomes of rewards that run in this process: what they raise is caught, but only coroutines can be timed out.
 
-    `moved` is called for each.
+    `moved` is called after each.
     """
     outcomes: dict[int, Outcome] = {}
 
@@ -57,9 +57,10 @@ def grade_here(
 
 
 def totals(environment: Environment, jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[Grade]:
-    """The weighted sum of each job's rewards; 0 where they failed.
+    """The weighted sum of each job's rewards; 0 if they failed.
 
-    Raises UserError for names that vary between examples, for a weight of no reward, and for a total that is too large.
+    Raises UserError for names that vary between examples, for a weight without a reward, and for a total that is too
+    large.
     """
     grades: list[Grade] = []
     names: list[str] = []
@@ -82,7 +83,7 @@ def _total(environment: Environment, example: Example, by_name: dict[str, float]
     weights = environment.reward_weights
     if unknown := sorted(weights.keys() - by_name.keys()):
         raise UserError(
-            f"{type(environment).__name__}.reward_weights names {unknown[0]!r}, which is no reward of example "
+            f"{type(environment).__name__}.reward_weights names {unknown[0]!r}, which is not a reward of example "
             f"{example.name}.{closest(unknown[0], by_name)} There {'are' if len(by_name) > 1 else 'is'} "
             f"{', '.join(by_name)}"
         )
@@ -96,7 +97,7 @@ def _total(environment: Environment, example: Example, by_name: dict[str, float]
 
 
 def failures(outcomes: Sequence[Outcome]) -> str:
-    """How many rewards failed, by cause, and the first, in a sentence; empty where none did."""
+    """How many rewards failed, by cause, and the first failure, in a sentence; empty if none did."""
     causes = Counter(o.cause for o in outcomes if o.cause)
     if not causes:
         return ""
@@ -106,6 +107,6 @@ def failures(outcomes: Sequence[Outcome]) -> str:
 
 
 def refuse_too_many(outcomes: Sequence[Outcome], limit: float) -> None:
-    """Raises UserError where a larger share than `limit` failed."""
+    """Raises UserError if a larger fraction than `limit` failed."""
     if sum(bool(o.cause) for o in outcomes) > limit * len(outcomes):
         raise UserError(f"more rewards failed than rewards.failure_limit {limit:g} allows: {failures(outcomes)}")

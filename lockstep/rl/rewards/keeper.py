@@ -1,9 +1,9 @@
 """The process that keeps one worker: loads the environment once, forks the worker from it, and enforces the limits.
 
-Started by `workers.py`. A worker that hangs, dies, forks too much or prints too much is killed with everything below
-it, and the next one is there in milliseconds, whatever the environment imports. What was at fault is the job that the
-worker had begun. It may be innocent where earlier jobs left something behind (memory, threads, processes): then it is
-graded again by a new worker, alone, before it is blamed.
+Started by `workers.py`. A worker that hangs, dies, forks too much or prints too much is killed with all its
+descendants, and the next one is ready in milliseconds, whatever the environment imports. The job that the worker had
+started is at fault, unless earlier jobs may have left something behind (memory, threads, processes): then it is graded
+again by a new worker, alone, before it is blamed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lockstep.rl.rewards.frames import Closed, PlainJob, chunk_of, decode, jobs_
 from lockstep.rl.rewards.worker import BEGUN, work
 
 POLL_SECONDS = 0.1
-"""How often a worker's processes are counted while a reward runs."""
+"""Interval at which a worker's processes are counted while a reward runs."""
 ANSWER_BYTES = 2**20
-"""Of one answer: a reward with names for a megabyte is no reward."""
+"""Most bytes of one answer: a megabyte of reward names is not a reward."""
 
 CONVERSE = "converse"
-"""From here on conversations, until both sides have said DONE."""
+"""Starts conversations, until both sides have sent DONE."""
 DONE = "done"
 
 Answer = list[Any]
@@ -60,7 +60,7 @@ class Worker:
         self.unused = True
 
     def ends(self) -> tuple[int, int, int]:
-        """The keeper's, of its pipes."""
+        """The keeper's ends of its pipes."""
         return self.requests, self.replies, self.output
 
     def end(self, spared: frozenset[int]) -> None:
@@ -76,14 +76,14 @@ class Keeper:
         self.environment, self.limits, self.trainer = environment, limits, (orders, answers)
         self.all_at_once = is_async(environment)
         self.worker: Worker | None = None
-        # What the environment started while it was loaded belongs to no worker.
+        # Processes that the environment started while it was loaded belong to no worker.
         self.own = frozenset(descendants(os.getpid()))
         self.log_left = limits["output_kib"] * 1024
 
     def grade(self, count: int, chunk: bytes) -> list[Answer]:
         """The answer to each of the `count` jobs of a chunk, which is JSON, in order."""
         answers: dict[int, Answer] = {}
-        jobs: list[PlainJob] = []  # read only where some are to be asked again
+        jobs: list[PlainJob] = []  # decoded only if some must be sent again
         waiting, suspects = list(range(count)), deque[int]()
         while waiting or suspects:
             if suspects:
@@ -100,7 +100,7 @@ class Keeper:
                 continue
             self.end_worker()
             jobs = jobs or jobs_in(decode(chunk))
-            # Of coroutines, each that has not answered may be the one.
+            # With coroutines, any that has not answered may be at fault.
             begun_jobs = [i for i in asked if i not in answers] if self.all_at_once else [asked[begun]]
             waiting += [i for i in asked if i not in answers and i not in begun_jobs]
             first = fresh and begun_jobs == asked[:1]
@@ -109,7 +109,7 @@ class Keeper:
             else:
                 suspects.extend(begun_jobs)
         if self.worker and _data_bytes(self.worker.process) > self.limits["memory_gib"] * 2**29:
-            self.end_worker()  # it leaks: half of the limit is gone
+            self.end_worker()  # it leaks: half of the limit is used up
         return [answers[index] for index in range(count)]
 
     def end_worker(self) -> None:
@@ -118,22 +118,22 @@ class Keeper:
             self.worker = None
 
     def _ask(self, worker: Worker, asked: list[int], chunk: Any, answers: dict[int, Answer]) -> tuple[str, int]:
-        """Fills `answers` in; returns the cause that ended the worker before all were there, if any, and the place in
-        `asked` of the job that it had begun."""
-        # A worker that dies before it begins has begun the first.
+        """Fills in `answers`; returns the cause that ended the worker before all were there, if any, and the index in
+        `asked` of the job that it had started."""
+        # A worker that dies before it starts counts as having started the first.
         worker.begun[:] = BEGUN.pack(0)
         try:
             send(worker.requests, chunk, seconds=self.limits["seconds"])
         except Closed:
             return KILLED, 0
-        # Coroutines end by their own clock, unless one of them holds up the others.
+        # Coroutines have their own timeouts, unless one of them blocks the others.
         patience = self.limits["seconds"] + (1.0 if self.all_at_once else 0.0)
         began = counted = time.monotonic()
         begun, seen, printed, missing = 0, 0, 0, len(asked)
         while missing:
             pipes = [worker.replies, worker.output, self.trainer[0]]
             ready, _, _ = select.select(pipes, [], [], min(POLL_SECONDS, patience))
-            if self.trainer[0] in ready:  # nothing is due from there but its end: the trainer is gone
+            if self.trainer[0] in ready:  # nothing else is expected from it now: the trainer is gone
                 self.end_worker()
                 os._exit(0)
             now, (newly,) = time.monotonic(), BEGUN.unpack(worker.begun[:])
@@ -141,10 +141,10 @@ class Keeper:
                 began, printed, seen, begun = now, 0, newly, min(max(newly, 0), len(asked) - 1)
             if now - counted >= POLL_SECONDS:
                 counted = now
-                # Below this process, which adopts what a worker's children leave behind; the worker is one of them.
+                # Counted below this process, which adopts orphans of the worker's children, and minus the worker.
                 if len(descendants(os.getpid())) - len(self.own) - 1 > self.limits["processes"]:
                     return PROCESSES, begun
-            # What was printed comes before the answer that follows it.
+            # Output is read before the answer that follows it.
             printed += self.read_output(worker.output)
             if printed > self.limits["output_kib"] * 1024:
                 return OUTPUT, begun
@@ -163,29 +163,29 @@ class Keeper:
                             answers[asked[place]] = result
                             missing -= 1
                 except (Closed, LookupError, TypeError, ValueError):
-                    return KILLED, begun  # by a reward that writes into its worker's pipes
+                    return KILLED, begun  # a reward wrote into its worker's pipes
             elif now >= began + patience:
                 return TIMEOUT, begun
         return "", 0
 
     def read_output(self, output: int) -> int:
-        """Takes what was printed, keeps the beginning of it, and returns how many bytes it was."""
+        """Reads what was printed, logs the beginning of it, and returns the number of bytes."""
         count = 0
         with contextlib.suppress(BlockingIOError):
             while count <= self.limits["output_kib"] * 1024 and (read := os.read(output, 2**16)):
                 count += len(read)
                 if kept := read[: self.log_left]:
                     self.log_left -= len(kept)
-                    with contextlib.suppress(OSError):  # a full disk costs the log alone
+                    with contextlib.suppress(OSError):  # a full disk only costs the log
                         os.write(2, kept)
         return count
 
     def message(self, cause: str, example: dict[str, Any], method: str = "reward") -> str:
-        """What the user is told of a call that was ended for a cause."""
+        """What the user is told about a call that was killed for a cause."""
         limits = self.limits
         problem = {
             TIMEOUT: f"took longer than rewards.seconds {limits['seconds']:g}",
-            MEMORY: f"needs more than rewards.memory_gib {limits['memory_gib']:g}",
+            MEMORY: f"needed more than rewards.memory_gib {limits['memory_gib']:g}",
             KILLED: "ended its worker process",
             PROCESSES: f"started more than rewards.processes {limits['processes']}",
             OUTPUT: f"printed more than rewards.output_kib {limits['output_kib']}",
@@ -194,7 +194,7 @@ class Keeper:
 
 
 def _data_bytes(process: int) -> int:
-    """What RLIMIT_DATA counts, or about; 0 where the kernel does not tell."""
+    """Approximately what RLIMIT_DATA counts; 0 if the kernel does not report it."""
     try:
         with open(f"/proc/{process}/statm") as file:
             return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
@@ -203,14 +203,14 @@ def _data_bytes(process: int) -> int:
 
 
 def main() -> None:
-    """Reads orders from its standard input until that ends, and writes answers to its standard output.
+    """Reads orders from standard input until it ends, and writes answers to standard output.
 
-    An order is a number of jobs, which follow, or CONVERSE.
+    An order is the number of jobs that follow, or CONVERSE.
     """
     orders, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # what an environment prints while it is loaded goes into the log
+    os.dup2(2, 1)  # what an environment prints while it is loaded goes to the log
     os.set_blocking(answers, False)
     adopt_orphans()
     buffer = bytearray()

@@ -1,4 +1,4 @@
-"""A process that grades: forked by its keeper, which has loaded the environment and ends it when it breaks a limit."""
+"""A process that grades: forked by its keeper, which has loaded the environment and kills it if it exceeds a limit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lockstep.rl.rewards.frames import encode, receive
 
 BEGUN = struct.Struct("<q")
 ANSWER_SECONDS = 0.02
-"""Answers of plain functions wait so long for others: a message for each would cost more than a cheap reward."""
+"""How long answers of plain functions are batched: a message for each would cost more than a cheap reward."""
 
 
 def work(
     environment: Environment, limits: dict[str, Any], begun: mmap.mmap, requests: int, replies: int, output: int
 ) -> None:
-    """Grades what comes from `requests` and answers in `replies`; never returns.
+    """Grades what arrives in `requests` and answers in `replies`; never returns.
 
-    `begun` is shared with the keeper and holds the index of the job that a plain function has begun.
+    `begun` is shared with the keeper and holds the index of the job that a plain function has started.
     """
     confine(limits, output)
     own = os.getpid()
@@ -42,9 +42,9 @@ def work(
         def report(index: int, outcome: Outcome) -> None:
             nonlocal missing, last
             if os.getpid() != own:
-                os._exit(0)  # a reward forked and returned twice: this is not the process that was asked
+                os._exit(0)  # a reward forked and returned twice: this is not the original process
             for printed in (sys.stdout, sys.stderr):
-                printed.flush()  # while this job is still the one that has begun
+                printed.flush()  # while this job still counts as the current one
             answers.append([index, outcome.rewards, outcome.cause, outcome.message])
             missing -= 1
             begun[:] = BEGUN.pack(index + 1)
@@ -58,8 +58,8 @@ def work(
 
 
 def confine(limits: dict[str, Any], output: int) -> None:
-    """What a process that was forked from its keeper does first; what it prints goes to `output`."""
-    os.setsid()  # a group of its own, to be killed as one
+    """First steps of a process forked from its keeper; what it prints goes to `output`."""
+    os.setsid()  # its own group, to be killed as one
     die_with_parent()
     adopt_orphans()  # so that they are known to be its own
     for stream in (1, 2):
@@ -68,9 +68,9 @@ def confine(limits: dict[str, Any], output: int) -> None:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """Of what this process writes itself: RLIMIT_DATA counts private memory.
+    """Limits memory that this process writes itself: RLIMIT_DATA counts private memory.
 
-    RLIMIT_AS would count libraries and what is merely reserved: several gigabytes where torch is imported.
+    RLIMIT_AS would also count libraries and reserved memory: several gigabytes if torch is imported.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)

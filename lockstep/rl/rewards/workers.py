@@ -1,4 +1,4 @@
-"""The trainer's side of the reward workers: a keeper process for each, and jobs shared out between them."""
+"""The trainer's side of the reward workers: a keeper process for each, and jobs divided among them."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from lockstep.rl.rewards.frames import Closed, PlainJob, Silent, Stream, chunk_o
 from lockstep.rl.rewards.grading import grade_here
 
 CHUNK = 64
-"""Jobs of a message to a worker, at most: fewer towards the end, so that all workers end at about the same time."""
+"""Most jobs per message to a worker; fewer towards the end, so that all workers finish at about the same time."""
 KEEPER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lockstep.rl.rewards.keeper import main; main()"
-"""What a keeper runs: it finds modules where the trainer does."""
+"""What a keeper runs: it has the trainer's module search path."""
 START_SECONDS = 600.0
-"""For an environment to be imported, with all that it imports itself."""
+"""Timeout for importing an environment, with all that it imports itself."""
 
 LOOK_SECONDS = 1.0
-"""How often the trainer looks at a keeper that says nothing: a reward may have stopped it."""
+"""Interval at which the trainer checks a silent keeper: a reward may have stopped it."""
 STOPPED_LOOKS = 3
-"""In a row that find a keeper stopped, before it is given up. A job that suspends all its processes and lets them
-continue, this one first, stops it for less."""
+"""Checks in a row that must find a keeper stopped before it is given up. A job that suspends all its processes and
+resumes them, this one first, stops it for less."""
 END_SECONDS = 15.0
-"""For a keeper to end by itself, with all that is below it, before it is killed."""
-ENDED_KEEPER = "ended or stopped the workers' keeper"
-"""What the user is told of it."""
+"""How long a keeper may take to end itself and all its descendants before it is killed."""
+ENDED_KEEPER = "killed or stopped the workers' keeper"
+"""What the user is told about it."""
 
 
 @contextmanager
 def open_grader(
     config: RLConfig, environment: Environment, is_given: bool, folder: Path, moved: Callable[[], None] = lambda: None
 ) -> Iterator[Grader]:
-    """Workers, or this process, as `config.rewards` says; an environment that `is_given` as an object stays here.
+    """Workers, or this process, as `config.rewards` says; an environment given as an object (`is_given`) stays here.
 
     `moved` is called, from any thread, whenever some are graded.
 
-    Raises UserError as `open_workers` does, and where an object is to be isolated.
+    Raises UserError as `open_workers` does, and if an object would have to be isolated.
     """
     isolate = config.rewards.isolate
     if is_given and isolate == "always":
         raise UserError(
             'rewards.isolate is "always", but the environment is given as an object, which other processes cannot '
-            "make again; put its class in a file and set environment = FILE.py:Class"
+            "recreate; put its class in a file and set environment = FILE.py:Class"
         )
     package, colon, _ = config.environment.partition(":")
     of_a_file = bool(colon) and package not in ADAPTERS
@@ -70,22 +70,22 @@ def open_grader(
 
 
 def own_limit(config: RewardConfig, grader: Grader) -> float:
-    """Seconds that the trainer may wait for rewards, or for a conversation's environment, without hearing of them."""
+    """Seconds that the trainer may wait for rewards, or for a conversation's environment, without any progress."""
     if not isinstance(grader, Workers):
         return PATIENCE * config.seconds
     return START_SECONDS + _patience(config, CHUNK)
 
 
 def _patience(config: RewardConfig, jobs: int) -> float:
-    """Seconds for a chunk: each job takes its time at most twice, in a worker with others and alone."""
+    """Seconds for a chunk: each job can use its time limit twice, once in a worker with others and once alone."""
     return 60.0 + 2 * jobs * (config.seconds + 2.0)
 
 
 @contextmanager
 def open_workers(config: RLConfig, folder: Path, moved: Callable[[], None] = lambda: None) -> Iterator[Workers]:
-    """Workers for the environment that `config` names, ended with all their processes on leaving.
+    """Workers for the environment that `config` names; on exit they are ended with all their processes.
 
-    They log to `folder/rewards_N.log`. Raises UserError where the environment cannot be loaded there.
+    They log to `folder/rewards_N.log`. Raises UserError if the environment cannot be loaded there.
     """
     rewards = config.rewards
     count = rewards.workers or min(8, max(1, (os.cpu_count() or 1) // 2))
@@ -102,17 +102,17 @@ def open_workers(config: RLConfig, folder: Path, moved: Callable[[], None] = lam
 
 @dataclass(frozen=True)
 class Workers:
-    """Keepers, each with its worker. It is a Grader; conversations are held in processes of the same keepers."""
+    """Keepers, each with its worker. A Grader; conversations run in processes of the same keepers."""
 
     keepers: Sequence[KeeperProcess]
     moved: Callable[[], None] = lambda: None
-    """Called, from any thread, whenever something has come from them."""
+    """Called, from any thread, whenever something has arrived from them."""
 
     def __call__(self, jobs: Sequence[Job]) -> list[Outcome]:
         return _grade(self.keepers, jobs, self.moved)
 
     def awaited(self) -> str:
-        """Those that grade just now: `reward worker 0, reward worker 2`."""
+        """Those that are currently grading: `reward worker 0, reward worker 2`."""
         return ", ".join(
             f"reward worker {number}{', which a signal has stopped' if keeper.stopped else ''}"
             for number, keeper in enumerate(self.keepers)
@@ -121,7 +121,7 @@ class Workers:
 
 
 def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callable[[], None]) -> list[Outcome]:
-    """Every job's outcome, in order. A thread for each keeper takes chunks until none are left."""
+    """Every job's outcome, in order. One thread per keeper takes chunks until none are left."""
     plain: dict[int, dict[str, Any]] = {}  # by identity: the completions of a group share their example
     for example, _ in jobs:
         if id(example) not in plain:
@@ -159,31 +159,31 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
             thread.join()
     finally:
         with lock:
-            waiting.clear()  # a signal waits for nobody, and the others take no more
+            waiting.clear()  # after a signal, the other threads take no more
     if errors:
         raise errors[0]
     return [outcomes[index] for index in range(len(jobs))]
 
 
 class KeeperProcess:
-    """A keeper process, started again where a reward has ended it."""
+    """A keeper process, restarted if a reward has killed it."""
 
     def __init__(self, environment: dict[str, Any], config: RewardConfig, log: Path):
         self.environment, self.config, self.log = environment, config, log
-        # What it starts inherits this, and can be found by it when the keeper is gone.
+        # Its descendants inherit this, and can be found by it when the keeper is gone.
         self.mark = "LOCKSTEP_KEEPER", secrets.token_hex()
         self.process: subprocess.Popen[bytes] | None = None
         self.grades = False
         """Whether the trainer waits for its answers; read by another thread."""
         self.stopped = 0
-        """Looks in a row that have found it stopped."""
+        """Checks in a row that have found it stopped."""
         self.closed = False
         self._ending = threading.Lock()
-        """A thread that waits for an answer ends a keeper that is gone, and so does the run's own end."""
+        """Both a thread that waits for an answer and the end of the run can end a keeper."""
         self.start()
 
     def grade(self, jobs: list[PlainJob]) -> list[Outcome]:
-        """Outcomes of jobs. What takes the keeper with it is graded again one by one, to find the job at fault."""
+        """Outcomes of jobs. If they bring the keeper down, they are graded again one by one, to find the culprit."""
         try:
             return self._ask(jobs)
         except Closed:
@@ -201,7 +201,7 @@ class KeeperProcess:
         return [outcome_from(answer) for answer in answers]
 
     def start(self) -> None:
-        """Raises Closed where nobody wants it any more: a thread may still wait for its answer."""
+        """Raises Closed if it is no longer wanted: a thread may still be waiting for its answer."""
         self.end()
         if self.closed:
             raise Closed("the run ends")
@@ -214,7 +214,7 @@ class KeeperProcess:
                 bufsize=0,
                 # Ctrl-C is for the trainer, which ends its workers.
                 start_new_session=True,
-                # A worker is one of several, and OpenMP's threads do not survive the fork that it comes from.
+                # A worker is one of several, and OpenMP threads do not survive its fork.
                 env={**os.environ, "OMP_NUM_THREADS": "1", self.mark[0]: self.mark[1]},
             )
         assert self.process.stdin and self.process.stdout
@@ -223,12 +223,12 @@ class KeeperProcess:
         self.send({"environment": self.environment, "limits": asdict(self.config)})
 
     def send(self, *messages: Any) -> None:
-        """Raises Closed where they are not read."""
+        """Raises Closed if they are not read."""
         send(self.stream.writes, *messages)
 
     def receive(self, seconds: float) -> Any:
-        """The next message. Raises Closed where there is none for so long, or the keeper stays stopped."""
-        # Looks are counted, for the clock runs on while this process itself is stopped.
+        """The next message. Raises Closed if there is none within `seconds`, or the keeper stays stopped."""
+        # Checks are counted, as the clock runs on while this process itself is stopped.
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
             with contextlib.suppress(Silent):
                 return receive(self.stream.reads, self.stream.inbox, LOOK_SECONDS)
@@ -239,25 +239,25 @@ class KeeperProcess:
         raise Closed(f"no answer for {seconds:g} s")
 
     def stays_stopped(self) -> bool:
-        """Whether the last STOPPED_LOOKS calls, which are to be LOOK_SECONDS apart, have found it stopped."""
+        """Whether the last STOPPED_LOOKS calls, which should be LOOK_SECONDS apart, have found it stopped."""
         process = self.process
         self.stopped = self.stopped + 1 if process and is_stopped(process.pid) else 0
         return self.stopped >= STOPPED_LOOKS
 
     def await_ready(self) -> None:
-        """Starts it where it has ended. Raises UserError where it cannot load the environment."""
+        """Starts it if it has ended. Raises UserError if it cannot load the environment."""
         if self.process is None:
             self.start()
         if self.ready:
             return
         try:
-            # Without looks at it: were it given up here, the run would end.
+            # Without checks whether it is stopped: giving it up here would end the run.
             error = receive(self.stream.reads, self.stream.inbox, START_SECONDS)["error"]
         except Closed as closed:
             error = f"its process ended ({closed})"
         if error:
             raise UserError(
-                f"{self.environment['name']} cannot be loaded in a reward worker: {error}. {self.log} has more; "
+                f"{self.environment['name']} cannot be loaded in a reward worker: {error}. See {self.log}; "
                 'rewards.isolate = "never" grades in the trainer\'s own process'
             )
         self.ready = True
@@ -268,7 +268,7 @@ class KeeperProcess:
         self.end()
 
     def end(self) -> None:
-        """Ends the keeper, which ends its worker and all that the worker has started."""
+        """Ends the keeper, which kills its worker and all that the worker has started."""
         with self._ending:
             self._end()
 
@@ -286,15 +286,15 @@ class KeeperProcess:
             self.process.wait()
         self.process.stdout.close()
         if self.process.returncode:
-            end_marked("=".join(self.mark))  # it did not end itself, nor what was below it
+            end_marked("=".join(self.mark))  # it did not shut down cleanly, so its descendants may be left
         self.process = None
-        with contextlib.suppress(FileNotFoundError):  # somebody has cleared it away
+        with contextlib.suppress(FileNotFoundError):  # already deleted
             if not self.log.stat().st_size:
                 self.log.unlink()
 
 
 def fields_of(example: Example) -> dict[str, Any]:
-    """An example as plain data. Raises UserError where its metadata is none."""
+    """An example as plain data. Raises UserError if its metadata is not plain data."""
     fields = {"prompt": example.prompt, "answer": example.answer, "id": example.id}
     if not example.metadata:
         return fields
@@ -305,7 +305,8 @@ def fields_of(example: Example) -> dict[str, Any]:
         plain = False
     if not plain:
         raise UserError(
-            f"the metadata of example {example.name} does not come back from JSON as it is, so it cannot be sent to a "
-            'reward worker; use text, numbers, lists and dicts with text as keys, or set rewards.isolate = "never"'
+            f"the metadata of example {example.name} does not survive a round trip through JSON, so it cannot be sent "
+            "to a reward worker; use strings, numbers, lists and dicts with string keys, or set "
+            'rewards.isolate = "never"'
         )
     return {**fields, "metadata": metadata}

@@ -1,4 +1,4 @@
-"""Model-written code in a process of its own, without network, files, other processes or an end to its limits."""
+"""Model-written code in a separate, limited process, without network, files or access to other processes."""
 
 from lockstep.rl.sandbox.run import Result, SandboxError, SandboxLimits, missing_protections, run_code
 

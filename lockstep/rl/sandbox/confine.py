@@ -1,8 +1,8 @@
-"""What runs between the caller and model-written code: confines itself, forks the code, and says how it ended.
+"""What runs between the caller and model-written code: confines itself, forks the code, and reports how it ended.
 
-Three processes. The first waits, and ends everything where there is no process namespace. The second, first in a
-process namespace of its own, gives up all it can; when it ends, the kernel ends whatever is left in the namespace. The
-third has the limits and becomes the code. `settings` is plain data, see `run.py`.
+Three processes. The first waits, and kills everything if there is no process namespace. The second, the first in its
+own process namespace, drops all privileges it can; when it ends, the kernel kills whatever is left in the namespace.
+The third has the limits and becomes the code. `settings` is plain data, see `run.py`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lockstep.rl.processes import adopt_orphans, die_with_parent, end_tree
 from lockstep.rl.sandbox import landlock, namespaces
 
 NAMESPACES, KEYS, FILES, USER, LANDLOCK = "namespaces", "keys", "files", "user", "landlock"
-"""Protections: no network and no other processes; none of the caller's keys; a root of its own; a user who owns nothing
-in place of root; no mounts, no TCP and no signals, whatever the others leave open."""
+"""Protections: no network and no other processes; none of the caller's keys; its own root file system; a user who owns
+nothing in place of root; no mounts, no TCP and no signals, even if the other protections allow them."""
 
 
 def main(settings: dict[str, Any], source: int, status: int) -> None:
-    """Runs what is read from `source`; writes protections and the way it ended to `status`, a JSON object each line."""
-    os.set_inheritable(status, False)  # the code could say here how it ended
+    """Runs what is read from `source`; writes protections and how it ended to `status`, one JSON object per line."""
+    os.set_inheritable(status, False)  # the code could otherwise report here how it ended
     with os.fdopen(source, "rb") as file:
         text = file.read()
     missing: dict[str, str] = {}
@@ -53,7 +53,7 @@ def main(settings: dict[str, Any], source: int, status: int) -> None:
     def end(*_: object) -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(first, signal.SIGKILL)
-            os.waitpid(first, 0)  # it is gone when all of its namespace is
+            os.waitpid(first, 0)  # it is gone only once all of its namespace is
         if scratch:
             end_tree(first)
             shutil.rmtree(scratch, ignore_errors=True)
@@ -69,7 +69,7 @@ def _first(
 ) -> None:
     """Confines itself, starts the code and waits for it."""
     readable, above = settings["readable"], 1 if os.getuid() == 0 else 2
-    # Before root becomes another user, whose quota of keyrings is small.
+    # Before root becomes another user, whose keyring quota is small.
     _try(settings, missing, KEYS, namespaces.leave_keyring)
     if NAMESPACES not in missing:
         _try(settings, missing, FILES, lambda: namespaces.build_root(readable, settings["scratch_mib"] * 2**20))
@@ -83,8 +83,8 @@ def _first(
     if own_root or namespaces.open_to_all(settings["python"]):
         _try(settings, missing, USER, lambda: namespaces.drop_root(number))
     elif os.getuid() == 0:
-        missing[USER] = f"only root can run {settings['python']} without a root of its own"
-    die_with_parent()  # only now: another user has to say so again
+        missing[USER] = f"only root can run {settings['python']} without its own root file system"
+    die_with_parent()  # only now: changing the user resets it
     here, seen = os.getcwd(), ["/"] if own_root else readable
     _try(settings, missing, LANDLOCK, lambda: landlock.restrict(seen, [here, *namespaces.DEVICES]))
     _say(status, {"missing": missing})
@@ -94,11 +94,11 @@ def _first(
         file.write(text)
     code = os.fork()
     if code == 0:
-        # Of the same user are the one above the code and, unless that is root, the first.
+        # The process above the code has the same user and, unless it is root, so does the first.
         alone = NAMESPACES not in missing or (settings["root"] and USER not in missing)
         _limit(settings, settings["processes"] + above if alone else None)
         os.execve(settings["python"], [settings["python"], "-I", "-S", "main.py"], {})
-    # It may run as many processes as it likes to end; the first to end is the code.
+    # Orphans of the code also end up here; the code's own end decides.
     while True:
         process, how = os.wait()
         if process == code:
@@ -107,7 +107,7 @@ def _first(
 
 
 def _limit(settings: dict[str, Any], processes: int | None) -> None:
-    """Of each process. The kernel counts processes by user: None where this one has others, outside."""
+    """Limits each process. processes: None if this user has other processes outside, as the kernel counts per user."""
     memory, scratch = settings["memory_mib"] * 2**20, settings["scratch_mib"] * 2**20
     limits = {
         resource.RLIMIT_AS: memory,

@@ -1,5 +1,5 @@
-"""Landlock: a process gives up, for itself and all it starts, what it may do with files (kernel 5.13), TCP (6.7) and
-signals to others (6.12). The constants are those of linux/landlock.h."""
+"""Landlock: a process gives up rights, for itself and all it starts, to files (kernel 5.13), TCP (6.7) and signals to
+others (6.12). The constants are those of linux/landlock.h."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-"""System calls, of the same numbers on all architectures."""
+"""System call numbers, the same on all architectures."""
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = (1 << bit for bit in range(4))
 READ = EXECUTE | READ_FILE | READ_DIR
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE
 RIGHTS_OF = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Rights on files that a version of the interface knows: so many of the lowest bits."""
+"""File rights known to each version of the interface: the number of lowest bits."""
 PR_SET_NO_NEW_PRIVS = 38
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Of the kernel's Landlock; 0 where it has none."""
+    """Version of the kernel's Landlock; 0 if it has none."""
     return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From now on only these paths can be read, and only those written. Raises OSError.
+    """From now on only the `readable` paths can be read, and only the `writable` ones written. Raises OSError.
 
-    It also rules out mounting, and where the kernel knows how: TCP, others' abstract sockets, signals to others.
+    It also forbids mounting and, if the kernel supports it, TCP, others' abstract sockets, and signals to others.
     """
     known = version()
     if not known:

@@ -1,7 +1,7 @@
-"""A process's own view of the system: a few folders to read, a scratch folder, no network, no other process.
+"""A process's own view of the system: a few folders to read, a scratch folder, no network, no other processes.
 
-By unshare(2), mount(2) and pivot_root(2). An ordinary user gets the rights for it within a user namespace; root has
-them, and becomes a user without any afterwards.
+It uses unshare(2), mount(2) and pivot_root(2). An ordinary user gets the privileges for them in a user namespace; root
+has them, and becomes an unprivileged user afterwards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 4096, 16384, 1 << 18
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MNT_DETACH = 442, -100, 0x8000, 2
 FIRST_USER, USERS = 61184, 4336
-"""The numbers that systemd keeps for users that live as long as a process: root becomes one of them, so that the limit
-of processes, which the kernel counts per user and does not apply to root, holds for each sandbox by itself."""
+"""The user ids that systemd reserves for dynamic users: root becomes one of them, so that the process limit, which the
+kernel counts per user and does not apply to root, holds for each sandbox separately."""
 PR_SET_DUMPABLE = 4
 KEYCTL = {"x86_64": 250}
-"""The number of keyctl(2), by machine; 219 on those with the kernel's generic table, as aarch64."""
+"""System call number of keyctl(2), by machine; 219 on those with the kernel's generic table, such as aarch64."""
 KEYCTL_JOIN_SESSION_KEYRING = 1
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SCRATCH = "/scratch"
@@ -33,17 +33,17 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def leave(number: int, may_drop: bool) -> None:
-    """Leaves the namespaces of network, mounts, IPC and names; the next child is the first of its own processes.
+    """Leaves the network, mount, IPC and UTS namespaces; the next child is the first in a new process namespace.
 
-    Root who is not allowed to, as in a container, becomes the user `number` at once, if he may, and does it as any user
-    does. Raises OSError where the kernel, or what confines this process already, does not allow it.
+    If root is not allowed to, as in a container, it becomes the user `number` first, if it `may_drop`, and does it as
+    any user does. Raises OSError if the kernel, or a confinement of this process, does not allow it.
     """
     flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
     if os.getuid() == 0:
         try:
             _call("unshare", flags)
             with suppress(OSError):  # read-only in some containers
-                # No page of System V shared memory in this IPC namespace: no limit of a process counts it.
+                # No System V shared memory in this IPC namespace: no process limit counts it.
                 Path("/proc/sys/kernel/shmall").write_text("0")
             return
         except PermissionError:
@@ -59,21 +59,21 @@ def leave(number: int, may_drop: bool) -> None:
 
 
 def leave_keyring() -> None:
-    """Changes to an empty session keyring, which no namespace does: the caller's may hold passwords. Raises OSError."""
+    """Switches to an empty session keyring, as namespaces do not: the caller's may hold passwords. Raises OSError."""
     try:
         _call("syscall", KEYCTL.get(os.uname().machine, 219), KEYCTL_JOIN_SESSION_KEYRING, None)
     except OSError as error:
-        if error.errno != errno.ENOSYS:  # a kernel without keyrings
+        if error.errno != errno.ENOSYS:  # ENOSYS: a kernel without keyrings
             raise
 
 
 def build_root(readable: Sequence[str], scratch_bytes: int) -> None:
-    """Replaces the root by an empty one with `readable`, read-only, some devices, and a scratch folder. Raises OSError.
+    """Replaces the root by one with only `readable`, read-only, some devices, and a scratch folder. Raises OSError.
 
-    There is no /proc and no /sys in it.
+    It has no /proc and no /sys.
     """
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
-    # Opened before anything lies over them.
+    # Opened before anything is mounted over them.
     paths = {path for path in (*readable, *DEVICES) if os.path.lexists(path)}
     paths = {path for path in paths if not paths.intersection(map(str, Path(path).parents))}
     places = {path: os.open(path, os.O_PATH) for path in paths if not os.path.islink(path)}
@@ -100,13 +100,13 @@ def build_root(readable: Sequence[str], scratch_bytes: int) -> None:
     _mount("tmpfs", root + SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, options)
     _set_attributes(root, MS_RDONLY, 0)
     os.chdir(root)
-    _call("pivot_root", b".", b".")  # the old root lies over the new one, until it is taken away
+    _call("pivot_root", b".", b".")  # the old root is stacked on the new one until it is unmounted
     _call("umount2", b".", MNT_DETACH)
     os.chdir(SCRATCH)
 
 
 def drop_root(number: int) -> None:
-    """Root becomes a user that owns nothing, by `number` another one for each sandbox; anyone else stays who he is."""
+    """Root becomes a user that owns nothing, chosen per sandbox by `number`; any other user stays the same."""
     if os.getuid() == 0:
         user = FIRST_USER + number % USERS
         os.setgroups([])
@@ -115,7 +115,7 @@ def drop_root(number: int) -> None:
 
 
 def open_to_all(path: str) -> bool:
-    """Whether every user may go through all folders to a file, and run it."""
+    """Whether every user can traverse all folders to a file, and execute it."""
     return all(place.stat().st_mode & 0o001 for place in (Path(path), *Path(path).parents))
 
 
@@ -124,7 +124,7 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _set_attributes(path: str, attributes: int, flags: int) -> None:
-    """Of a mount, and with AT_RECURSIVE of all below it. The bits for these are those of mount(2)."""
+    """Sets attributes of a mount, and with AT_RECURSIVE of all below it. The bits used here are those of mount(2)."""
     settings = struct.pack("<QQQQ", attributes, 0, 0, 0)
     _call("syscall", MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, settings, ctypes.c_size_t(len(settings)))
 

@@ -1,4 +1,4 @@
-"""Running model-written Python, and taking what it prints, within limits."""
+"""Runs model-written Python within limits, and collects its output."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ CONFINE = (
     "main(json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))"
 )
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
-"""Where an interpreter finds the libraries that it is linked to."""
+"""Where an interpreter finds its shared libraries."""
 
 BUILD_SECONDS = 60.0
-"""For an interpreter to start and the sandbox to be built: a tenth of a second where the machine is not busy."""
+"""Timeout to start an interpreter and build the sandbox: takes a tenth of a second if the machine is not busy."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one run may take."""
+    """Limits of one run."""
 
     seconds: float = 5.0
-    """From its start to its end."""
+    """Wall-clock time from start to end."""
     memory_mib: int = 512
     """Address space of each of its processes."""
     processes: int = 16
-    """At the same time, threads included."""
+    """Concurrent processes, including threads."""
     output_kib: int = 64
-    """Of its standard output, and as much of its standard error."""
+    """Standard output, and the same again for standard error."""
     scratch_mib: int = 64
-    """Of all files that it writes, which are held in memory."""
+    """Total size of all files that it writes, which are held in memory."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Result:
     """How a run ended, and what it printed."""
 
     exit: int | None
-    """Its exit code, or minus the number of the signal that ended it; None where it had to be ended."""
+    """Its exit code, or minus the signal that killed it; None if the sandbox had to end it."""
     stdout: str
     stderr: str
     cause: str
-    """Why it had to be ended: `timeout` or `output`; empty where it ended by itself."""
+    """Why the sandbox had to end it: `timeout` or `output`; empty if it ended by itself."""
 
 
 class SandboxError(Exception):
@@ -69,21 +69,21 @@ def run_code(
     readable: Sequence[str] = (),
     allow_unprotected: bool = False,
 ) -> Result:
-    """Runs Python `source` by itself, with the standard library and the folders of `readable`, which it cannot change.
+    """Runs Python `source` with the standard library and read-only access to the folders in `readable`.
 
-    It has no network, sees no other process, has no environment variables, and writes to a scratch folder alone, which
-    is gone afterwards. Raises UserError where the kernel offers too little for that, unless `allow_unprotected`, and
-    SandboxError where it cannot be started at all.
+    It has no network, sees no other process, has no environment variables, and can only write to a scratch folder,
+    which is deleted afterwards. Raises UserError if the kernel does not support that, unless `allow_unprotected`, and
+    SandboxError if it cannot be started at all.
     """
     return _run(source, stdin, limits or SandboxLimits(), readable, allow_unprotected=allow_unprotected)[0]
 
 
 @functools.cache
 def missing_protections() -> dict[str, str]:
-    """What a sandbox lacks on this machine, with the reason; empty where it has everything.
+    """The protections that a sandbox lacks on this machine, with the reason; empty if it has all.
 
-    `namespaces`: no network, no other processes. `keys`: none of the caller's keys. `files`: a root of its own. `user`:
-    not root. `landlock`: no mounts, no TCP, no signals, whatever the others leave open.
+    `namespaces`: no network, no other processes. `keys`: none of the caller's keys. `files`: its own root file system.
+    `user`: not root. `landlock`: no mounts, no TCP, no signals, even if the other protections allow them.
     """
     return _run("", "", SandboxLimits(), (), probe=True)[1]
 
@@ -97,10 +97,10 @@ def _run(
     probe: bool = False,
     without: Sequence[str] = (),
 ) -> tuple[Result, dict[str, str]]:
-    """The result, and what was missing. `without` names protections to leave out, to test what each is there for."""
+    """The result, and what was missing. `without` names protections to leave out, to test what each is for."""
     if sys.platform != "linux":
-        raise UserError("the sandbox needs Linux: its namespaces and Landlock; run model-written code there")
-    # Half of a surrogate pair has no UTF-8: what comes of it is the code's error, not the caller's.
+        raise UserError("the sandbox needs Linux with namespaces and Landlock; run model-written code there")
+    # A lone surrogate cannot be encoded as UTF-8: let it be the code's error, not the caller's.
     program, given = (text.encode("utf-8", "surrogatepass") for text in (source, stdin))
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     settings: dict[str, Any] = {
@@ -147,7 +147,7 @@ def _run(
     missing = said.get("missing", {})
     if missing and not allow_unprotected and not probe:
         raise UserError(
-            "model-written code is not run here, because the kernel cannot confine it: "
+            "model-written code is not run here, because the kernel cannot confine it sufficiently: "
             + "; ".join(f"{name} ({reason})" for name, reason in missing.items())
             + ". Run where user namespaces and Landlock are allowed (a container may forbid them), or set "
             "allow_unprotected if nothing here is worth protecting"
@@ -158,9 +158,9 @@ def _run(
 def _exchange(
     inputs: dict[IO[bytes], bytes], bounds: dict[IO[bytes], int], told: IO[bytes], seconds: float
 ) -> tuple[dict[IO[bytes], bytearray], str]:
-    """Writes the inputs and reads up to the bounds, until all is read or a limit is broken; then its cause.
+    """Writes the inputs and reads up to the bounds, until all is read or a limit is exceeded; returns the cause.
 
-    The code's time begins when `told` says that the sandbox is built.
+    The code's time starts when `told` reports that the sandbox is built.
     """
     until = time.monotonic() + BUILD_SECONDS
     printed = {pipe: bytearray() for pipe in bounds}
@@ -192,7 +192,7 @@ def _exchange(
 
 
 def _write_some(selector: selectors.BaseSelector, pipe: IO[bytes], data: memoryview) -> None:
-    """What follows the last byte is the end of the file; a reader that is gone wants no more."""
+    """Closes the pipe after the last byte, or if the reader is gone."""
     with suppress(BrokenPipeError, BlockingIOError):
         written = os.write(pipe.fileno(), data[: 2**16]) if data else 0
         if written < len(data):
@@ -203,9 +203,9 @@ def _write_some(selector: selectors.BaseSelector, pipe: IO[bytes], data: memoryv
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Where there is a process namespace its first one dies with the group, and all of it with that."""
+    """With a process namespace, its first process dies with the group, and everything in it with that."""
     if process.poll() is None:
-        process.terminate()  # without a namespace, the first process ends what it can find
+        process.terminate()  # without a namespace, the first process kills what it can find
         with suppress(subprocess.TimeoutExpired):
             process.wait(5)
     with suppress(ProcessLookupError):
