@@ -120,7 +120,7 @@ def test_the_command_compares_models_and_writes_a_table_a_json_file_and_the_comp
         "model", "pass@1", "pass@2", "pass@4", "reward", "correct", "length", "truncated", "tokens"
     ]  # fmt: skip
     assert main(["eval", "--model", policy, *options]) == 2
-    assert "eval.json: is there already; replace it with --overwrite" in capsys.readouterr().err
+    assert "eval.json: already exists; replace it with --overwrite" in capsys.readouterr().err
 
 
 def test_two_models_get_the_same_draws_and_the_same_model_under_two_names_never_differs(tmp_path, folders):  # noqa: F811
@@ -184,7 +184,7 @@ def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders)
 @pytest.mark.parametrize(
     ("environment", "line", "said"),
     [
-        ("math", {"problem": "2+2"}, "validation.jsonl:1: needs a text as `answer` or `solution`."),
+        ("math", {"problem": "2+2"}, "validation.jsonl:1: needs the string `answer` or `solution`."),
         ("gsm8k", {"question": "2+2"}, "test.jsonl:1: needs the strings `question` and `answer`"),
         ("gsm8k", {"question": "2+2", "answer": "four"}, "test.jsonl:1: the answer has no `#### NUMBER` at its end"),
     ],

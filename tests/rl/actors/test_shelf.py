@@ -182,7 +182,7 @@ def every_bit(parallel):
                 room.reshape(-1)[-1:].view(torch.uint8)[-1] ^= 128
             world.barrier()
             if there:
-                expected = shelf_reader.Taken(1, "damaged", f"{name} did not arrive as laid out")
+                expected = shelf_reader.Taken(1, "damaged", f"{name} did not arrive intact")
                 noticed[rank, name] = reader.take(edition) == expected
             world.barrier()
     stayed = all(
@@ -239,9 +239,9 @@ def test_damaged_weights_are_named_and_the_replica_keeps_its_own(damage, pair, c
     change, named = DAMAGES[damage]
     change(shelf, edition)
     taken = reader.take(edition)
-    assert taken.outcome == "damaged" and taken.said == f"{named} did not arrive as laid out"
+    assert taken.outcome == "damaged" and taken.said == f"{named} did not arrive intact"
     assert _stayed(reader)
-    assert f"weights of version 7: {named} did not arrive as laid out (try 3 of 3)" in caplog.text
+    assert f"weights version 7: {named} did not arrive intact (try 3 of 3)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -166,11 +166,11 @@ def test_a_key_is_for_its_user_alone(tmp_path):
     assert read_key(tmp_path / "key") == key and make_key(tmp_path / "key") != key
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     (tmp_path / "key").chmod(0o644)
-    with pytest.raises(UserError, match="others may read"):
+    with pytest.raises(UserError, match="other users can read"):
         read_key(tmp_path / "key")
     for content in ("", "zz", "00"):
         (tmp_path / "key").unlink()
         make_key(tmp_path / "key")
         (tmp_path / "key").write_text(content)
-        with pytest.raises(UserError, match="no key of a run"):
+        with pytest.raises(UserError, match="not the key of a run"):
             read_key(tmp_path / "key")

@@ -88,7 +88,7 @@ def test_plain_data_comes_back_as_it_was():
     values = [None, True, 1, 2.5, "ü", [1, [2]], (1, (2,)), {1, 2}, frozenset({3}), {(1,): {"a": b"\0"}}, 1j, {}]
     assert decode(json.loads(json.dumps(encode(values)))) == values
     assert list(decode(encode(map(str, [1, 2])))) == ["1", "2"]
-    with pytest.raises(TypeError, match="a object is no plain data"):
+    with pytest.raises(TypeError, match="a object is not plain data"):
         encode(object())
 
 
@@ -258,12 +258,12 @@ def test_a_conversation_is_rewarded(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"tests": TESTS}, "train.jsonl:1: needs a text as `prompt`"),
+        ({"tests": TESTS}, "train.jsonl:1: needs the string `prompt`"),
         ({"prompt": "p"}, "train.jsonl:1: needs `tests`"),
         ({"prompt": "p", "tests": []}, "train.jsonl:1: needs `tests`"),
-        ({"prompt": "p", "tests": "assert ("}, "train.jsonl:1: its `tests` are no Python"),
+        ({"prompt": "p", "tests": "assert ("}, "train.jsonl:1: its `tests` are not valid Python"),
         ({"prompt": "p", "tests": "x = 1"}, "train.jsonl:1: its `tests` have no assertion"),
-        ({"prompt": "p", "tests": [{"input": "1"}]}, "train.jsonl:1: each of `tests` needs the texts"),
+        ({"prompt": "p", "tests": [{"input": "1"}]}, "train.jsonl:1: each of `tests` needs the strings"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):

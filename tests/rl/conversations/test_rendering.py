@@ -215,7 +215,7 @@ def test_without_a_template_texts_stand_one_after_the_other(bpe_tokenizer):
     again = transcript.prompt([*messages, {"role": "user", "content": "<|endoftext|>4+4="}])
     new = [bpe_tokenizer.eos_id, *bpe_tokenizer.encode("4+4=")]
     assert again == [*bpe_tokenizer.encode("3+5="), *bpe_tokenizer.encode("8"), bpe_tokenizer.eos_id, *new]
-    with pytest.raises(ChatTemplateError, match="content must be a text"):
+    with pytest.raises(ChatTemplateError, match="content must be a string"):
         transcript.prompt([{"role": "user", "content": None}])
 
 
@@ -244,7 +244,7 @@ def test_a_prompt_that_is_rendered_already_is_read_as_it_is(renderings, caplog):
     rendering = renderings["llama3"]
     rendered = rendering.template.render([{"role": "user", "content": "hi"}])
     assert rendering.prompt(rl.Example(rendered, id="seven")) == rendering.tokenizer.encode(rendered)
-    assert "example seven: its prompt holds a special token" in caplog.text
+    assert "example seven: its prompt contains a special token" in caplog.text
     always = Rendering(rendering.tokenizer, rendering.template, keeps_rendered=False)
     tokens = always.prompt(rl.Example(rendered))
     assert len(special_ones(rendering.tokenizer, tokens)) == len(
@@ -271,4 +271,4 @@ def test_a_template_whose_calls_are_not_read_is_warned_of(name, tools, warned, c
         Task.tools = (words,)
     model = chat_model(name)
     open_rendering(RLConfig(model=str(model)), Task(), load_tokenizer(model), load_model(model))
-    assert ("so no call is read" in caplog.text) == warned and "does not show tools" not in caplog.text
+    assert ("so no call is parsed" in caplog.text) == warned and "does not show tools" not in caplog.text
