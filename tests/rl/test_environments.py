@@ -44,7 +44,7 @@ def test_a_task_of_the_users_own_is_loaded_from_its_file(tmp_path):
         ("import nothing_there", "Task", r"task.py:1: does not import \(ModuleNotFoundError"),
         ("x = 1\ndef f(:\n", "Task", r"task.py:2: does not import \(SyntaxError"),
         (REVERSE, "ReverseWrd", 'Did you mean "ReverseWord"'),
-        ("class Task: pass", "Task", "There: none; subclass"),
+        ("class Task: pass", "Task", "Found: none; subclass"),
     ],
 )
 def test_a_file_that_holds_no_task_is_refused(tmp_path, source, name, message):

@@ -166,8 +166,8 @@ class Task(rl.ConversationEnvironment):
     [
         ("tools = add", r"Task.tools is <.*, not a tuple or list of functions; write `tools = \(add,\)`"),
         ("tools = 'add'", "Task.tools is 'add', not a tuple or list"),
-        ("tools = ('add',)", "Task.tools holds 'add', which is no function"),
-        ("tools = [{'type': 'function'}]", "Task.tools holds {'type': 'function'}, which is no function"),
+        ("tools = ('add',)", "Task.tools contains 'add', which is not a function"),
+        ("tools = [{'type': 'function'}]", "Task.tools contains {'type': 'function'}, which is not a function"),
         ("turns = 'five'", "Task.turns is 'five', not an integer of at least 1"),
         ("turns = 0", "Task.turns is 0, not"),
         ("turns = True", "Task.turns is True, not"),

@@ -100,9 +100,9 @@ def test_what_a_proper_server_answers_is_taken():
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (both(logprobs={"token_logprobs": [-1.0]}), "1 log-probabilities of 4 tokens"),
+        (both(logprobs={"token_logprobs": [-1.0]}), "1 log-probabilities for 4 tokens"),
         (both(logprobs={"token_logprobs": [float("nan")] * 4}), "log-probability nan"),
-        (both(weights_versions=[]), "0 versions of 4 tokens"),
+        (both(weights_versions=[]), "0 versions for 4 tokens"),
         (both(weights_versions=[[1]] * 4), "[1] among versions"),
         (both(token_ids=[10**9] * 4), "token 1000000000 outside a vocabulary of 100"),
         (both(token_ids="abcd"), "no list of tokens"),
@@ -118,10 +118,10 @@ def test_what_a_proper_server_answers_is_taken():
                 logprobs={"token_logprobs": [-1.0] * 3000},
                 weights_versions=[1] * 3000,
             ),
-            "3000 tokens where 4 were asked for",
+            "3000 tokens, but at most 4 were requested",
         ),
         # Else whoever goes on with its samples would wait for what never comes, or go on behind their end.
-        (both(token_ids=[7, 0, 7, 7]), "tokens behind 0, which ends a sample"),
+        (both(token_ids=[7, 0, 7, 7]), "tokens after 0, which ends a sample"),
         (both(token_ids=[7, 7, 7, 5], finish_reason=None), "token 5, which ends a sample, without a finish_reason"),
         (both(finish_reason=None), "all 4 requested tokens without a finish_reason"),
     ],

@@ -248,10 +248,10 @@ def test_damaged_weights_are_named_and_the_replica_keeps_its_own(damage, pair, c
     ("change", "said"),
     [
         ("shape", "layers.0.mlp.up_proj.weight is [3, 5] in the trainer, but [256, 64] in the generator"),
-        ("missing", "layers.0.mlp.up_proj.weight is not there in the trainer, but [256, 64] in the generator"),
-        ("more", "extra is [3, 5] in the trainer, but not there in the generator"),
+        ("missing", "layers.0.mlp.up_proj.weight is missing in the trainer, but [256, 64] in the generator"),
+        ("more", "extra is [3, 5] in the trainer, but missing in the generator"),
         ("dtype", "they are bfloat16, but the generator is float32"),
-        ("a part", "hold only 0 elements of layers.0.mlp.up_proj.weight"),
+        ("a part", "have 0 elements of layers.0.mlp.up_proj.weight"),
     ],
 )
 def test_weights_of_another_model_are_refused_at_once(change, said):

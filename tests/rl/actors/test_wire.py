@@ -102,7 +102,7 @@ def test_a_message_that_was_changed_is_refused(place):
     changed = bytearray(line.seen())
     changed[place] ^= 1
     line.far.sendall(changed)
-    with pytest.raises(Closed, match="changed"):
+    with pytest.raises(Closed, match="altered"):
         there.receive()
 
 
@@ -118,13 +118,13 @@ def test_a_message_that_is_repeated_left_out_or_sent_back_is_refused():
         if repeated:
             there.receive()
             line.far.sendall(first)
-        with pytest.raises(Closed, match="changed"):
+        with pytest.raises(Closed, match="altered"):
             there.receive()
     line = _Between()
     here, _ = line.greet()
     here.send("first")
     line.near.sendall(line.seen())
-    with pytest.raises(Closed, match="changed"):
+    with pytest.raises(Closed, match="altered"):
         here.receive()
 
 
