@@ -156,7 +156,7 @@ def test_a_run_whose_rewards_are_all_equal_warns_and_ends_by_setting_also_when_i
     assert "no_signal" in (run / "report.html").read_text()
 
     changes["alarms"] = AlarmConfig(no_signal=3, stop=("no_signal",))
-    with pytest.raises(RunStopped, match="step 3: alarm no_signal, which alarms.stop names: in 3 steps") as ended:
+    with pytest.raises(RunStopped, match="step 3: alarm no_signal, which is in alarms.stop: in 3 steps") as ended:
         reinforce(_config(tmp_path / "stopped", folders[0], **changes), Impossible())
     assert ended.value.exit_code == 1 and (tmp_path / "stopped" / "report.html").is_file()
     assert not (tmp_path / "stopped" / "summary.json").exists()

@@ -121,7 +121,7 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     assert "held-out reward" in report
     # The task gives the same examples for both splits.
     assert "on prompts of which 4 are trained on too." in report and "never trained on" not in report
-    assert "4 of 4 validation examples are trained on too" in caplog.text
+    assert "4 of 4 validation examples are also trained on" in caplog.text
 
     torn = Path(shutil.copytree(whole, tmp_path / "torn"))
     (torn / "checkpoints" / "step_00000009").rename(torn / "checkpoints" / "step_00000009.partial")
@@ -157,7 +157,9 @@ def test_a_place_among_the_prompts_that_this_version_does_not_write_is_no_traceb
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     state = json.loads((checkpoint / "state.json").read_text())
     rewrite_state(checkpoint, json.dumps(state | {"prompts": prompts}).encode())
-    said = rf"cannot resume .* its place among the prompts is {re.escape(repr(prompts))}, which this version does not"
+    said = (
+        rf"cannot resume .* its position among the prompts is {re.escape(repr(prompts))}, which this version does not"
+    )
     with pytest.raises(UserError, match=said):
         reinforce(config)
 

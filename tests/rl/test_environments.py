@@ -44,7 +44,7 @@ def test_a_task_of_the_users_own_is_loaded_from_its_file(tmp_path):
         ("import nothing_there", "Task", r"task.py:1: does not import \(ModuleNotFoundError"),
         ("x = 1\ndef f(:\n", "Task", r"task.py:2: does not import \(SyntaxError"),
         (REVERSE, "ReverseWrd", 'Did you mean "ReverseWord"'),
-        ("class Task: pass", "Task", "There: none; subclass"),
+        ("class Task: pass", "Task", "Found: none; subclass"),
     ],
 )
 def test_a_file_that_holds_no_task_is_refused(tmp_path, source, name, message):
@@ -233,9 +233,9 @@ def test_examples_that_fail_or_are_none_point_to_the_users_own_code(tmp_path):
     with pytest.raises(UserError, match=r"Odd.examples\(\"train\"\) yields 'text'; it must yield rl.Example"):
         examples_of(load_environment(f"{tmp_path}/task.py:Odd", "", False), "train")
     chat = load_environment(f"{tmp_path}/task.py:Chat", "", False)
-    with pytest.raises(UserError, match="yields a prompt of the type list; it must be text"):
+    with pytest.raises(UserError, match="yields a prompt of type list; it must be a string"):
         examples_of(chat, "train")
-    with pytest.raises(UserError, match="the environment is the class Chat; give an object"):
+    with pytest.raises(UserError, match="the environment is the class Chat; pass an instance"):
         inspect.unwrap(examples_of)(type(chat), "train")  # around the checking of types, which users do not have
 
 
@@ -247,5 +247,5 @@ def test_prompts_go_on_with_the_same_examples_alone():
     again.restore(json.loads(json.dumps(loader.state())))
     assert again.next(2) == loader.next(2) and not {e.prompt for e in again.next(0)} & set(asked)
     for others in (examples[:4], [*examples[:4], rl.Example(prompt="4", answer="b")]):
-        with pytest.raises(UserError, match="training examples are others than when the run was saved"):
+        with pytest.raises(UserError, match="training examples differ from those when the run was saved"):
             PromptLoader(others, seed=0).restore(loader.state())

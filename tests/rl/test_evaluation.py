@@ -184,7 +184,7 @@ def test_rewards_that_fail_too_often_end_it_with_their_causes(tmp_path, folders)
 @pytest.mark.parametrize(
     ("environment", "line", "said"),
     [
-        ("math", {"problem": "2+2"}, "validation.jsonl:1: needs a text as `answer` or `solution`."),
+        ("math", {"problem": "2+2"}, "validation.jsonl:1: needs the string `answer` or `solution`."),
         ("gsm8k", {"question": "2+2"}, "test.jsonl:1: needs the strings `question` and `answer`"),
         ("gsm8k", {"question": "2+2", "answer": "four"}, "test.jsonl:1: the answer has no `#### NUMBER` at its end"),
     ],

@@ -21,7 +21,7 @@ def model(request):
 def test_paths_that_agree_are_said_to_agree(model):
     assert first_difference(model, TOKENS, PROMPT) is None
     assert in_words(model, (TOKENS, PROMPT)).startswith("Every operator agrees")
-    assert in_words(model, None).startswith("No sequence")
+    assert in_words(model, None).startswith("There is no sequence")
 
 
 def in_the_last_place(x, element):
@@ -214,6 +214,6 @@ def test_another_number_of_chunks_is_named_at_its_first_product(monkeypatch):
 
 def test_a_compiled_model_is_refused(model):
     model.halves = object()
-    with pytest.raises(UserError, match="operators are explained in one process without compilation"):
+    with pytest.raises(UserError, match="operators can be compared only in one process without compilation"):
         first_difference(model, TOKENS, PROMPT)
-    assert in_words(model, (TOKENS, PROMPT)).startswith("It is not explained: operators are")
+    assert in_words(model, (TOKENS, PROMPT)).startswith("It cannot be explained: operators can")

@@ -66,9 +66,9 @@ def test_generators_of_their_own_guess_too(task, model_folder, tmp_path):
     )  # fmt: skip
     launch(1, run, replace(separate, steps=2), seconds=300)
     log, count = tmp_path / "two" / "logs" / "generator_0.log", len(sampled_before(tmp_path / "two", 1 << 22))
-    assert "guesses begin" not in log.read_text() and count > 0
+    assert "drafts start" not in log.read_text() and count > 0
     launch(1, run, separate, seconds=300)
-    assert f"guesses begin with {count} completions of {tmp_path / 'two'}" in log.read_text()
+    assert f"drafts start from {count} completions of {tmp_path / 'two'}" in log.read_text()
     found, expected = (outcome(tmp_path / name) for name in ("two", "one"))
     # The first of its two parts ended with a validation of its own.
     steps = [

@@ -44,8 +44,14 @@ def test_an_init_without_parameters_is_called_without(tmp_path):
     ("body", "message"),
     [
         # The TypeError is the user's own: it must not be taken for an __init__ that has other parameters.
-        ("def __init__(self, data=''): self.n = 1 + 'a'", r"task.py:3: Task cannot be made \(TypeError: unsupported"),
-        ("def __init__(self, data=''): raise ValueError('boo')", r"task.py:3: Task cannot be made \(ValueError: boo"),
+        (
+            "def __init__(self, data=''): self.n = 1 + 'a'",
+            r"task.py:3: Task cannot be created \(TypeError: unsupported",
+        ),
+        (
+            "def __init__(self, data=''): raise ValueError('boo')",
+            r"task.py:3: Task cannot be created \(ValueError: boo",
+        ),
         ("def __init__(self, words): pass", r"task.py: Task.__init__ .*'words'.*defaults for anything else"),
     ],
 )
@@ -70,7 +76,7 @@ def test_a_task_without_examples_or_reward_is_refused(tmp_path, missing):
     ("body", "there"), [("class Task:", "none; subclass"), ("Task = 3\nclass Other(rl.Environment):", "Other")]
 )
 def test_a_name_that_is_no_environment_is_refused(tmp_path, body, there):
-    with pytest.raises(UserError, match=rf'task.py: "Task" is no Environment\..*There: {there}'):
+    with pytest.raises(UserError, match=rf'task.py: "Task" is not an Environment\..*Found: {there}'):
         _load(tmp_path, body)
 
 
@@ -160,9 +166,9 @@ class Task(rl.ConversationEnvironment):
     [
         ("tools = add", r"Task.tools is <.*, not a tuple or list of functions; write `tools = \(add,\)`"),
         ("tools = 'add'", "Task.tools is 'add', not a tuple or list"),
-        ("tools = ('add',)", "Task.tools holds 'add', which is no function"),
-        ("tools = [{'type': 'function'}]", "Task.tools holds {'type': 'function'}, which is no function"),
-        ("turns = 'five'", "Task.turns is 'five', not a whole number of at least 1"),
+        ("tools = ('add',)", "Task.tools contains 'add', which is not a function"),
+        ("tools = [{'type': 'function'}]", "Task.tools contains {'type': 'function'}, which is not a function"),
+        ("turns = 'five'", "Task.turns is 'five', not an integer of at least 1"),
         ("turns = 0", "Task.turns is 0, not"),
         ("turns = True", "Task.turns is True, not"),
         (
@@ -209,9 +215,9 @@ def test_an_environment_that_is_an_object_is_checked_as_one_from_a_file_is():
         ("envs.py", "envs.py: add the class: envs.py:Class"),
         ("envs.py:", "envs.py: add the class: envs.py:Class"),
         ("mth", r'"mth". Did you mean "math"\?.*gymnasium:ID, verifiers:TASKSET; your own: FILE.py:Class'),
-        ("gymnasium:", '"gymnasium:" names none; write gymnasium:ID'),
-        ("verifiers:", '"verifiers:" names none; write verifiers:TASKSET'),
-        ("object:my.Task", r"was given its environment as an object \(my.Task\); call lockstep.reinforce"),
+        ("gymnasium:", '"gymnasium:" is incomplete; write gymnasium:ID'),
+        ("verifiers:", '"verifiers:" is incomplete; write verifiers:TASKSET'),
+        ("object:my.Task", r"got its environment as an object \(my.Task\); pass it to lockstep.reinforce"),
         ("gsm8k", "gsm8k needs data; give the folder"),
         ("math", "the environment needs data; give --data a folder"),
     ],
@@ -224,11 +230,14 @@ def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a text; fix it"),
-        (['{"problem": "p", "answer": null}'], "one.jsonl:1: `answer` is null, not a text"),
+        (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a string; fix it"),
+        (['{"problem": "p", "answer": null}'], "one.jsonl:1: `answer` is null, not a string"),
         (['{"problem": "p", "answer": " "}'], "one.jsonl:1: `answer` is empty"),
-        (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); fix it"),
-        (['{"problem": "p", "answer": "1"}'] * 3, "one.jsonl has 3 lines; every tenth is used for validation: give 1"),
+        (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); mend it"),
+        (
+            ['{"problem": "p", "answer": "1"}'] * 3,
+            "one.jsonl has 3 lines; every tenth is for validation, so give at least 10",
+        ),
         (['{"problem": "p", "answer": "1"}'], "one.jsonl has 1 line; every"),
     ],
 )

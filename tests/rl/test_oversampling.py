@@ -86,7 +86,7 @@ def test_ranks_that_share_the_model_leave_the_same_groups_as_one_process(task, m
 def test_ranks_that_sample_by_themselves_leave_the_first_of_each_and_promise_no_more(task, model_folder, tmp_path):
     config = oversampling(task, model_folder, tmp_path / "run", LAYOUTS["FSDP 2"][1], steps=2)
     for said in launch(2, refused, config):
-        assert "oversampling_factor 1.5 on ranks that sample by themselves" in said and "give actors.generators" in said
+        assert "oversampling_factor 1.5 takes the first groups of each rank" in said and "use actors.generators" in said
     train = replace(config.train, deterministic_layout=False)
     launch(2, run, replace(config, train=train, prompts_per_step=3, oversampling_factor=4 / 3), seconds=300)
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]

@@ -298,7 +298,7 @@ def test_a_damaged_or_missing_head_is_named_on_resuming(tmp_path, folder, damage
 
 def test_a_checkpoint_of_another_algorithm_has_no_head_to_resume_with(tmp_path, folder):
     run = _run(tmp_path / "run", folder, algorithm="grpo", steps=2)
-    with pytest.raises(UserError, match=r"a run of grpo has no value head: ppo needs a new run"):
+    with pytest.raises(UserError, match=r"a run of grpo has no value head, so ppo cannot resume it"):
         _run(run, folder, resume=True)
 
 

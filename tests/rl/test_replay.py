@@ -143,7 +143,7 @@ def test_a_run_records_an_environment_that_it_was_given_and_is_not_replayed_or_r
     assert recorded == "object:tests.rl.test_algorithm_runs.Half"
     report = (run / "report.html").read_text()
     assert "dapo on tests.rl.test_algorithm_runs.Half" in report and "digit_sum" not in report
-    said = r"was given its environment as an object \(tests.rl.test_algorithm_runs.Half\); call lockstep.reinforce"
+    said = r"got its environment as an object \(tests.rl.test_algorithm_runs.Half\); pass it to lockstep.reinforce"
     with pytest.raises(UserError, match=said):
         replay(run, 2)
     shutil.copytree(run, tmp_path / "run")
@@ -175,7 +175,7 @@ def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_pa
         replay(run, 3)
     with pytest.raises(UserError, match=r"step 0 of .* its rollouts and.* steps that can: 1-2"):
         replay(run, 0)
-    with pytest.raises(UserError, match="is not a run's folder"):
+    with pytest.raises(UserError, match="contains no run"):
         replay(tmp_path, 1)
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints/step_00000001")
@@ -183,7 +183,7 @@ def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_pa
     with pytest.raises(UserError, match=r"step 2 .* steps that can: 1$"):
         replay(tmp_path / "run", 2)
     (tmp_path / "run/rollouts/step_00000001.jsonl").write_text('{"prompt": "a"}\n')
-    with pytest.raises(UserError, match=r"step_00000001.jsonl:1: is no rollout of a run \(it has no completion"):
+    with pytest.raises(UserError, match=r"step_00000001.jsonl:1: is not a rollout of a run \(it has no completion"):
         replay(tmp_path / "run", 1, Half())
 
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_pa
     ("change", "said"),
     [
         (lambda line: line.update(token_ids=["a"]), "token_ids"),
-        (lambda line: line["token_ids"].__setitem__(0, 10**9), "token 1000000000, and the model's vocabulary"),
+        (lambda line: line["token_ids"].__setitem__(0, 10**9), "token 1000000000, but the model's vocabulary"),
         (lambda line: line["token_ids"].__setitem__(0, -5), "token_ids"),
         (lambda line: line["token_ids"].__setitem__(0, 10**30), "token_ids"),
         (lambda line: line["log_probs"].pop(), "log_probs of"),
@@ -204,7 +204,7 @@ def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_pa
     ],
 )
 def test_a_rollout_that_is_none_is_refused_by_its_line(tmp_path, run, change, said):
-    with pytest.raises(UserError, match=rf"step_00000002.jsonl:\d+: is no rollout of .*{said}"):
+    with pytest.raises(UserError, match=rf"step_00000002.jsonl:\d+: is not a rollout of .*{said}"):
         replay(_tamper(run, tmp_path / "run", change), 2, Half())
 
 
@@ -259,5 +259,5 @@ def test_the_command_says_whether_the_bits_are_those_and_ends_with_0_or_1(tmp_pa
     task.write_text(TASK.replace("NOISE", "1.0"))
     assert main(["replay", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().out
-    assert "step 2, computed again" in said and "one that draws or asks a judge" in said
+    assert "step 2, recomputed" in said and "it is random or asks a judge" in said
     assert main(["replay", str(tmp_path / "run"), "--step", "9"]) == 2

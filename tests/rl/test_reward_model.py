@@ -157,10 +157,10 @@ def test_texts_are_those_of_training(tmp_path, folders):
     assert plain.tokens(_rollout("ab", ""), False) == tokenizer.encode("ab") + end
     with pytest.raises(UserError, match="neither a prompt nor a completion"):
         plain.tokens(_rollout("", ""), False)
-    with pytest.raises(UserError, match="has no chat template, and cannot read conversations"):
+    with pytest.raises(UserError, match="has no chat template, so it cannot read conversations"):
         plain.tokens(held, True)
     with pytest.raises(
-        UserError, match="prompt and completion are 101 tokens of the reward model, whose context has 64"
+        UserError, match="prompt and completion are 101 tokens for the reward model, whose context is 64"
     ):
         plain.tokens(_rollout("a" * 90, "b" * 10), False)
 
@@ -219,13 +219,13 @@ def test_prompts_from_a_file_are_rewarded_by_the_model_alone(tmp_path, folders, 
     assert main([*command, "--output", str(tmp_path / "none")]) == 2
     assert "has no rewards of its own; give --reward-model" in capsys.readouterr().err
     assert main([*command, "--output", str(tmp_path / "none"), "--reward-model", str(folders[0])]) == 2
-    assert "is a language model, whose head gives no score" in capsys.readouterr().err
+    assert "is a language model without a score head" in capsys.readouterr().err
     assert main([*command, "--output", str(tmp_path / "run"), "--reward-model", str(folders[1])]) == 0
     assert all(list(r["rewards"]) == ["reward_model"] for r in _rollouts(tmp_path / "run"))
     for bad, message in (
-        ([1], "a list of other things than one user's message"),
-        (3 * [{"role": "user"}], "a list of other"),
-        ({}, "an object, not a text"),
+        ([1], "a list, but not of exactly one user message"),
+        (3 * [{"role": "user"}], "a list, but not"),
+        ({}, "an object, not a string"),
     ):
         data.write_text("".join(json.dumps({"prompt": bad}) + "\n" for _ in range(10)))
         assert main([*command, "--output", str(tmp_path / "bad"), "--reward-model", str(folders[1])]) == 2

@@ -291,7 +291,7 @@ def test_metadata_that_json_would_change_is_refused(task, tmp_path):
     with open_workers(config, tmp_path) as grader:
         good = Example("p", metadata={"tests": [1, "two", {"three": None}]})
         assert grader([(good, "fine")])[0].rewards == {"one": 1.0}
-        with pytest.raises(UserError, match="metadata of example 'p' does not come back from JSON"):
+        with pytest.raises(UserError, match="metadata of example 'p' does not survive a round trip through JSON"):
             grader([(Example("p", metadata={"tests": (1, 2)}), "fine")])
 
 

@@ -73,7 +73,9 @@ def test_a_weight_of_no_reward_is_refused():
     class Weighted(Returns):
         reward_weights: ClassVar = {"corect": 2.0}
 
-    with pytest.raises(UserError, match="names 'corect', which is no reward of example 'p'. Did you mean \"correct\""):
+    with pytest.raises(
+        UserError, match="names 'corect', which is not a reward of example 'p'. Did you mean \"correct\""
+    ):
         grade(Weighted({"correct": 1.0}), [rl.Example("p")], [""])
 
 

@@ -200,7 +200,7 @@ def test_one_flipped_route_is_named_with_its_layer_token_and_experts(monkeypatch
     sides = f"{seen['to']} in the generator, {seen['from']} in the trainer"
     assert parity.first_route == f"{place}: layer {layer} chose experts {sides}"
     assert parity.metrics()["parity/routes_different"] >= 1
-    with pytest.raises(ParityError, match="had other experts in the generator than in the trainer; the first is token"):
+    with pytest.raises(ParityError, match="had different experts in the generator and the trainer; the first is token"):
         accepted(parity, RLConfig(), 1, model)
 
 
@@ -222,7 +222,7 @@ def test_a_digest_that_differs_is_found_and_the_layer_is_named_by_running_both_p
     ((said,),) = Engine(model, EngineConfig(cache_tokens=4096)).generate([prompt], params)
     rollout = Rollout(Example("p"), 0, prompt, said.token_ids, said.logprobs, "length", "", 0, routes=said.routes)
     parity = loss_of(model, [rollout]).parity
-    assert parity.first_route.endswith("experts differ, of which only digests were compared")
+    assert parity.first_route.endswith("experts differ (only their digests were compared)")
     found = first_difference(model, *parity.sequence)
     assert found.operator == "layer 0, route of experts" and found.position == len(prompt)
     said = in_words(model, parity.sequence)
@@ -338,7 +338,7 @@ def test_replay_without_experts_or_routes_is_refused(tmp_path, model_folder):
         reinforce(config)
     model = mixture()
     rollouts = sampled(Engine(model, EngineConfig(cache_tokens=4096)), form="")
-    with pytest.raises(UserError, match="a rollout has no routes of all its tokens and layers"):
+    with pytest.raises(UserError, match="a rollout lacks routes for all its tokens and layers"):
         loss_of(model, rollouts, router_replay=True)
 
 

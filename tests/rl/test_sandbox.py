@@ -301,7 +301,7 @@ def test_where_the_kernel_offers_too_little_nothing_runs(name, public_folder):
         pytest.skip("only root can become another user")
     code = "print('ran')"
     with pytest.raises(
-        UserError, match=f"is not run here, because the kernel offers too little.*{name} \\(left out\\)"
+        UserError, match=f"is not run here, because the kernel cannot confine it sufficiently.*{name} \\(left out\\)"
     ):
         _run(code, "", LIMITS, (), without=(name,))
     assert _run(code, "", LIMITS, (), allow_unprotected=True, without=(name,))[0].stdout == "ran\n"

@@ -1,4 +1,4 @@
-"""A generator that sends invalid data is not used again, by name; over real connections."""
+"""A generator that says what cannot be so gets no more requests, by name; over real connections."""
 
 import contextlib
 import os
@@ -61,32 +61,32 @@ def sent(*messages):
 
 
 LIES = {
-    "a log-probability is missing": (put(logprobs=[-1.0] * 3), "3 log-probabilities of 4 tokens"),
-    "a route is missing": (put(routes=["AA=="] * 3), "3 routes of 4 tokens"),
+    "a log-probability is missing": (put(logprobs=[-1.0] * 3), "3 log-probabilities for 4 tokens"),
+    "a route is missing": (put(routes=["AA=="] * 3), "3 routes for 4 tokens"),
     "a route that is none": (put(routes=["a b"] * 4), "route 'a b'"),
-    "a version is missing": (put(versions=[3] * 3), "3 versions of 4 tokens"),
-    "no versions": (put(versions=None), "no list of versions of 4 tokens"),
-    "cuts that were not asked for": (put(cut_logprobs=[-1.0] * 4), "4 log-probabilities after cuts of 4 tokens"),
-    "a token beyond the vocabulary": (put(token_ids=[1, 2, 3, 100]), "token 100 of a vocabulary of 100"),
-    "a negative token": (put(token_ids=[1, 2, 3, -1]), "token -1 of a vocabulary"),
+    "a version is missing": (put(versions=[3] * 3), "3 versions for 4 tokens"),
+    "no versions": (put(versions=None), "no list of versions for 4 tokens"),
+    "cuts that were not asked for": (put(cut_logprobs=[-1.0] * 4), "4 log-probabilities after cuts for 4 tokens"),
+    "a token beyond the vocabulary": (put(token_ids=[1, 2, 3, 100]), "token 100 outside a vocabulary of 100"),
+    "a negative token": (put(token_ids=[1, 2, 3, -1]), "token -1 outside a vocabulary"),
     "a token that is no whole number": (put(token_ids=[1, 2, 3, 1.5]), "1.5 among token ids"),
     "a token that is a truth value": (put(token_ids=[1, 2, 3, True]), "True among token ids"),
     "a huge token": (put(token_ids=[1, 2, 3, 10**40]), "token 1000"),
-    "tokens that are a text": (put(token_ids="abcd"), "no list of token ids of no list of tokens"),
+    "tokens that are a text": (put(token_ids="abcd"), "no list of token ids for no list of tokens"),
     "NaN": (put(logprobs=[-1.0, -1.0, -1.0, float("nan")]), "log-probability nan"),
     "minus infinity": (put(logprobs=[-1.0, -1.0, -1.0, float("-inf")]), "log-probability -inf"),
     "above what float32 holds": (put(logprobs=[-1.0, -1.0, -1.0, -1e300]), "log-probability -1e"),
     "above 0": (put(logprobs=[-1.0, -1.0, -1.0, 0.5]), "log-probability 0.5"),
     "a log-probability that is null": (put(logprobs=[None] * 4), "None among log-probabilities"),
-    "a version of the future": (put(versions=[1003] * 4), "a token of weights version 1003"),
-    "a version of the past": (put(versions=[2] * 4), "a token of weights version 2, of which the request was given"),
+    "a version of the future": (put(versions=[1003] * 4), "a token from weights version 1003"),
+    "a version of the past": (put(versions=[2] * 4), "a token from weights version 2, but the request was sent"),
     "a version that never was": (
         put(versions=[-1] * 4),
-        "a token of weights version -1, which the run has not published",
+        "a token from weights version -1, which the run has not published",
     ),
     "too many tokens": (
         put(token_ids=[7] * 9, logprobs=[-1.0] * 9, versions=[3] * 9),
-        "9 tokens where 4 were asked for",
+        "9 tokens, but at most 4 were requested",
     ),
     "an end that there is not": (put(finish_reason="because"), "finish_reason 'because'"),
     "an end that only the run makes": (put(finish_reason="abort"), "finish_reason 'abort'"),
@@ -97,24 +97,27 @@ LIES = {
     ),
     "an end without a token": (
         put(token_ids=[], logprobs=[], versions=[], finish_reason="stop"),
-        "ended without a token",
+        "finished sample without any token",
     ),
-    "tokens after the end": (told(lambda sample, parts: [*parts, parts[0]]), "tokens of a sample that has ended"),
-    "another field": (put(surprise=1), "a sample with unknown or missing fields"),
+    "tokens after the end": (
+        told(lambda sample, parts: [*parts, parts[0]]),
+        "tokens for a sample that is already finished",
+    ),
+    "another field": (put(surprise=1), "a sample with missing or unknown fields"),
     "a sample that was not asked for": (told(lambda sample, parts: [[parts[0][0], 99, sample]]), "sample 99 of a"),
     "a sample from the end": (told(lambda sample, parts: [[parts[0][0], -1, sample]]), "sample -1 of a request for 2"),
     "a request that does not exist": (told(lambda sample, parts: [[99, 0, sample]]), "request 99, which does not"),
     "a request that is a list": (told(lambda sample, parts: [[[1], 0, sample]]), "which does not exist"),
-    "samples that are none": (sent({"kind": "tokens", "samples": 5}), "no message"),
-    "a message that is a list": (sent([1, 2]), "no message"),
-    "another kind": (sent({"kind": "\x1b[31mred"}), r"a message of kind '\x1b[31mred'"),
-    "figures that are a text": (sent({"kind": "alive", "did": "x"}), "metrics that are not numbers"),
+    "samples that are none": (sent({"kind": "tokens", "samples": 5}), "not a message"),
+    "a message that is a list": (sent([1, 2]), "not a message"),
+    "another kind": (sent({"kind": "\x1b[31mred"}), r"a message of unknown kind '\x1b[31mred'"),
+    "figures that are a text": (sent({"kind": "alive", "did": "x"}), "statistics that are not a dictionary"),
     "figures that are missing": (sent({"kind": "alive", "did": {"steps": 1}}), "prompt_tokens_computed None"),
     "figures that are not finite": (sent({"kind": "alive", "did": {"steps": float("nan")}}), "steps nan"),
     "deep JSON": (lambda channel, *_: send_raw(channel, DEEP), "not JSON (RecursionError)"),
     "no UTF-8": (lambda channel, *_: send_raw(channel, b'"\xff"'), "not JSON (UnicodeDecodeError)"),
-    "weights that were not given": (sent({"kind": "has_weights", "version": 1003}), "weights of version 1003"),
-    "older weights than it had": (sent({"kind": "has_weights", "version": 2}), "weights of version 2"),
+    "weights that were not given": (sent({"kind": "has_weights", "version": 1003}), "weights version 1003"),
+    "older weights than it had": (sent({"kind": "has_weights", "version": 2}), "weights version 2"),
 }
 
 
@@ -128,18 +131,18 @@ def test_what_cannot_be_so_ends_its_generator_by_name_and_the_run_goes_on(caplog
         wait_until(lambda: not fleet.names)
         assert all(not sample.token_ids and not sample.finish_reason for sample in samples)
         (line,) = [line for line in caplog.messages if line.startswith("liar: ")]
-        assert said in line and "is not used again" in line and line.isprintable()
+        assert said in line and "gets no more requests" in line and line.isprintable()
         Generator(port, KEY, honest, "other")
         wait_until(lambda: all(sample.finish_reason for sample in samples))
         assert [sample.token_ids for sample in samples] == [[7] * 4] * 2
-        assert liar.welcome["name"] == "liar" and "not used again" in join(port, KEY, name="liar")[1]["problem"]
+        assert liar.welcome["name"] == "liar" and "gets no more requests" in join(port, KEY, name="liar")[1]["problem"]
         assert fleet.ready == ["other"] and {name.split("/")[1] for name in fleet.metrics()} == {"other"}
 
 
 def test_where_none_is_left_the_run_ends_and_says_why():
     with reception(start_seconds=0.2) as (fleet, port):
         Generator(port, KEY, put(versions=[1003] * 4), "liar")
-        with pytest.raises(RunStopped, match="the last one, liar: it sent invalid data .a token of weights vers"):
+        with pytest.raises(RunStopped, match="the last one, liar: it sent invalid data .a token from weights vers"):
             fleet.generate([[1]], PARAMS)
 
 
@@ -268,7 +271,7 @@ def test_one_that_greets_byte_by_byte_has_no_more_time_than_others(monkeypatch):
                     slow.send(b"x")
 
         threading.Thread(target=drip, daemon=True).start()
-        with pytest.raises(Closed, match="no handshake within 0.5 s"):
+        with pytest.raises(Closed, match="did not complete the handshake within 0.5 s"):
             listener.greet(listener.accept())
         over.set()
     listener.close()

@@ -227,7 +227,7 @@ def test_a_step_of_several_ranks_is_computed_again_in_one_process(task, model_fo
     again = replay(tmp_path / "run", 2)
     assert again.equal, again.text()
     launch(2, run, replace(config, output=str(tmp_path / "other"), train=TrainConfig(), steps=1))
-    with pytest.raises(UserError, match="was made on 2 ranks, which add up gradients in another order"):
+    with pytest.raises(UserError, match="was computed on 2 ranks, which sum gradients in another order"):
         replay(tmp_path / "other", 1)
 
 
@@ -326,17 +326,17 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
     [
         (
             dict(algorithm="ppo", parallel=ParallelConfig(pipeline=2)),
-            "ppo trains a value head, which does not work with parallel.pipeline yet",
+            "ppo trains a value head, which does not support parallel.pipeline yet",
         ),
         (
             dict(algorithm="ppo", parallel=ParallelConfig(context=2)),
-            "a value head, which does not work with parallel.context and train.deterministic_layout together yet",
+            "a value head, which does not support parallel.context and train.deterministic_layout together yet",
         ),
         (
             dict(algorithm="ppo", train=TrainConfig(optimizer_in_backward=True, max_grad_norm=0)),
-            "switch train.optimizer_in_backward off",
+            "turn train.optimizer_in_backward off",
         ),
-        (dict(environment="Unseeded"), 'examples of "train" on rank 1 are not those of rank 0'),
+        (dict(environment="Unseeded"), '"train" examples on rank 1 differ from those on rank 0'),
         (
             dict(actors=ActorsConfig(keep_copy=False, generators=1)),
             "actors.keep_copy is of ranks that train and sample, which these leave to others; leave it out",

@@ -84,13 +84,13 @@ def test_generators_may_die_stop_come_and_leave_while_a_run_goes_on(whole, tmp_p
     run.wait(lambda: run.step == 0)
     (killed,) = run.generators()["generator_0"]
     os.kill(killed, signal.SIGKILL)
-    again = "generator_0 was ended by SIGKILL; it is restarted"
+    again = "generator_0 was killed by SIGKILL; restarting it"
     run.wait(lambda: again in run.said and "generator_0 joins" in run.said.split(again)[1])
     run.wait(lambda: run.step == 2 and "generator_1 joins" in run.said)
     (stopped,) = run.generators()["generator_0"]
     os.kill(stopped, signal.SIGSTOP)
     run.hold(4)  # it is asked for samples now, and cannot end them
-    run.wait(lambda: "generator_0: it has said nothing for 1.5 s" in run.said)
+    run.wait(lambda: "generator_0: it has sent nothing for 1.5 s" in run.said)
     run.wait(lambda: not is_alive(stopped))
     run.wait(lambda: run.step == 4)
     run.hold()
@@ -115,7 +115,7 @@ def test_a_rank_of_a_generator_that_stops_and_a_trainer_that_is_killed_leave_not
     run.hold(3)
     time.sleep(0.05)
     os.kill(ranks[1], signal.SIGSTOP)
-    run.wait(lambda: "generator_0: its rank 1: it has said nothing for 1.5 s" in run.said)
+    run.wait(lambda: "generator_0: its rank 1: it has sent nothing for 1.5 s" in run.said)
     run.wait(lambda: not any(map(is_alive, ranks)))
     run.wait(lambda: run.step == 3)
     ranks = run.generators()["generator_0"]

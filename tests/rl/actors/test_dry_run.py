@@ -275,10 +275,10 @@ def test_the_command_prints_separate_generators_and_refuses_servers():
     separate = [*command, "--actors.generators", "2", "--actors.tensor", "2"]
     printed = subprocess.run(separate, capture_output=True, text=True, check=True).stdout
     assert "4 ranks (data_shard 4)" in printed and "versions laid out" in printed
-    assert "memory of each generator's rank, GiB (2 of each)" in printed and "generator's copy" not in printed
-    assert "in a weight sync the trainer's rank lays out" in printed and "MiB, and a generator's reads" in printed
+    assert "memory per generator rank, GiB (2 ranks each)" in printed and "generator's copy" not in printed
+    assert "a weight sync lays out" in printed and "MiB, and a generator's reads" in printed
     done = subprocess.run([*command, "--actors.urls", "http://127.0.0.1:1"], capture_output=True, text=True)
-    assert done.returncode == 2 and "a dry run does not know the servers of actors.urls" in done.stderr
+    assert done.returncode == 2 and "a dry run cannot inspect the servers in actors.urls" in done.stderr
 
 
 @pytest.mark.slow
@@ -293,7 +293,5 @@ def test_the_command_prints_a_cluster_a_cluster_on_one_process():
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
         dry_run(RLConfig(model="qwen3:micro", dtype="bfloat16", parallel=ParallelConfig(tensor=3)), 2, on_cpu=True)
     refused = RLConfig(model="qwen3:micro", dtype="bfloat16", algorithm="ppo", parallel=ParallelConfig(pipeline=2))
-    with pytest.raises(
-        UserError, match="value head, which does not work with parallel.pipeline"
-    ):  # as by the run itself
+    with pytest.raises(UserError, match="value head, which does not support parallel.pipeline"):  # as by the run itself
         dry_run(refused, 16, on_cpu=True)

@@ -181,7 +181,9 @@ def test_without_a_generator_for_too_long_the_run_ends_and_says_where_to_look():
 
 def test_a_run_that_no_generator_ever_joins_is_badly_set_up():
     fleet = fleet_of(start_seconds=0.0)
-    with pytest.raises(UserError, match="no generator has been ready for 0 s .* None has been ready since the run beg"):
+    with pytest.raises(
+        UserError, match="no generator has been ready for 0 s .* None has been ready since the run start"
+    ):
         fleet.wait_for_weights()
 
 

@@ -198,7 +198,7 @@ def test_weights_that_the_server_cannot_read_end_the_run_with_what_to_change(ser
     with _fleet(model, tmp_path / "elsewhere", server.url) as (fleet, _), pytest.raises(UserError) as error:
         fleet.wait_for_weights()
     assert str(error.value).startswith(server.url) and "no such folder" in str(error.value)
-    assert "--output that it sees under the same path" in str(error.value)
+    assert "--output that the server can read under the same path" in str(error.value)
 
 
 def test_weights_of_another_run_are_noticed(server, model, folder, caplog):
@@ -298,7 +298,7 @@ def test_a_server_without_the_runs_keys_is_refused(server, model, folder, monkey
     with running_server(folder, api_key="key", engine=ENGINE) as other:
         assert "set LOCKSTEP_API_KEY" in _refusal(model, folder, other.url)
         monkeypatch.setenv("LOCKSTEP_API_KEY", "key")
-        assert "start it with LOCKSTEP_ADMIN_KEY set" in _refusal(model, folder, other.url)
+        assert "start both it and the run with LOCKSTEP_ADMIN_KEY set" in _refusal(model, folder, other.url)
 
 
 def test_a_server_of_another_model_or_with_too_little_room_is_refused_by_name(server, model, folder):
@@ -387,7 +387,7 @@ def test_a_server_that_dies_leaves_its_samples_to_another_and_comes_back(server,
             groups = [samples[:3], samples[3:]]
             assert _plain([[s.completion() for s in group] for group in groups]) == _plain([expected] * 2)
             assert fleet.ready == [server.url]
-            assert re.search(f"{dying.url}: .*; 1 others go on with its 3 unfinished samples", caplog.text)
+            assert re.search(f"{dying.url}: .*; 1 others continue its 3 unfinished samples", caplog.text)
             opened.close()
             port = int(dying.url.rpartition(":")[2])
             with running_server(folder, admin_key="secret", engine=ENGINE, port=port):
@@ -447,4 +447,4 @@ def test_a_server_that_answers_nonsense_as_it_comes_back_is_asked_again(server, 
         fleet.leave(server.url).close()
         wait_until(lambda: fleet.ready)
     assert len(asked) == 3
-    assert caplog.text.count("is not back: it sends invalid answers (KeyError('shape'))") == 1
+    assert caplog.text.count("is not back: its response makes no sense (KeyError('shape'))") == 1

@@ -82,8 +82,8 @@ def test_a_generator_joins_samples_and_is_let_go(model_folder, world):
     [
         (bytes(32), "", {}, "no trainer can be reached at '127.0.0.1:.*: it"),
         (KEY, "0.0.0", {}, "install the same version on both sides"),
-        (KEY, "", {"arithmetic": "cuda"}, "the trainer computes in cuda, a generator on .* in "),
-        (KEY, "", {"model": "other"}, "is another model than the trainer's: intermediate_size .* and not"),
+        (KEY, "", {"arithmetic": "cuda"}, "the trainer computes in cuda, but a generator on .* in "),
+        (KEY, "", {"model": "other"}, "differs from the trainer's model: intermediate_size .* and not"),
         (KEY, "", {"model": "nowhere"}, "nowhere"),
     ],
     ids=["key", "version", "arithmetic", "model", "folder"],
@@ -92,7 +92,7 @@ def test_who_does_not_fit_is_told_why(model_folder, world, tmp_path, monkeypatch
     if changes.get("model") == "other":
         shape = preset("llama3:micro", 512)
         save_model(build_model(shape, dtype="bfloat16", seed=1), tmp_path / "other")
-        said = "is another model than the trainer's: family llama3 and not qwen3"
+        said = "differs from the trainer's model: family llama3 and not qwen3"
     if "model" in changes:
         changes = {"model": str(tmp_path / changes["model"])}
     if version:
@@ -184,7 +184,7 @@ def test_a_generator_that_never_starts_ends_the_run_and_its_log_is_quoted(tmp_pa
     supervisor = Supervisor(actors, fleet, "127.0.0.1:1", KEY, "", tmp_path / "logs")
     with supervisor, pytest.raises(UserError) as stopped:
         fleet.generate([[1]], SamplingParams())
-    assert "generator_0 ended with exit code 1 before it could sample, 3 times over" in str(stopped.value)
+    assert "generator_0 exited with code 1 before it could sample, 3 times in a row" in str(stopped.value)
     assert f"{tmp_path}/logs/generator_0.log ends with: RuntimeError: this environment is damaged." in str(
         stopped.value
     )

@@ -100,15 +100,15 @@ def test_what_a_proper_server_answers_is_taken():
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (both(logprobs={"token_logprobs": [-1.0]}), "1 log-probabilities of 4 tokens"),
+        (both(logprobs={"token_logprobs": [-1.0]}), "1 log-probabilities for 4 tokens"),
         (both(logprobs={"token_logprobs": [float("nan")] * 4}), "log-probability nan"),
-        (both(weights_versions=[]), "0 versions of 4 tokens"),
+        (both(weights_versions=[]), "0 versions for 4 tokens"),
         (both(weights_versions=[[1]] * 4), "[1] among versions"),
-        (both(token_ids=[10**9] * 4), "token 1000000000 of a vocabulary of 100"),
+        (both(token_ids=[10**9] * 4), "token 1000000000 outside a vocabulary of 100"),
         (both(token_ids="abcd"), "no list of tokens"),
         (both(finish_reason="because"), "finish_reason 'because'"),
         (both(finish_reason="error"), "finish_reason 'error'"),
-        (stream(choice(), choice(1), choice()), "tokens of a sample that has ended"),
+        (stream(choice(), choice(1), choice()), "tokens for a sample that is already finished"),
         (stream(choice(99)), "sample 99 of a request for 2"),
         (stream(choice(-1), choice(-2)), "sample -1 of a request for 2"),
         (OK + b"data: [1]\n\n", "makes no sense"),
@@ -118,12 +118,12 @@ def test_what_a_proper_server_answers_is_taken():
                 logprobs={"token_logprobs": [-1.0] * 3000},
                 weights_versions=[1] * 3000,
             ),
-            "3000 tokens where 4 were asked for",
+            "3000 tokens, but at most 4 were requested",
         ),
         # Else whoever goes on with its samples would wait for what never comes, or go on behind their end.
-        (both(token_ids=[7, 0, 7, 7]), "tokens behind 0, which ends a sample"),
+        (both(token_ids=[7, 0, 7, 7]), "tokens after 0, which ends a sample"),
         (both(token_ids=[7, 7, 7, 5], finish_reason=None), "token 5, which ends a sample, without a finish_reason"),
-        (both(finish_reason=None), "all 4 tokens that were asked for without a finish_reason"),
+        (both(finish_reason=None), "all 4 requested tokens without a finish_reason"),
     ],
 )  # fmt: skip
 def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, said):
@@ -132,7 +132,7 @@ def test_a_server_that_says_what_cannot_be_so_is_asked_no_more(caplog, answer, s
         assert fleet.false == {client.url} and not any(sample.finish_reason for sample in samples[1:])
         (line,) = [line for line in caplog.messages if line.startswith(client.url)]
         assert said in line
-        with pytest.raises(RunStopped, match="not used again"):
+        with pytest.raises(RunStopped, match="gets no more requests"):
             while True:
                 fleet.step()
 

@@ -144,7 +144,7 @@ def test_generator_actor_stand_in_and_worker_may_die(whole, worker, tmp_path):
         return before
 
     killed(0, signal.SIGKILL)
-    run.wait(lambda: "; it is restarted" in run.said, 10)
+    run.wait(lambda: "; restarting it" in run.said, 10)
     run.wait(lambda: run.step == 1)
     (actor,) = worker.below("bootstrap_main")
     generator = killed(1, signal.SIGKILL, actor)

@@ -182,7 +182,7 @@ def every_bit(parallel):
                 room.reshape(-1)[-1:].view(torch.uint8)[-1] ^= 128
             world.barrier()
             if there:
-                expected = shelf_reader.Taken(1, "damaged", f"{name} did not arrive as laid out")
+                expected = shelf_reader.Taken(1, "damaged", f"{name} did not arrive intact")
                 noticed[rank, name] = reader.take(edition) == expected
             world.barrier()
     stayed = all(
@@ -239,19 +239,19 @@ def test_damaged_weights_are_named_and_the_replica_keeps_its_own(damage, pair, c
     change, named = DAMAGES[damage]
     change(shelf, edition)
     taken = reader.take(edition)
-    assert taken.outcome == "damaged" and taken.said == f"{named} did not arrive as laid out"
+    assert taken.outcome == "damaged" and taken.said == f"{named} did not arrive intact"
     assert _stayed(reader)
-    assert f"weights of version 7: {named} did not arrive as laid out (try 3 of 3)" in caplog.text
+    assert f"weights version 7: {named} did not arrive intact (try 3 of 3)" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ("shape", "layers.0.mlp.up_proj.weight is [3, 5] in the trainer, but [256, 64] in the generator"),
-        ("missing", "layers.0.mlp.up_proj.weight is not there in the trainer, but [256, 64] in the generator"),
-        ("more", "extra is [3, 5] in the trainer, but not there in the generator"),
+        ("missing", "layers.0.mlp.up_proj.weight is missing in the trainer, but [256, 64] in the generator"),
+        ("more", "extra is [3, 5] in the trainer, but missing in the generator"),
         ("dtype", "they are bfloat16, but the generator is float32"),
-        ("a part", "hold only 0 elements of layers.0.mlp.up_proj.weight"),
+        ("a part", "have 0 elements of layers.0.mlp.up_proj.weight"),
     ],
 )
 def test_weights_of_another_model_are_refused_at_once(change, said):

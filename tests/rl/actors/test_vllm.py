@@ -159,10 +159,8 @@ def test_a_vllm_that_would_give_other_numbers_or_old_weights_is_refused_by_name(
         return str(error.value)
 
     params = _wanted().params
-    assert "leave top_k, top_p and min_p out" in refusal(params=dataclasses.replace(params, top_p=0.9))
-    assert "leaves them out of what it streams; leave it out" in refusal(
-        params=dataclasses.replace(params, routes="whole")
-    )
+    assert "remove top_k, top_p and min_p" in refusal(params=dataclasses.replace(params, top_p=0.9))
+    assert "does not stream them; remove it" in refusal(params=dataclasses.replace(params, routes="whole"))
     assert "--max-model-len" in refusal(context=600)
     vllm.info["model_config"]["logprobs_mode"] = "raw_logprobs"
     assert "--logprobs-mode processed_logprobs" in refusal()
@@ -186,7 +184,7 @@ def test_the_correction_is_on_with_vllm_unless_the_run_says_otherwise(vllm, capl
     assert "biases the gradient" in caplog.text
     assert suited_to_servers(RLConfig(model="m"), WORLD) == RLConfig(model="m")
     processes = dataclasses.replace(config, actors=ActorsConfig(urls=(vllm.url,), generators=1))
-    with pytest.raises(UserError, match="give one kind"):
+    with pytest.raises(UserError, match="use one kind"):
         suited_to_servers(processes, WORLD)
 
 

@@ -102,7 +102,7 @@ def test_a_message_that_was_changed_is_refused(place):
     changed = bytearray(line.seen())
     changed[place] ^= 1
     line.far.sendall(changed)
-    with pytest.raises(Closed, match="changed"):
+    with pytest.raises(Closed, match="altered"):
         there.receive()
 
 
@@ -118,13 +118,13 @@ def test_a_message_that_is_repeated_left_out_or_sent_back_is_refused():
         if repeated:
             there.receive()
             line.far.sendall(first)
-        with pytest.raises(Closed, match="changed"):
+        with pytest.raises(Closed, match="altered"):
             there.receive()
     line = _Between()
     here, _ = line.greet()
     here.send("first")
     line.near.sendall(line.seen())
-    with pytest.raises(Closed, match="changed"):
+    with pytest.raises(Closed, match="altered"):
         here.receive()
 
 
@@ -166,11 +166,11 @@ def test_a_key_is_for_its_user_alone(tmp_path):
     assert read_key(tmp_path / "key") == key and make_key(tmp_path / "key") != key
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     (tmp_path / "key").chmod(0o644)
-    with pytest.raises(UserError, match="others may read"):
+    with pytest.raises(UserError, match="other users can read"):
         read_key(tmp_path / "key")
     for content in ("", "zz", "00"):
         (tmp_path / "key").unlink()
         make_key(tmp_path / "key")
         (tmp_path / "key").write_text(content)
-        with pytest.raises(UserError, match="not a run's key"):
+        with pytest.raises(UserError, match="not the key of a run"):
             read_key(tmp_path / "key")

@@ -258,12 +258,12 @@ def test_a_conversation_is_rewarded(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"tests": TESTS}, "train.jsonl:1: needs a text as `prompt`"),
+        ({"tests": TESTS}, "train.jsonl:1: needs the string `prompt`"),
         ({"prompt": "p"}, "train.jsonl:1: needs `tests`"),
         ({"prompt": "p", "tests": []}, "train.jsonl:1: needs `tests`"),
-        ({"prompt": "p", "tests": "assert ("}, "train.jsonl:1: its `tests` are not Python"),
+        ({"prompt": "p", "tests": "assert ("}, "train.jsonl:1: its `tests` are not valid Python"),
         ({"prompt": "p", "tests": "x = 1"}, "train.jsonl:1: its `tests` have no assertion"),
-        ({"prompt": "p", "tests": [{"input": "1"}]}, "train.jsonl:1: each of `tests` needs the texts"),
+        ({"prompt": "p", "tests": [{"input": "1"}]}, "train.jsonl:1: each of `tests` needs the strings"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, message):

@@ -84,8 +84,8 @@ def test_an_action_that_the_game_does_not_know_is_answered(reply):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gymnasium:Nothing-v0", "gymnasium:Nothing-v0: cannot be made"),
-        ("gymnasium:no_such_module:X-v0", "cannot be made .*give the ID of a registered game"),
+        ("gymnasium:Nothing-v0", "gymnasium:Nothing-v0: cannot be created"),
+        ("gymnasium:no_such_module:X-v0", "cannot be created .*give the ID of a registered game"),
         ("gymnasium:CartPole-v1", r"its observations are Box.*, not text"),
         ("gymnasium:tests.rl.conversations.games:Pictures-v0", r"its observations are Discrete\(3\), not text"),
         ("gymnasum:X-v0", "no such file"),

@@ -225,7 +225,7 @@ def test_a_conversation_without_rewards_says_that_nothing_gives_them(engine_of, 
     for environment, said in (
         (Silent(), "Silent.converse returned no rewards, and there is no `reward`, for example .*; return a number"),
         (Ungraded(), "Ungraded.converse returned no rewards, nor did `grade`, and there is no `reward`,"),
-        (Short(), r"Short.grade returned \[1.0\], not a list with one reward for each episode \(here 3\), for"),
+        (Short(), r"Short.grade returned \[1.0\], not a list with one reward per episode \(here 3\), for"),
     ):
         with pytest.raises(UserError, match=said):
             graded(environment, engine_of("llama3"), renderings["llama3"], limit=0.0)
@@ -431,7 +431,7 @@ def test_a_function_that_blocks_is_named_and_in_the_end_refused(engine_of, rende
     environment = Blocking(60)
     with pytest.raises(UserError, match=r"test_play.py:\d+: Blocking.converse has not awaited anything for"):
         talk(environment, *given, rewards=RewardConfig(seconds=0.1))
-    assert "use asyncio.to_thread" in caplog.text
+    assert "run them in asyncio.to_thread" in caplog.text
     environment.freed.set()
     # The loop turns again, and one that took too long in this way has failed by it.
     rollouts = graded(Blocking(0.4), *given, samples_per_prompt=2, rewards=RewardConfig(seconds=0.3))

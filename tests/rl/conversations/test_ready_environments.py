@@ -48,7 +48,7 @@ def test_lines_without_what_they_need_are_named_or_skipped(name, tmp_path):
     bad = [{"answer": "2"}, {question: "q"}, {question: "q", "answer": []}, {question: 3.5, "answer": None}]
     for line in bad:
         folder_of(tmp_path, name, RULES[name], line)
-        with pytest.raises(UserError, match=r"train.jsonl:2: (needs a text as `|`answer` is (empty|null))"):
+        with pytest.raises(UserError, match=r"train.jsonl:2: (needs the string `|`answer` is (empty|null))"):
             examples_of(load_environment(name, str(tmp_path)), "train")
         assert len(examples_of(load_environment(name, str(tmp_path), skip_bad_lines=True), "train")) == 1
     folder_of(tmp_path, name, {question[:-1]: "q", "answer": "2"})
@@ -406,5 +406,5 @@ def test_texts_that_cannot_be_read_are_named(tmp_path):
         load_environment("retrieval", str(tmp_path))
     (tmp_path / "documents" / "bad.txt").unlink()
     (tmp_path / "documents" / "two.jsonl").write_text('{"id": "t1", "text": "again"}\n')
-    with pytest.raises(UserError, match=r"two.jsonl:1: a second text is named 't1'"):
+    with pytest.raises(UserError, match=r"two.jsonl:1: there is already a text with the id 't1'"):
         load_environment("retrieval", str(tmp_path))

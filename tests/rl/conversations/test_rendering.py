@@ -215,7 +215,7 @@ def test_without_a_template_texts_stand_one_after_the_other(bpe_tokenizer):
     again = transcript.prompt([*messages, {"role": "user", "content": "<|endoftext|>4+4="}])
     new = [bpe_tokenizer.eos_id, *bpe_tokenizer.encode("4+4=")]
     assert again == [*bpe_tokenizer.encode("3+5="), *bpe_tokenizer.encode("8"), bpe_tokenizer.eos_id, *new]
-    with pytest.raises(ChatTemplateError, match="content must be a text"):
+    with pytest.raises(ChatTemplateError, match="content must be a string"):
         transcript.prompt([{"role": "user", "content": None}])
 
 
@@ -271,4 +271,4 @@ def test_a_template_whose_calls_are_not_read_is_warned_of(name, tools, warned, c
         Task.tools = (words,)
     model = chat_model(name)
     open_rendering(RLConfig(model=str(model)), Task(), load_tokenizer(model), load_model(model))
-    assert ("so no call is read" in caplog.text) == warned and "does not show tools" not in caplog.text
+    assert ("so no call is parsed" in caplog.text) == warned and "does not show tools" not in caplog.text

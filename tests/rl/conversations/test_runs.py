@@ -128,7 +128,7 @@ def test_a_run_of_conversations_trains_with_every_bit_compared(
         assert len(line["log_probs"]) == sum(line["sampled"]) and len(line["sampled"]) == len(line["token_ids"])
         assert line["turns"] == 3 and line["messages"][0]["content"] == line["prompt"]
         assert any(message["role"] == "tool" for message in line["messages"])
-    with pytest.raises(UserError, match="step 2 of .* holds conversations.*--sample"):
+    with pytest.raises(UserError, match="step 2 of .* has conversations.*--sample"):
         replay(whole, 2)
     again = replay(whole, 2, sample=True)
     assert again.equal, again.text()
@@ -191,7 +191,7 @@ def test_tools_that_a_template_does_not_show_are_warned_of(tmp_path, chat_model,
     ("name", "said"),
     [
         ("Nothing", "defines no `reward`, `converse` or `grade`; write it as lockstep.rl.ConversationEnvironment"),
-        ("Plain", r"Plain.converse is no coroutine function; write `async def converse"),
+        ("Plain", r"Plain.converse is not a coroutine function; write `async def converse"),
         ("ConversationEnvironment", 'no Environment named "ConversationEnvironment"'),
     ],
 )

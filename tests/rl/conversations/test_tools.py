@@ -133,9 +133,9 @@ def unknown(a: "Missing"):  # noqa: F821
     [
         (undocumented, r"the tool undocumented \(.*test_tools.py:\d+\) has no docstring"),
         (without_types, "the parameter a has no annotation"),
-        (many, r"\*numbers: int, which cannot be given by name"),
-        (positional, "cannot be given by name"),
-        (odd, "the parameter a is a <class 'bytes'>, which has no JSON type"),
+        (many, r"\*numbers: int, which cannot be passed by name"),
+        (positional, "cannot be passed by name"),
+        (odd, "the parameter a is a <class 'bytes'>, which JSON cannot express"),
         (unknown, "the tool unknown .* cannot be described .*Missing"),
     ],
 )

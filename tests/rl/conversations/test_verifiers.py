@@ -163,7 +163,7 @@ def test_tasks_are_solved_in_workers(package, tmp_path):
 def test_tasks_that_every_worker_would_have_otherwise_are_refused(package, tmp_path):
     drawn = TASKS.replace("n = self.config.first", "import os; n = int.from_bytes(os.urandom(4))")
     ends = held_in_workers(package("my_drawn_sums", drawn), tmp_path)
-    assert all("gives different tasks each time it is loaded" in end.message for end in ends)
+    assert all("yields different tasks each time it is loaded" in end.message for end in ends)
 
 
 @pytest.mark.parametrize(
