@@ -374,7 +374,7 @@ def test_ctrl_c_names_what_is_kept_and_leaves_no_process(tmp_path, folders):  # 
     assert process.exitcode == 130
     *_, last = said = (tmp_path / "said").read_text().splitlines()
     completions = tmp_path / "eval" / "completions_1.jsonl"
-    assert last == f"lockstep: interrupted; kept is {completions}, without eval.json"
+    assert last == f"lockstep: interrupted; {completions} kept, without eval.json"
     assert not any("Traceback" in line or "Error" in line for line in said) and len(_lines(completions)) == 1
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -315,7 +315,7 @@ def test_a_server_of_another_model_or_with_too_little_room_is_refused_by_name(se
     assert "--arithmetic other" in refusal(arithmetic="other")
     assert "--compile.backend inductor" in refusal(compile="inductor")
     assert "engine.cache_tokens 512" in refusal(context=513)
-    assert "more --max-n" in refusal(params=dataclasses.replace(PARAMS, n=129))
+    assert "a higher --max-n" in refusal(params=dataclasses.replace(PARAMS, n=129))
 
 
 # What gets lost, and comes back.

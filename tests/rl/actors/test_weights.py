@@ -196,7 +196,7 @@ def unlike(change):
         close_world(world)
 
 
-@pytest.mark.parametrize(("change", "said"), [("missing", "is not there in the trainer"), ("shape", "is [3, 5] in")])
+@pytest.mark.parametrize(("change", "said"), [("missing", "is missing in the trainer"), ("shape", "is [3, 5] in")])
 def test_tensors_that_are_not_the_generators_are_named(change, said):
     for message in launch(2, unlike, change):
         assert f"weights cannot be synced: layers.0.mlp.up_proj.weight {said}" in message

@@ -190,7 +190,10 @@ def test_tools_that_a_template_does_not_show_are_warned_of(tmp_path, chat_model,
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Nothing", "defines no `reward`, `converse` or `grade`; write it as lockstep.rl.ConversationEnvironment"),
+        (
+            "Nothing",
+            "defines no `reward`, `converse` or `grade`; write it as described in lockstep.rl.ConversationEnvironment",
+        ),
         ("Plain", r"Plain.converse is not a coroutine function; write `async def converse"),
         ("ConversationEnvironment", 'no Environment named "ConversationEnvironment"'),
     ],
