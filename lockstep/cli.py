@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             from lockstep.commands.spelling import COMMANDS_ELSEWHERE
 
             meant = COMMANDS_ELSEWHERE.get(name)
-            hint = f" Write lockstep {meant}." if meant else closest(name, COMMANDS)
+            hint = f" Use lockstep {meant}." if meant else closest(name, COMMANDS)
             raise UserError(f'unknown command "{name}".{hint} See lockstep --help')
         return COMMANDS[name](arguments[1:])
     except UserError as error:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"lockstep: {'' if rank == '0' else f'rank {rank}: '}{printable(str(error))}", file=sys.stderr)
         return 2
     except RunStopped as error:
-        # All ranks end alike; one of them says so.
+        # All ranks end the same way; one of them reports it.
         if _is_first_rank():
             print(f"lockstep: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Its traceback is in the rank's log.
         print(
             f"lockstep: rank {os.environ['RANK']}: another rank has ended or cannot be reached "
-            f"({printable(str(error).splitlines()[0])[:200]}); the run ends here. What that rank says is the cause; "
+            f"({printable(str(error).splitlines()[0])[:200]}); the run ends here. That rank's output has the cause; "
             "--resume continues from the newest checkpoint",
             file=sys.stderr,
         )
@@ -69,18 +69,18 @@ def main(arguments: list[str] | None = None) -> int:
         print("; ".join(filter(None, ["lockstep: interrupted", printable(str(error))])), file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output, such as `head`, has ended. Nothing is left to flush at exit.
+        # The reader of the output, such as `head`, has ended. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"lockstep: {printable(str(error.filename))[:80]}…: too long for the name of a file", file=sys.stderr)
+        print(f"lockstep: {printable(str(error.filename))[:80]}…: too long for a file name", file=sys.stderr)
         return 2
 
 
 def _is_lost_rank(error: RuntimeError) -> bool:
-    """Whether it is how gloo and NCCL say that a connection has ended."""
+    """Whether it is how gloo and NCCL report that a connection has ended."""
     said = str(error)
     from lockstep.observe.actors import LOST
 
@@ -101,7 +101,7 @@ def _overview() -> str:
 
 
 def _parse(kind: type, arguments: list[str], command: str, default: Any = None, positional: bool = False) -> Any:
-    """With `positional`, what has no default is given without its name."""
+    """With `positional`, fields without a default are positional arguments."""
     import tyro
 
     from lockstep.commands.spelling import refuse_other_names
@@ -114,8 +114,8 @@ def _parse(kind: type, arguments: list[str], command: str, default: Any = None, 
 
 
 def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
-    """The recipe's configuration; over it, in this order, the settings of the run that --resume continues, a TOML file
-    and the command line."""
+    """The recipe's configuration, overridden, in this order, by the settings of the run that --resume continues, a
+    TOML file and the command line."""
     from lockstep.config import RLConfig, from_toml, recorded_run, with_algorithm
     from lockstep.recipes import recipe
 
@@ -137,18 +137,18 @@ def _run_config(command: str, kind: type, arguments: list[str]) -> Any:
         default = run
     if chosen["--config"]:
         default = from_toml(chosen["--config"], default)  # type: ignore[type-var]
-        # What to do about the folder was said for that run alone: its file must not wipe it.
+        # How to treat the folder was meant for that start alone: a run's own file must not erase it.
         for action in ("overwrite", "resume", "dry_run"):
             if getattr(default, action, False):
                 file = chosen["--config"]
-                print(f"{file}: {action} is not taken from a file; give it on the command line if you mean it")
+                print(f"{file}: {action} is ignored in a file; give it on the command line if you mean it")
                 setattr(default, action, type(getattr(default, action))())
     if "--help" in rest or "-h" in rest:
         from lockstep.recipes import described
 
         print(f"most used: {MOST_USED[command]}")
         print("--config FILE: start from a TOML or YAML file, such as a run's config.toml")
-        print(f"--recipe NAME: start from a ready run:\n{described(command)}\n")
+        print(f"--recipe NAME: start from a recipe:\n{described(command)}\n")
     config = _parse(kind, rest, command, default)
     if isinstance(config, RLConfig) and isinstance(default, RLConfig):
         given = {argument.lstrip("-").partition("=")[0].replace("-", "_") for argument in rest}
@@ -171,7 +171,7 @@ MOST_USED = {
 
 
 def _output_to_resume(arguments: list[str], default: str) -> str:
-    """The run's folder that the command line asks to resume; empty where it asks for none."""
+    """The run's folder that the command line asks to resume; empty if it does not."""
     resume, output = False, default
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -223,7 +223,7 @@ def sft(arguments: list[str]) -> int:
 
 
 def dpo(arguments: list[str]) -> int:
-    """preference optimisation on chosen and rejected answers: DPO, IPO, SimPO, KTO"""
+    """preference optimization on chosen and rejected answers: DPO, IPO, SimPO, KTO"""
     from lockstep.config import DPOConfig
     from lockstep.train.dpo import prefer
 
@@ -232,7 +232,7 @@ def dpo(arguments: list[str]) -> int:
 
 
 def reward_model(arguments: list[str]) -> int:
-    """a model that scores answers, learnt from chosen and rejected ones: a reward for rl"""
+    """train a model that scores answers, from chosen and rejected ones: a reward for rl"""
     from lockstep.config import RewardModelConfig
     from lockstep.train.reward_model import train_reward_model
 
@@ -263,10 +263,10 @@ class TokenizeOptions:
     tokenizer: str = "byte"
     """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
     template: str = "{text}"
-    """How a line of JSONL or a row becomes a text: keys in braces stand for their values. With --chat: file of a chat
-    template (jinja) to use instead of the model's own."""
+    """How a JSONL line or a row becomes text: keys in braces are replaced by their values. With --chat: chat template
+    file (jinja) to use instead of the model's own."""
     chat: bool = False
-    """The data are conversations, for sft; the tokenizer is a model's folder."""
+    """The data is conversations, for sft; the tokenizer is a model's folder."""
     skip_bad_lines: bool = False
     """Count and skip malformed lines instead of stopping at the first."""
     workers: int = 4
@@ -274,7 +274,7 @@ class TokenizeOptions:
 
 
 def data(arguments: list[str]) -> int:
-    """data tokenize: tokenize text or conversations once, for runs to come"""
+    """data tokenize: tokenize text or conversations once, for later runs"""
     if arguments[:1] != ["tokenize"]:
         raise UserError("write lockstep data tokenize --data DATA --tokenizer TOKENIZER --output FOLDER")
     from lockstep.checkpoint import folder_if_model
@@ -288,7 +288,7 @@ def data(arguments: list[str]) -> int:
 
 
 def rl(arguments: list[str]) -> int:
-    """GRPO and other algorithms on gsm8k, sums of digits, or a task of your own (--environment my_task.py:MyTask)"""
+    """GRPO and other algorithms on gsm8k, sums of digits, or your own task (--environment my_task.py:MyTask)"""
     from lockstep.config import RLConfig
     from lockstep.rl.controller import reinforce
     from lockstep.rl.parity import ParityError
@@ -323,7 +323,7 @@ def print_summary(folder: Path) -> None:
     name = "accuracy" if measured == "accuracy" else summary["reward_name"]
     before, after = summary[f"{measured}_before"], summary[f"{measured}_after"]
     also_trained = summary.get("validation_also_trained")
-    where = f"validation examples, {also_trained} of them trained on too" if also_trained else "held-out examples"
+    where = f"validation examples, {also_trained} of them also trained on" if also_trained else "held-out examples"
     print(f"\n{name} {before:.3f} -> {after:.3f} on {where}")
     checked, different = int(summary["parity_tokens_checked"]), int(summary["parity_tokens_different"])
     print(
@@ -332,7 +332,7 @@ def print_summary(folder: Path) -> None:
     )
     if "parity_routes_checked" in summary:
         routes, others = int(summary["parity_routes_checked"]), int(summary["parity_routes_different"])
-        print(f"the experts of {routes} tokens compared, those of {others} different")
+        print(f"experts of {routes} tokens compared, {others} different")
     print(f"  {parity_meaning(checked, different, summary['staleness_max'] > 0)}")
     if "prompts" in summary:
         print(PromptBalance(**summary["prompts"]).text())
@@ -345,7 +345,7 @@ def print_summary(folder: Path) -> None:
 
 
 def generate(arguments: list[str]) -> int:
-    """continue a prompt, streamed to the terminal, or every prompt of a file"""
+    """continue a prompt, streamed to the terminal, or every prompt in a file"""
     from lockstep.commands.generate import GenerateOptions
     from lockstep.commands.generate import generate as run
     from lockstep.parallel import generating_world
@@ -392,7 +392,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def serve(arguments: list[str]) -> int:
-    """answer OpenAI's HTTP requests: completions and chat, text or tokens, streamed or not"""
+    """serve OpenAI's HTTP API: completions and chat, text or tokens, streamed or not"""
     from lockstep.config import ServeConfig, validate
 
     config = _parse(ServeConfig, arguments, "serve")
@@ -413,23 +413,23 @@ class ParityOptions:
     model: str = ""
     """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     matrix: Literal["none", "covering", "full"] = "none"
-    """Instead of a model: small ones in every layout of trainer and generator that this machine can show, up to four
-    processes. `full`: all settings with each other; `covering`: so many that every two meet."""
+    """Instead of a model: compare small ones in every layout of trainer and generator that this machine can run, up to
+    four processes. `full`: all combinations of settings; `covering`: enough that every pair of settings occurs."""
     output: str = "parity"
     """Folder for the matrix: parity.json, parity.png."""
     tokens: int = 4096
     """Sampled tokens to compare."""
     dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto or empty: the files' own."""
+    """`bfloat16` or `float32`; auto or empty: as in the files."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
     the fastest."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     seed: int = 0
-    """Of the load."""
+    """Seed of the load."""
     explain: bool = False
-    """Where something differs, name the first layer and operator that does."""
+    """If something differs, name the first layer and operator that does."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: RanksConfig = field(default_factory=RanksConfig)
 
@@ -456,7 +456,7 @@ def _parity_matrix(options: ParityOptions) -> int:
     refuse_ranks("parity --matrix")
     own = ParityOptions(matrix=options.matrix, output=options.output)
     if unused := [field.name for field in fields(own) if getattr(own, field.name) != getattr(options, field.name)]:
-        raise UserError(f"--matrix has models and settings of its own; leave out --{', --'.join(unused)}")
+        raise UserError(f"--matrix uses its own models and settings; leave out --{', --'.join(unused)}")
     cells = run_matrix(options.matrix == "covering")
     write_results(cells, Path(options.output))
     print(
@@ -482,7 +482,7 @@ def _parity(options: ParityOptions, world: World) -> int:
     work = f"at least {options.tokens} tokens to go"
     shape = model.config
     announce("parity: " + start_line(options.model, shape, model.device, model.dtype, work, world.size))
-    if world.size == 1:  # a rank's operators are those of one process, and collectives beside them
+    if world.size == 1:  # a rank's operators are those of one process, plus collectives
         refuse_unknown_operators(model)
     apply_compile(model, options.compile)
     result, load = check_parity(model, options.tokens, options.seed)
@@ -510,9 +510,9 @@ class ConvertOptions:
     target: str
     """New folder to write."""
     dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto or empty: the source's own."""
+    """`bfloat16` or `float32`; auto or empty: as in the source."""
     merge: bool = False
-    """Of an adapter: add its updates to its base's weights, in float32, rounded once."""
+    """For an adapter: add its updates to its base's weights, in float32, rounded once."""
 
 
 def convert(arguments: list[str]) -> int:
@@ -540,9 +540,9 @@ class CompareOptions:
     second: str
     """Another run's folder."""
     tolerance: float = 0.0
-    """Relative difference that still counts as equal; 0: only the same bits do."""
+    """Relative difference that still counts as equal; 0: only identical bits."""
     plot: str = ""
-    """Picture to write: both runs' curves and their relative difference (.png, .svg or .pdf)."""
+    """Plot to write: both runs' curves and their relative difference (.png, .svg or .pdf)."""
 
 
 def compare(arguments: list[str]) -> int:
@@ -560,19 +560,19 @@ def compare(arguments: list[str]) -> int:
 
 @dataclass
 class ReplayOptions:
-    """A finished step of a reinforcement run, computed again."""
+    """Recompute a finished step of a reinforcement run."""
 
     run: str
     """The run's folder."""
     step: int | None = None
-    """The step; the checkpoint of the one before it must be there, unless it is the first. None: the last that can
-    be."""
+    """The step; the checkpoint of the step before it must exist, unless it is the first. None: the last that can be
+    replayed."""
     sample: bool = False
     """Sample its completions again, too, instead of taking them from rollouts/."""
 
 
 def replay(arguments: list[str]) -> int:
-    """compute a finished step of rl again and compare its bits with the record; exit code 0: equal, 1: not"""
+    """recompute a finished step of rl and compare its bits with the record; exit code 0: equal, 1: not"""
     options = _parse(ReplayOptions, arguments, "replay", positional=True)
     from lockstep.rl.replay import replay as run
 
@@ -582,7 +582,7 @@ def replay(arguments: list[str]) -> int:
 
 
 def why(arguments: list[str]) -> int:
-    """of a run that stands still, or has crashed: who waits for whom, and who holds everybody up (exit code 1)"""
+    """for a run that hangs or has crashed: who waits for whom, and who holds everybody up (exit code 1)"""
     from lockstep.commands.why import WhyOptions
     from lockstep.commands.why import why as explain
 
@@ -594,7 +594,7 @@ def why(arguments: list[str]) -> int:
 
 @dataclass
 class DoctorOptions:
-    """What this machine offers to Lockstep, and what to do about what is missing."""
+    """What this machine has that Lockstep uses, and what to do about what is missing."""
 
     json: bool = False
     """Print one JSON object instead of a table."""
@@ -611,7 +611,7 @@ def doctor(arguments: list[str]) -> int:
     try:
         options = _parse(DoctorOptions, arguments, "doctor")
     except ModuleNotFoundError:
-        # What reads the command line is missing itself, and the report is to say so.
+        # The package that reads the command line is missing itself, and the report will say so.
         options = DoctorOptions("--json" in arguments)
     if options.json or not sys.stdout.isatty():
         findings = examine()

@@ -18,7 +18,7 @@ class SaidByRank0(UserError):
 
 
 class RunStopped(Exception):
-    """A run that ended before its last step, all ranks alike: says at which, why, and how to go on.
+    """A run that ended before its last step, on all ranks: says at which step, why, and how to continue.
 
     The command line prints the message without a traceback and exits with `exit_code`.
     """
@@ -29,13 +29,13 @@ class RunStopped(Exception):
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """A hint like ' Did you mean "gsm8k"?' for a misspelt `name`; empty where nothing is near."""
+    """A hint like ' Did you mean "gsm8k"?' for a misspelled `name`; empty if nothing is close."""
     near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
     return " Did you mean " + " or ".join(f'"{n}"' for n in near) + "?" if near else ""
 
 
 def one_line(text: object, most: int = 300) -> str:
-    """What others wrote, for a log or a terminal: on one line, cut, and what could rewrite a terminal escaped."""
+    """Text from elsewhere for a log or a terminal: on one line, truncated, with terminal control characters escaped."""
     said = str(text)
     cut = said[:most] + "…" * (len(said) > most)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)

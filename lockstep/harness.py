@@ -1,4 +1,4 @@
-"""A model for lm-eval (EleutherAI's evaluation harness): its tasks over the trainer's log-probabilities and the engine.
+"""A model for lm-eval (EleutherAI's evaluation harness): its tasks, on the trainer's log-probabilities and the engine.
 
 Importing this module registers it as `lockstep`, and needs the package `lm-eval`:
 
@@ -37,15 +37,15 @@ from lockstep.train.packing import pack_scored, predicting_states
 IGNORED = {"batch_size", "max_batch_size"}
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"}
 Request = tuple[Any, list[int], list[int]]
-"""What it is called by, the context's tokens, and those of the continuation."""
+"""Its cache key, the context's tokens, and those of the continuation."""
 
 
 @register_model("lockstep")
 class LockstepLM(TemplateLM):
-    """`pretrained` is a Hugging Face folder, a run's folder or a model of the hub, as for every command.
+    """`pretrained` is a Hugging Face folder, a run's folder or a model on the hub, as for every command.
 
-    tokens_per_batch: of one forward pass, shared beginnings counted once. max_gen_toks: of a generation whose task
-    names no limit. What lm-eval passes by itself, such as batch_size, changes nothing. Raises UserError for a model
+    tokens_per_batch: per forward pass, shared prefixes counted once. max_gen_toks: limit of a generation whose task
+    sets none. What lm-eval passes on its own, such as batch_size, has no effect. Raises UserError for a model
     that cannot be used, and for other arguments.
     """
 
@@ -63,8 +63,8 @@ class LockstepLM(TemplateLM):
         if unknown := sorted(others.keys() - IGNORED):
             known = ("dtype", "device", "arithmetic", "tokens_per_batch", "max_gen_toks")
             raise UserError(
-                f"model_args: {unknown[0]} is no argument of lockstep.{closest(unknown[0], known)} There are "
-                f"pretrained, {', '.join(known)}; an adapter's folder is given as pretrained"
+                f"model_args: {unknown[0]} is not an argument of lockstep.{closest(unknown[0], known)} Known: "
+                f"pretrained, {', '.join(known)}; give an adapter's folder as pretrained"
             )
         folder = model_folder(pretrained)
         self.model = open_model(folder, dtype, device or "", arithmetic)
@@ -77,21 +77,21 @@ class LockstepLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a text, which also begins a text without context where the tokenizer has no token for that."""
+        """The end of a text, which also begins a text without context if the tokenizer has no token for that."""
         if self.tokenizer.eos_id is None:
             raise UserError(
-                f"{self._folder}: its tokenizer names no end-of-text token; give one in tokenizer_config.json"
+                f"{self._folder}: its tokenizer has no end-of-text token; name one in tokenizer_config.json"
             )
         return int(self.tokenizer.eos_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context begins with."""
+        """The token that a text without context begins with."""
         bos = self.tokenizer.bos_id
         return self.eot_token_id if bos is None else int(bos)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **others: Any) -> list[int]:
-        """As transformers' tokenizer of the folder encodes it: with a beginning of text where that adds one."""
+        """Encodes like transformers' tokenizer of the folder: with a beginning-of-text token if that one adds it."""
         tokens: list[int] = self.tokenizer.encode(string)
         if add_special_tokens is False or tokens[: len(self._before)] == self._before:
             return tokens
@@ -117,7 +117,7 @@ class LockstepLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, sequences: list[Scored], shared: list[int]) -> dict[Scored, tuple[float, bool]]:
-        """Of each sequence, the log-probability of its scored tokens, and whether each of them is the likeliest."""
+        """For each sequence, the log-probability of its scored tokens, and whether each of them is the likeliest."""
         targets = [range(sequence.first, len(sequence.tokens)) for sequence in sequences]
         tokens = [sequence.tokens for sequence in sequences]
         row = pack_scored(tokens, targets, shared, self.model.device)
@@ -170,7 +170,7 @@ class LockstepLM(TemplateLM):
         until, limit = options.pop("until", None) or [], int(options.pop("max_gen_toks"))
         options.pop("do_sample", None)
         if unknown := sorted(options.keys() - SAMPLING):
-            raise UserError(f"the task asks for {', '.join(unknown)}, which the engine does not have")
+            raise UserError(f"the task asks for {', '.join(unknown)}, which the engine does not support")
         room = self.max_length - limit
         if room < 1:
             raise UserError(
@@ -188,7 +188,7 @@ class LockstepLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm-eval's cache."""
+        """The tokenizer's name in lm-eval's cache."""
         return str(self._folder).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -197,7 +197,7 @@ class LockstepLM(TemplateLM):
         return template.source if template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text. Raises UserError where the model has no template, or it refuses the messages."""
+        """A conversation as text. Raises UserError if the model has no template, or it refuses the messages."""
         template = load_chat_template(self._folder)
         if template is None:
             raise UserError(f"{self._folder}: has no chat template; put a chat_template.jinja next to its weights")
@@ -208,7 +208,7 @@ class LockstepLM(TemplateLM):
 
 
 def _added_before(folder: Path, bos: int | None) -> list[int]:
-    """The beginning of text where the tokenizer's own template puts one before a text, as Llama 3's does."""
+    """The beginning-of-text token if the tokenizer's own template puts one before a text, as Llama 3's does."""
     file = folder / "tokenizer.json"
     if bos is None or not file.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Models by their Hugging Face name: downloaded once, into the cache that every tool of that hub shares."""
+"""Models by their Hugging Face name: downloaded once, into the cache that all of the hub's tools share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from lockstep.errors import UserError
 
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-"""ORGANISATION/MODEL, and after an @ the branch, tag or commit."""
+"""ORGANISATION/MODEL, optionally followed by @ and a branch, tag or commit."""
 READ = ("*.json", "*.safetensors", "*.jinja")
 LEFT_OUT = ("original/*", "consolidated*", "*/*")
-"""Weights in other layouts, and what is in folders of its own."""
+"""Weights in other layouts, and files in subfolders."""
 
 
 def local_folder(name: str | Path) -> Path:
-    """`name` itself where it is a folder; else the folder that the hub's model of this name was downloaded to.
+    """`name` itself if it is a folder; else the folder that the hub's model of this name was downloaded to.
 
-    Which hub, cache and token are used, and whether it may be asked at all, is told by the environment: HF_ENDPOINT,
+    The environment determines the hub, its cache and token, and whether it is accessed at all: HF_ENDPOINT,
     HF_HOME, HF_TOKEN, HF_HUB_OFFLINE. Raises UserError if there is neither folder nor model.
     """
     if Path(name).is_dir():
@@ -25,14 +25,14 @@ def local_folder(name: str | Path) -> Path:
     found = NAME.fullmatch(str(name))
     if not found:
         raise UserError(
-            f"{name}: no such folder; give a folder in Hugging Face layout, a run's folder, or a model of the hub as "
+            f"{name}: no such folder; give a folder in Hugging Face layout, a run's folder, or a model on the hub as "
             "ORGANISATION/MODEL"
         )
     return _download(found["name"], found["revision"])
 
 
 def is_model(name: str) -> bool:
-    """Whether `name` is a folder, or may be a model of the hub."""
+    """Whether `name` is a folder, or may be a model on the hub."""
     return bool(name) and (Path(name).is_dir() or NAME.fullmatch(name) is not None)
 
 
@@ -51,16 +51,16 @@ def _download(name: str, revision: str | None) -> Path:
             name, revision=revision, allow_patterns=list(READ), ignore_patterns=list(LEFT_OUT), library_name="lockstep"
         )
     except GatedRepoError as error:
-        why = "its owner asks for consent: give it on the model's page, then `hf auth login` or set HF_TOKEN"
+        why = "the model is gated: accept its terms on the model's page, then run `hf auth login` or set HF_TOKEN"
         raise UserError(f"{asked}: {why}") from error
     except RevisionNotFoundError as error:
         raise UserError(f'{asked}: the model has no revision "{revision}"') from error
     except RepositoryNotFoundError as error:
-        why = "there is no folder and no model of this name; for a private one run `hf auth login` or set HF_TOKEN"
+        why = "there is no folder and no model with this name; for a private one run `hf auth login` or set HF_TOKEN"
         raise UserError(f"{asked}: {why}") from error
     except LocalEntryNotFoundError as error:
-        why = "there is no such folder, it was not downloaded before, and the hub cannot be asked"
+        why = "there is no such folder, it was not downloaded before, and the hub cannot be reached"
         raise UserError(f"{asked}: {why} (no connection, or HF_HUB_OFFLINE is set)") from error
-    except Exception as error:  # of the HTTP library, which is another one in every major version of huggingface_hub
-        raise UserError(f"{asked}: the download failed ({error}); try again, what is complete is kept") from error
+    except Exception as error:  # from the HTTP library, which differs between major versions of huggingface_hub
+        raise UserError(f"{asked}: the download failed ({error}); try again, complete files are kept") from error
     return Path(folder)

@@ -1,4 +1,4 @@
-"""Which sequences go through the model together, so that what several begin with is computed once."""
+"""Which sequences go through the model together, so that shared prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Scored(NamedTuple):
-    """A sequence, and from where on its tokens are scored."""
+    """A sequence, and the position from which its tokens are scored."""
 
     tokens: tuple[int, ...]
     first: int
@@ -21,12 +21,12 @@ class Scored(NamedTuple):
 
 
 def packed_batches(sequences: Sequence[Scored], budget: int) -> Iterator[list[tuple[Scored, int]]]:
-    """Batches of at most `budget` computed tokens, and of each sequence how many first tokens it leaves out.
+    """Batches of at most `budget` computed tokens, and for each sequence how many first tokens it leaves out.
 
-    Those are what it has in common with the last sequence before it in its batch that leaves out none, as `pack_scored`
-    takes them. `sequences` are sorted. Those of one context stand together: the first of them becomes the one that
-    others share with where this saves more than going on with the one before. A longer sequence than `budget` is a
-    batch of its own.
+    Those are the prefix that it shares with the last sequence before it in its batch that leaves out none, as
+    `pack_scored` expects. `sequences` are sorted, so those of one context are adjacent: the first of them becomes the
+    one that others share with if this saves more than keeping the one before. A sequence longer than `budget` is a
+    batch by itself.
     """
     batch: list[tuple[Scored, int]] = []
     held = 0
@@ -50,7 +50,7 @@ def packed_batches(sequences: Sequence[Scored], budget: int) -> Iterator[list[tu
 
 
 def _shared(lead: Scored, sequence: Scored) -> int:
-    """First tokens of `sequence` that `lead` has computed, short of what predicts a scored one."""
+    """Number of first tokens of `sequence` that `lead` has computed, excluding those that predict a scored one."""
     most = min(lead.computed, sequence.first - 1)
     for place, (one, other) in enumerate(zip(lead.tokens[:most], sequence.tokens[:most])):
         if one != other:

@@ -124,7 +124,7 @@ def test_an_argument_that_is_not_known_is_named(model_folder):
     from lockstep.errors import UserError
     from lockstep.harness import LockstepLM
 
-    with pytest.raises(UserError, match='dytpe is no argument of lockstep. Did you mean "dtype"'):
+    with pytest.raises(UserError, match='dytpe is not an argument of lockstep. Did you mean "dtype"'):
         LockstepLM(str(model_folder), dytpe="bfloat16", batch_size=1)
 
 
@@ -166,7 +166,7 @@ def test_a_task_that_asks_for_what_the_engine_lacks_is_refused_by_name(model_fol
     from lockstep.harness import LockstepLM
 
     lm = LockstepLM(str(model_folder))
-    with pytest.raises(UserError, match="the task asks for repetition_penalty, which the engine does not have"):
+    with pytest.raises(UserError, match="the task asks for repetition_penalty, which the engine does not support"):
         lm._asked("x", {"until": ["a"], "repetition_penalty": 1.1})
     with pytest.raises(UserError, match="lower max_gen_toks"):
         lm._asked("x", {"until": ["a"], "max_gen_toks": 10**6})

@@ -17,7 +17,7 @@ HELP = {
     "/reset": "forget the conversation, except the system message",
     "/system TEXT": "set the system message and reset; without TEXT: show it",
     "/help": "show this",
-    "/quit": "leave, as Ctrl-D does",
+    "/quit": "leave, like Ctrl-D",
 }
 CUT = " (truncated: --max-tokens or the end of the context)"
 KEYS = "Ctrl-C stops an answer; the arrow keys recall earlier input"
@@ -30,7 +30,7 @@ class ChatOptions:
     model: str
     """Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of the hub."""
     system: str = ""
-    """System message that the conversation begins with; empty: none."""
+    """System message at the start of the conversation; empty: none."""
     max_tokens: int = 0
     """Maximum number of tokens per answer; 0: up to the end of the context."""
     temperature: float = 0.8
@@ -42,34 +42,34 @@ class ChatOptions:
     min_p: float = 0.0
     """Sample from tokens at least this likely relative to the likeliest; 0: off."""
     seed: int | None = None
-    """Fixes the draws."""
+    """Seed of the draws."""
     dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto: the files' own."""
+    """`bfloat16` or `float32`; auto: as in the files."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
     the fastest."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
 
 
 def chat(options: ChatOptions) -> None:
-    """Runs the command until the user leaves. Raises UserError for a model that cannot be talked to."""
-    with contextlib.suppress(ImportError):  # a Python may be built without it
+    """Runs the command until the user leaves. Raises UserError for a model that cannot chat."""
+    with contextlib.suppress(ImportError):  # Python can be built without it
         import readline  # noqa: F401  # `input` then edits lines and keeps their history
     talk = open_talk(options)
     print(f"/help lists the commands. {KEYS}.")
     while True:
         try:
-            # A terminal's bytes that are not UTF-8 come as surrogates, which no tokenizer takes.
+            # Bytes from the terminal that are not UTF-8 arrive as surrogates, which no tokenizer accepts.
             line = input("> ").encode(errors="surrogateescape").decode(errors="replace").strip()
         except UnicodeDecodeError:
-            print("that is not UTF-8 text; write it again")
+            print("that is not UTF-8 text; type it again")
             continue
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /quit leaves)")
+            print("\n(Ctrl-D or /quit to leave)")
             continue
         if line.split()[:1] == ["/quit"]:
             return
@@ -102,10 +102,10 @@ class Talk:
         self._transcript = Transcript(self._rendering)
 
     def answer(self, said: str, interrupted: list[bool]) -> Iterator[str]:
-        """The reply's text as it is sampled, until it ends or `interrupted` holds something.
+        """The reply's text as it is sampled, until it ends or `interrupted` is not empty.
 
-        What has been said by then is part of the conversation; where nothing has, neither is what the user `said`.
-        Raises UserError where the conversation does not fit the context, or the template refuses it.
+        The reply up to then becomes part of the conversation; if it is empty, what the user `said` does not either.
+        Raises UserError if the conversation does not fit the context, or the template refuses it.
         """
         from lockstep.data import StreamDecoder
 
@@ -114,11 +114,11 @@ class Talk:
         sample = self._engine.samples(request)[0]
         decoder = StreamDecoder(self._rendering.tokenizer)
         try:
-            # A step is at most max_tokens_per_step of the prompt, so that Ctrl-C is heard before all of it is read.
+            # A step computes at most max_tokens_per_step of the prompt, so Ctrl-C works before all of it is read.
             while sample.finish_reason is None and not interrupted:
                 for event in self._engine.step():
                     if event.finish_reason == "error":
-                        raise UserError("its logits are not finite (NaN or infinite); check the weights")
+                        raise UserError("the model's logits are not finite (NaN or infinite); check the weights")
                     if event.token_id not in self._rendering.end_ids:
                         yield decoder.push(event.token_id)
             yield decoder.finish()
@@ -135,7 +135,7 @@ class Talk:
         from lockstep.data.chat import ChatTemplateError
         from lockstep.rl.conversations.rendering import TooLongError
 
-        full = f"the conversation fills the context of {self.context} tokens; /reset begins another"
+        full = f"the conversation fills the context of {self.context} tokens; /reset starts a new one"
         try:
             prompt: list[int] = self._transcript.prompt(
                 [*self.messages, {"role": "user", "content": said}], self.context
@@ -165,12 +165,12 @@ class Talk:
 
     @property
     def context(self) -> int:
-        """Tokens that a conversation may have."""
+        """Most tokens that a conversation can have."""
         return min(int(self._engine.max_positions), int(self._engine.cache_tokens))
 
 
 def open_talk(options: ChatOptions) -> Talk:
-    """Raises UserError for a model that is not there or has no chat template, and for settings of no use."""
+    """Raises UserError for a model that does not exist or has no chat template, and for settings that cannot work."""
     from lockstep.checkpoint import model_folder, open_model
     from lockstep.config import EngineConfig
     from lockstep.data import load_tokenizer
@@ -181,7 +181,7 @@ def open_talk(options: ChatOptions) -> Talk:
 
     if options.max_tokens < 0:
         raise UserError(
-            f"max_tokens is {options.max_tokens}; give a number above 0, or 0: up to the end of the context"
+            f"max_tokens is {options.max_tokens}; give a number above 0, or 0 for up to the end of the context"
         )
     folder = model_folder(options.model)
     template = load_chat_template(folder)
@@ -202,7 +202,7 @@ def _command(line: str, talk: Talk) -> str:
     """Does what a line that begins with `/` asks; returns what to show."""
     name, _, rest = line.partition(" ")
     if name == "/reset" and rest.strip():
-        return "/reset takes nothing after it; nothing was forgotten"
+        return "/reset takes no argument; nothing was forgotten"
     if name == "/reset":
         talk.reset()
         return "(a new conversation)"
@@ -215,12 +215,12 @@ def _command(line: str, talk: Talk) -> str:
     if name == "/help":
         return "\n".join([*(f"{command:14} {does}" for command, does in HELP.items()), KEYS])
     names = [command.split()[0] for command in HELP]
-    return f'unknown command "{printable(name)}".{closest(name, names)} There are {", ".join(names)}'
+    return f'unknown command "{printable(name)}".{closest(name, names)} Known: {", ".join(names)}'
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[bool]]:
-    """Ctrl-C appends to the list instead of ending what is under way, which could be the reading of a pipe."""
+    """Ctrl-C appends to the list instead of interrupting whatever is running, which could be reading from a pipe."""
     heard: list[bool] = []
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(True))
     try:

@@ -44,13 +44,13 @@ _one_word = partial(re.sub, r"\s+", "_")
 def _sentence(compared: Comparison) -> str:
     models = f"{compared.model} against {compared.baseline}"
     if compared.difference is None:
-        return f"{models}: no prompt has completions of both that all count"
+        return f"{models}: no prompt has valid rewards for both"
     sign = "+" * (compared.difference.mean >= 0)
     p_value = "too few prompts to test"
     if compared.p_value is not None:
         p_value = f"p = {compared.p_value:.2g}" if compared.p_value else "p < 1e-300"  # below what a float can be
         p_value += f" ({compared.test})"
-    left_out = f" ({compared.left_out} left out, whose rewards failed)" if compared.left_out else ""
+    left_out = f" ({compared.left_out} left out because rewards failed)" if compared.left_out else ""
     return (
         f"{models}: {compared.measure} {sign}{compared.difference.text()}, better on {compared.better} of "
         f"{compared.prompts} prompts, worse on {compared.worse}{left_out}; {p_value}"

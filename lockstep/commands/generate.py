@@ -29,7 +29,7 @@ class GenerateOptions:
     """Text to continue; with --chat: what the user says."""
     prompts: str = ""
     """File of prompts: text with one prompt per line, or JSONL whose lines have `prompt` or `messages`. Other keys of a
-    line are kept in its completions, but for those that a completion has itself."""
+    line are copied to its completions, except those that a completion has itself."""
     output: str = ""
     """JSONL file to write, one completion per line; empty: the terminal."""
     overwrite: bool = False
@@ -49,16 +49,16 @@ class GenerateOptions:
     min_p: float = 0.0
     """Sample from tokens at least this likely relative to the likeliest; 0: off."""
     seed: int | None = None
-    """Fixes the draws."""
+    """Seed of the draws."""
     stop: tuple[str, ...] = ()
     """Stop after any of these strings."""
     dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto: the files' own."""
+    """`bfloat16` or `float32`; auto: as in the files."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
     the fastest."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     parallel: RanksConfig = field(default_factory=RanksConfig)
 
 
@@ -99,7 +99,7 @@ def generate(options: GenerateOptions, world: World) -> None:
     samples = len(prompts) * options.n
     work = f"{samples} samples of " * (samples > 1) + f"up to {options.max_tokens} tokens to go"
     announce("generate: " + start_line(options.model, model.config, model.device, model.dtype, work, world.size))
-    # Room for one sequence of the whole context, or for many short ones.
+    # Enough for one sequence of the whole context, or for many short ones.
     cache = min(65536, model.config.max_positions + 16)
     engine = Engine(model, EngineConfig(cache_tokens=cache, max_sequences=64 if samples > 1 else 1), tokenizer)
     if options.prompts or options.output:
@@ -163,17 +163,17 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         elif isinstance(line.get("prompt"), str):
             yield {key: value for key, value in line.items() if key != "messages"}
         else:
-            raise UserError(f"{where}: has neither `prompt`, a text, nor `messages`, a list; give one of them")
+            raise UserError(f"{where}: has neither a text `prompt` nor a list `messages`; give one of them")
 
 
 def _write_all(prompts: list[Prompt], params: Any, engine: Any, tokenizer: Any, output: str) -> None:
-    """One JSON object per completion, in the order of the prompts, written as soon as its turn has come."""
+    """One JSON object per completion, in the order of the prompts, each written as soon as it is its turn."""
     import dataclasses
 
     from lockstep.observe import Progress
 
     tokens = [tokenizer.encode(prompt.text) for prompt in prompts]
-    # Two lines of one text are two draws, and a line's draws do not depend on how many others there are.
+    # Two equal lines are two draws, and a line's draws do not depend on how many other lines there are.
     seeds = [None if params.seed is None else params.seed + line for line in range(len(prompts))]
     each = [dataclasses.replace(params, seed=seed) for seed in seeds]
     batch = max(1, 4 * engine.config.max_sequences // params.n)
@@ -205,7 +205,7 @@ def _write(file: Any, lines: Iterable[dict[str, Any]]) -> None:
         raise
     except OSError as error:
         with contextlib.suppress(OSError):
-            file.close()  # which tries to write once more
+            file.close()  # which tries to write again
         raise UserError(f"{file.name}: cannot be written ({error.strerror}); give another --output") from error
 
 
@@ -233,7 +233,7 @@ def _stream(shown: str, prompt: Prompt, params: Any, engine: Any, tokenizer: Any
 
     decoder = StreamDecoder(tokenizer)
     for event in engine.stream(tokenizer.encode(prompt.text), params):
-        print(_shown(shown), end="", flush=True)  # with the first token: a prompt that is refused is not shown
+        print(_shown(shown), end="", flush=True)  # with the first token: a refused prompt is not shown
         shown = ""
         if event.token_id != tokenizer.eos_id:
             print(_shown(decoder.push(event.token_id)), end="", flush=True)

@@ -15,24 +15,24 @@ class GeneratorOptions:
     trainer: str
     """HOST:PORT of the run's trainer."""
     key: str
-    """File with the run's key: logs/generators.key in the run's folder. `-`: it is read from standard input."""
+    """File with the run's key: logs/generators.key in the run's folder. `-`: read it from standard input."""
     name: str = ""
-    """Under which it is known; empty: generator_N, the next that is free."""
+    """Name of this generator; empty: generator_N, the next free one."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     parent: int = 0
-    """Process whose end is this one's end, too; 0: none."""
+    """ID of a process with which this one ends; 0: none."""
 
 
 def generator(options: GeneratorOptions) -> int:
-    """Runs the command; returns its exit code. Raises UserError where the run cannot be joined."""
+    """Runs the command; returns its exit code. Raises UserError if the run cannot be joined."""
     from lockstep.rl.processes import die_with_parent
 
     if options.parent:
         die_with_parent()
         if os.getppid() != options.parent:
             return 1
-    # After that: to import torch takes seconds, in which the parent may end.
+    # After that, because importing torch takes seconds, in which the parent may end.
     import torch
 
     from lockstep.config import ParallelConfig
@@ -42,7 +42,7 @@ def generator(options: GeneratorOptions) -> int:
 
     key = key_of(sys.stdin.readline(), "standard input") if options.key == "-" else read_key(Path(options.key))
     if count := torch.cuda.device_count():
-        # More processes than GPUs share them.
+        # If there are more processes than GPUs, they share them.
         os.environ["LOCAL_RANK"] = str(int(os.environ.get("LOCAL_RANK", 0)) % count)
     tensor = int(os.environ.get("WORLD_SIZE", 1))
     world = open_world(ParallelConfig(tensor=tensor, data_shard=1), options.device)

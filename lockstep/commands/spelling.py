@@ -1,4 +1,4 @@
-"""Options as other trainers and engines call them, answered with the name that they have here."""
+"""Options under the names that other trainers and engines use, answered with their names here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.config.other_names import HERE
 from lockstep.errors import UserError
 
 PREFIXES = ("train", "training", "optimizer", "parallel", "parallelism", "model", "dataset", "checkpoint")
-"""Groups of settings elsewhere: what stands behind the point is looked up without them too."""
+"""Groups of settings elsewhere: the name after the point is also looked up without them."""
 COMMANDS_ELSEWHERE = {
     "evaluate": "eval",
     "lm-eval": "eval",
@@ -30,7 +30,7 @@ COMMANDS_ELSEWHERE = {
 
 
 def refuse_other_names(kind: type, arguments: list[str]) -> None:
-    """Raises UserError for an option that `kind`'s command does not have, but has by another name."""
+    """Raises UserError for an option that `kind`'s command has only under another name."""
     own = set(_options(kind))
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0].replace("_", "-")
@@ -40,11 +40,11 @@ def refuse_other_names(kind: type, arguments: list[str]) -> None:
         known = HERE.get(name) or (HERE.get(rest, (rest,)) if prefix in PREFIXES and rest else ())
         found = [other for other in known if other.partition(" ")[0] in own]
         if found:
-            raise UserError(f"there is no --{name}; write " + " or ".join(f"--{other}" for other in found))
+            raise UserError(f"there is no --{name}; use " + " or ".join(f"--{other}" for other in found))
 
 
 def _options(kind: Any, prefix: str = "") -> Iterator[str]:
-    """The names of all settings on the command line, nested ones too."""
+    """The names of all command-line settings, including nested ones."""
     for field in dataclasses.fields(kind):
         name = prefix + field.name.replace("_", "-")
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default

@@ -34,11 +34,11 @@ from lockstep.observe.sign_of_life import STACKS_SIGNAL, stacks_path
 from lockstep.observe.watchdog import LEFT
 
 ANSWER_SECONDS = 3.0
-"""For a process to write its stacks."""
+"""Time for a process to write its stacks."""
 FRAMES = 10
-"""Of a stack that are printed."""
+"""Number of a stack's frames that are printed."""
 INNERMOST = 2
-"""Of a stack that are printed even where they are an installed package's."""
+"""Number of frames that are printed even if they are an installed package's."""
 BRIEF = 10.0
 """Seconds without progress that are not worth reporting."""
 
@@ -55,7 +55,7 @@ class WhyOptions:
 
 @dataclass(frozen=True)
 class Stack:
-    """Where an actor is, innermost frame first; or why that is not known."""
+    """Where an actor is, innermost frame first; or why that is unknown."""
 
     frames: list[str] = field(default_factory=list)
     said: str = ""
@@ -63,17 +63,17 @@ class Stack:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a run just now."""
+    """What is currently known about a run."""
 
     run: Path
     summary: str
     moves: bool
-    """Whether nobody holds it up: it moves, or it has ended well."""
+    """Whether nobody holds it up: it is making progress, or has finished."""
     held_up_by: list[Actor] = field(default_factory=list)
     actors: list[Actor] = field(default_factory=list)
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
-    """Files that should say what a process does, and cannot be read."""
+    """Files that should be heartbeats and cannot be read."""
 
     def text(self) -> str:
         lines = [self.summary]
@@ -121,9 +121,9 @@ class Explanation:
 
 
 def why(run: Path) -> Explanation:
-    """Asks every process of the run that can answer. Raises UserError where there is no run, or nothing is known of it.
+    """Asks every process of the run that can answer. Raises UserError if there is no run, or nothing is known about it.
 
-    A process whose user this is not, or on another host, is known by what it has written.
+    A process of another user, or on another host, is known only by what it has written.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: is not a run's folder; give a run's --output folder")
@@ -145,15 +145,15 @@ def _without_actors(run: Path, damaged: list[str]) -> Explanation:
     if RunFolder(run).summary.is_file():
         return Explanation(run, "the run has finished all its steps (summary.json)", True)
     if damaged:
-        raise UserError(f"{run}/logs: {', '.join(damaged)} cannot be read as what a process of the run says of itself")
+        raise UserError(f"{run}/logs: {', '.join(damaged)} cannot be read as heartbeats of the run's processes")
     raise UserError(
-        f"{run}: nothing is known of its processes: it ended, or was killed, before its first step began; start it "
-        "again with --resume, or --overwrite"
+        f"{run}: nothing is known about its processes: it ended, or was killed, before its first step began; start it "
+        "again with --resume or --overwrite"
     )
 
 
 def _starting(run: Path) -> str:
-    """The process that holds the run's folder, as its lock names it; empty where there is none any more."""
+    """The process that holds the run's folder, as its lock names it; empty if it no longer exists."""
     holder = _text(run / LOCK, 0)
     found = re.fullmatch(r"process (\d{1,9}) on (\S+)", holder)
     if found and found[2] == socket.gethostname():
@@ -182,7 +182,7 @@ def _summary(run: Path, holding: Sequence[Actor], actors: Sequence[Actor], moves
     elif first.lost or not first.answers or 0 < limit < first.still:
         said = "; ".join(map(stopped_words, holding))
     else:
-        said = "; ".join(f"{where_words(actor, 'stands')}{process_words(actor)}" for actor in holding)
+        said = "; ".join(f"{where_words(actor, 'is')}{process_words(actor)}" for actor in holding)
     if all(actor.process in ("gone", "ended") for actor in actors):
         return f"the run has ended: {said}"
     names = {actor.name for actor in holding}
@@ -190,7 +190,7 @@ def _summary(run: Path, holding: Sequence[Actor], actors: Sequence[Actor], moves
     if waiting:
         said += f"; {_listed(waiting)} {'wait' if waiting[1:] else 'waits'} for it"
     if limit and not first.lost:
-        said += f"; the watchdog ends the run after {limit:g} s of that"
+        said += f"; the watchdog ends the run after {limit:g} s without progress"
     return said
 
 
@@ -199,7 +199,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _watchdog_seconds(run: Path) -> float:
-    """The run's setting; 0 where it has none that can be read."""
+    """The run's setting; 0 if it cannot be read."""
     try:
         return float(tomllib.loads((run / CONFIG).read_text())["faults"]["watchdog_seconds"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -226,22 +226,22 @@ def _stack(run: Path, actor: Actor, asked: int | None, until: float) -> Stack:
         return Stack(frames) if frames else Stack(said=f"no answer within {ANSWER_SECONDS:g} s")
     text = _text(path, 0)
     if text.startswith(f"{LEFT} {actor.pid}\n") and (left := frames_of(text, actor.thread)):
-        return Stack(left, "its stack as the watchdog left it, innermost call first:")
+        return Stack(left, "the stack that the watchdog recorded, innermost call first:")
     if actor.process == "stopped":
         return Stack(said="a stopped process cannot answer; let it continue, and try again")
     if actor.process in ("gone", "ended"):
         return Stack(said="its process has ended")
     if actor.process == "elsewhere":
-        return Stack(said=f"ask on its host: lockstep why {run}")
+        return Stack(said=f"run this on its host: lockstep why {run}")
     return Stack(said="not permitted from here; its own user can ask it")
 
 
 def _answer(path: Path, start: int, thread: int, until: float) -> list[str]:
-    """The frames that a process writes behind `start`; empty where it does not."""
+    """The frames that a process writes after `start`; empty if it does not."""
     before = -1
     while time.monotonic() < until:
         size = _size(path)
-        # The thread's frames are there, and nothing came since the last look.
+        # The thread's frames are there, and nothing was added since the last look.
         if size == before and size > start and (frames := frames_of(_text(path, start), thread)):
             return frames
         before = size
@@ -250,7 +250,7 @@ def _answer(path: Path, start: int, thread: int, until: float) -> list[str]:
 
 
 def frames_of(stacks: str, thread: int) -> list[str]:
-    """One thread's frames in what faulthandler has written, innermost first; the last, where it stands there twice."""
+    """One thread's frames in what faulthandler has written, innermost first; the last ones if it is there twice."""
     frames: list[str] = []
     inside = False
     for line in stacks.splitlines():
@@ -265,7 +265,7 @@ def frames_of(stacks: str, thread: int) -> list[str]:
 
 
 def _shown(frames: Sequence[str]) -> list[str]:
-    """The innermost frames, and those around them that are not of installed packages."""
+    """The innermost frames, and those around them that are not from installed packages."""
     lines: list[str] = []
     for index, frame in enumerate(frames):
         if index < INNERMOST or "-packages/" not in frame:

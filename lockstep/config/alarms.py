@@ -1,4 +1,4 @@
-"""When a reinforcement run says that something goes wrong."""
+"""When a reinforcement run warns that something is going wrong."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Annotated
 from lockstep.config.bounds import Above, AtLeast, AtMost
 
 ALARMS = {
-    "no_signal": "all completions of each prompt had the same reward, so nothing was learnt: the task is too hard or "
+    "no_signal": "all completions of each prompt had the same reward, so nothing was learned: the task is too hard or "
     "too easy, or its reward is wrong; rollouts/ shows the completions",
-    "reward_gap": "the reward of training rises while that of validation falls: the policy learns the training "
-    "prompts by heart, or exploits what the reward does not check; compare completions of both in rollouts/, add "
-    "prompts, raise kl_coefficient, or go back to the checkpoint of the best validation",
-    "length": "completions grow longer and longer: the reward pays for length, or the policy has lost its way to the "
-    "end of a text; read the longest in rollouts/, see rollout/truncated, and set overlong_share",
-    "entropy": "the entropy of the policy has collapsed: it says the same whatever is drawn, so groups have little "
+    "reward_gap": "the training reward rises while the validation reward falls: the policy memorizes the training "
+    "prompts, or exploits what the reward does not check; compare completions of both in rollouts/, add "
+    "prompts, raise kl_coefficient, or go back to the checkpoint with the best validation",
+    "length": "completions keep getting longer: the reward pays for length, or the policy no longer ends its "
+    "texts; read the longest in rollouts/, see rollout/truncated, and set overlong_share",
+    "entropy": "the policy's entropy has collapsed: its samples are nearly the same every time, so groups have little "
     "left to compare; see diversity/distinct, raise clip_high or entropy_coefficient, or lower train.learning_rate",
-    "ratio": "an importance ratio is beyond its bounds: the policy moves further in a step than its samples can tell; "
-    "lower train.learning_rate or inner_steps, or take max_grad_norm down",
-    "kl": "the policy is far from its reference: it may have left what the reference knows of language; read "
+    "ratio": "an importance ratio is out of bounds: the policy moves further in a step than its samples support; "
+    "lower train.learning_rate, inner_steps or max_grad_norm",
+    "kl": "the policy is far from its reference: it may have unlearned what the reference knows about language; read "
     "completions in rollouts/, raise kl_coefficient, or lower train.learning_rate",
-    "dead_experts": "an expert of a mixture gets no tokens any more, so its weights are of no use: its router prefers "
-    "others, which learn more and are preferred the more; raise train.router_auxiliary, or train.router_bias_rate "
-    "where the model has biases for it",
+    "dead_experts": "an expert of a mixture no longer gets any tokens, so its weights are useless: its router prefers "
+    "other experts, which learn more and are then preferred even more; raise train.router_auxiliary, or "
+    "train.router_bias_rate if the model has router biases",
 }
-"""Every alarm's name, its cause and what to look at."""
+"""Every alarm's name, its cause and what to check."""
 
 
 @dataclass
 class AlarmConfig:
-    """Limits beyond which a run warns of a known way to fail, once per occurrence, and may end."""
+    """Limits beyond which a run warns of a known failure mode, once per occurrence, and can be stopped."""
 
     window: Annotated[int, Above(0)] = 10
-    """Steps whose mean is looked at, and compared with that of as many at the beginning."""
+    """Number of steps to average over; compared with the average of as many steps at the beginning of the run."""
     no_signal: Annotated[int, AtLeast(0)] = 10
-    """Steps in a row in which all completions of each prompt had the same reward; 0: no such alarm."""
+    """Consecutive steps in which all completions of each prompt had the same reward; 0: off."""
     reward_gap: Annotated[float, AtLeast(0)] = 0.5
-    """Since the best validation the reward of training has risen and that of validation fallen, together by so many
-    standard deviations of a step's rewards; 0: no such alarm."""
+    """Rise of the training reward plus fall of the validation reward since the best validation, in standard deviations
+    of a step's rewards; 0: off."""
     length: Annotated[float, AtLeast(0)] = 2.0
-    """Mean length of completions, as a multiple of that at the beginning; 0: no such alarm."""
+    """Mean completion length, as a multiple of that at the beginning; 0: off."""
     entropy: Annotated[float, AtLeast(0), AtMost(1)] = 0.1
-    """Entropy of the policy, as a share of that at the beginning, below which it has collapsed; 0: no such alarm."""
+    """Policy entropy, as a fraction of that at the beginning, below which it counts as collapsed; 0: off."""
     ratio: Annotated[float, AtLeast(0)] = 10.0
-    """Largest importance ratio of a step, and the inverse of the smallest; 0: no such alarm."""
+    """Largest importance ratio of a step, and the inverse of the smallest; 0: off."""
     kl: Annotated[float, AtLeast(0)] = 1.0
-    """KL divergence to the reference model, in nats per token; 0: no such alarm."""
+    """KL divergence to the reference model, in nats per token; 0: off."""
     stop: tuple[str, ...] = ()
     """Alarms that end the run: no_signal, reward_gap, length, entropy, ratio, kl."""

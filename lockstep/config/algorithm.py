@@ -1,4 +1,4 @@
-"""What a reinforcement algorithm is made of, and the ready-made ones by name."""
+"""The parts of a reinforcement algorithm, and the predefined algorithms by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Level = Literal["token", "sequence"]
 class Algorithm:
     """A reinforcement algorithm as plain values, each described at the setting of the same name in `RLConfig`.
 
-    The defaults are GRPO's. Losses and advantages are pure functions of it; nothing of a run's other settings counts.
+    The defaults are GRPO's. Losses and advantages are pure functions of it and depend on no other setting of a run.
     """
 
     advantage: Advantage = "group"
@@ -81,13 +81,13 @@ ALGORITHMS: dict[str, Algorithm] = {
     "distillation": Algorithm(advantage="teacher", normalize_advantages=False, loss="reinforce"),
     "ppo": Algorithm(advantage="gae", kl_in="reward", kl_estimator="k1"),
 }
-"""By the names of `RLConfig.algorithm`; docs/algorithms.md has their papers."""
+"""By the names in `RLConfig.algorithm`; docs/algorithms.md lists their papers."""
 
 
 def with_algorithm(config: RLConfig, before: RLConfig, given: Collection[str]) -> RLConfig:
-    """`config`, in which the settings of the algorithm that `before` had are unset if it names another one.
+    """`config`, with the algorithm's settings unset if it names a different algorithm than `before`.
 
-    A run's config.toml has all of them, which would otherwise stay. given: the settings that the user named; they stay.
+    A run's config.toml has all of them, and they would otherwise stay. given: the user's own settings, which stay.
     """
     if config.algorithm == before.algorithm:
         return config
@@ -96,7 +96,7 @@ def with_algorithm(config: RLConfig, before: RLConfig, given: Collection[str]) -
 
 
 def _unset() -> dict[str, Any]:
-    """The algorithm's settings, of which none is chosen."""
+    """The algorithm's settings, all at their unset defaults."""
     from lockstep.config.runs import RLConfig
 
     names = {field.name for field in dataclasses.fields(Algorithm)}
@@ -104,7 +104,7 @@ def _unset() -> dict[str, Any]:
 
 
 def algorithm_of(config: RLConfig) -> Algorithm:
-    """The run's algorithm: `config.algorithm`, with the settings that `config` gives put over it."""
+    """The run's algorithm: `config.algorithm`, overridden by the settings that `config` gives."""
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(Algorithm)}
     chosen = {name: value for name, value in given.items() if value is not None and value != ""}
     return dataclasses.replace(ALGORITHMS[config.algorithm], **chosen)

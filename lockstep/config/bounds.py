@@ -1,4 +1,4 @@
-"""What a setting's number may be, written beside it: `steps: Annotated[int, AtLeast(0)]`."""
+"""Bounds of a setting, written as an annotation: `steps: Annotated[int, AtLeast(0)]`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
-    """What is wrong with each field of a config dataclass, those of nested ones included, by its annotation alone.
+    """What is wrong with each field of a config dataclass, including nested ones, judging by its annotation alone.
 
-    A value must be of its type, one of the choices where it has some, finite, and within its bounds.
+    A value must be of its type, one of the choices if there are any, finite, and within its bounds.
     """
     hints = get_type_hints(type(config), include_extras=True)
     for field in dataclasses.fields(config):
@@ -68,9 +68,9 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
         elif wrong_type := type_problem(name, value, kind):
             yield wrong_type
         elif isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            yield f"{name} is {value!r:.60}, which is no text in UTF-8; write it as one"
+            yield f"{name} is {value!r:.60}, which is not valid UTF-8; correct it"
         elif isinstance(value, str) and "\0" in value:
-            yield f"{name} is {value!r:.60}, which holds a NUL; leave that out"
+            yield f"{name} is {value!r:.60}, which contains a NUL; remove it"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{name} is {value}; it must be finite"
         else:
@@ -79,11 +79,11 @@ def bound_problems(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def type_problem(name: str, value: Any, kind: Any) -> str:
-    """What is wrong with a value that is not of its type; empty where nothing is."""
+    """What is wrong with a value that is not of its type; empty if nothing is."""
     if _is(value, kind):
         return ""
     if get_origin(kind) is tuple:
-        return f"{name} is {value!r:.60}; it must be a list, each of it {_NAMES[get_args(kind)[0]]}"
+        return f"{name} is {value!r:.60}; it must be a list, each item {_NAMES[get_args(kind)[0]]}"
     return f"{name} is {value!r:.60}; it must be {_NAMES[kind]}"
 
 

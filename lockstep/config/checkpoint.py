@@ -19,8 +19,8 @@ class CheckpointConfig:
     keep_every: Annotated[int, AtLeast(0)] = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     asynchronous: bool = True
-    """Write in the background: a step waits only until its tensors are copied to the host's memory."""
+    """Write in the background: a step waits only until its tensors are copied to host memory."""
     last_model_only: bool = False
-    """Leave optimizer and random state out of the last checkpoint: smaller, but nothing can be continued from it."""
+    """Leave optimizer and random state out of the last checkpoint: smaller, but no run can resume from it."""
     last_dtype: Literal["", "bfloat16", "float32"] = ""
-    """Of the model's weights in the last checkpoint; empty: `dtype`."""
+    """Dtype of the model's weights in the last checkpoint; empty: `dtype`."""

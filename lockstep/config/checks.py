@@ -44,8 +44,8 @@ def validate_run(config: Any, kind: type[PretrainConfig | RLConfig]) -> None:
     validate(config)
     if config.dry_run:
         raise UserError(
-            f"dry_run is {config.dry_run}, and this would train; lockstep pretrain --dry-run, or rl --dry-run, prints "
-            "what a rank needs"
+            f"dry_run is {config.dry_run}, but this call would train; lockstep pretrain --dry-run and rl --dry-run "
+            "print what a rank needs"
         )
 
 
@@ -69,12 +69,12 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield from _overwritten(config)
     if isinstance(config, PretrainConfig) and config.sequence_length < 2 * config.parallel.context:
         yield (
-            f"sequence_length {config.sequence_length} cannot be cut for parallel.context {config.parallel.context}: "
+            f"sequence_length {config.sequence_length} cannot be split for parallel.context {config.parallel.context}: "
             f"each rank takes two pieces of a sequence, so give at least {2 * config.parallel.context} tokens, or a "
             "smaller degree"
         )
     if isinstance(config, SFTConfig) and config.dry_run:
-        yield "dry_run foresees pretrain and rl; lockstep pretrain --dry-run with this model and layout needs as much"
+        yield "dry_run is only for pretrain and rl; lockstep pretrain --dry-run of this model and layout needs as much"
     if isinstance(config, RLConfig | SFTConfig) and not config.model:
         yield "model is empty; give a Hugging Face folder with --model DIR"
     if isinstance(config, SFTConfig) and not config.data:
@@ -92,18 +92,18 @@ def _problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         yield from _url_problems(config.actors.urls)
         if not config.actors.keep_copy and config.engine.cuda_graphs != "none":
             yield (
-                "engine.cuda_graphs read weights where they lay when they were captured, and actors.keep_copy gives "
-                "that memory away; leave one of them out"
+                "engine.cuda_graphs read the weights at the addresses where they were captured, and actors.keep_copy = "
+                "false frees that memory; leave one of them out"
             )
     if isinstance(config, RLConfig) and config.faults.spike_deviations:
-        yield "faults.spike_deviations is for pretraining; the size of a policy's loss says nothing"
+        yield "faults.spike_deviations is only for pretraining; the size of a policy's loss is not meaningful"
 
 
 def _algorithm_problems(config: RLConfig) -> Iterator[str]:
     algorithm = algorithm_of(config)
     given = f"advantage {algorithm.advantage}" + (f" of {config.algorithm}" if not config.advantage else "")
     if algorithm.normalize_advantages and algorithm.advantage in ("leave_one_out", "best", "teacher"):
-        yield f"{given} is not divided by a deviation; leave normalize_advantages out"
+        yield f"{given} is not normalized; leave normalize_advantages out"
     if (algorithm.advantage == "teacher") != bool(config.teacher):
         if config.teacher:
             yield f"teacher is set, but {given} does not use one; leave it out, or set algorithm = distillation"
@@ -111,27 +111,27 @@ def _algorithm_problems(config: RLConfig) -> Iterator[str]:
             yield f"{given} needs a teacher: give the folder of a model with --teacher"
     if algorithm.loss == "reinforce" and algorithm.advantage != "best" and config.inner_steps > 1:
         yield (
-            f"loss reinforce has no ratio, so the later of {config.inner_steps} inner steps would be off policy; set "
-            'inner_steps = 1, or loss = "clip"'
+            f"loss reinforce has no ratio, so all but the first of {config.inner_steps} inner steps would be "
+            'off-policy; set inner_steps = 1, or loss = "clip"'
         )
     if algorithm.advantage == "teacher" and algorithm.extra_rounds:
-        yield "extra_rounds drops groups of equal reward, from which a teacher's advantages learn as well; leave it out"
+        yield "extra_rounds drops groups with equal rewards, which a teacher's advantages learn from too; leave it out"
     if algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0 and algorithm.advantage in ("best", "teacher"):
-        yield f'{given} does not count a KL divergence in the reward; set kl_in = "loss"'
+        yield f'{given} ignores a KL divergence in the reward; set kl_in = "loss"'
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "gae":
         yield (
-            f"loss clip_sequence takes one advantage per completion, and {given} gives each token its own; set "
+            f"loss clip_sequence takes one advantage per completion, but {given} gives each token its own; set "
             'loss = "clip"'
         )
     if algorithm.advantage != "gae" and config.value_detached:
         yield f"value_detached is set, but {given} has no value function; leave it out, or set algorithm = ppo"
     if algorithm.loss == "clip_sequence" and algorithm.advantage == "batch" and algorithm.kl_coefficient > 0:
         yield (
-            "loss clip_sequence takes one advantage per completion, and the KL divergence in the rewards of advantage "
+            "loss clip_sequence takes one advantage per completion, but the KL divergence in the rewards of advantage "
             'batch gives each token its own; set kl_in = "loss"'
         )
     if config.kl_reference != "start" and not config.kl_coefficient:
-        yield f"kl_reference is {config.kl_reference} and kl_coefficient is 0, so it would not count; give one"
+        yield f"kl_reference is {config.kl_reference}, but kl_coefficient is 0, so it would have no effect; give one"
 
 
 def _replay_problems(config: RLConfig) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _replay_problems(config: RLConfig) -> Iterator[str]:
 def _alarm_problems(alarms: AlarmConfig) -> Iterator[str]:
     for name in alarms.stop:
         if name not in ALARMS:
-            yield f'alarms.stop: there is no alarm "{name}".{closest(name, ALARMS)} There are {", ".join(ALARMS)}'
+            yield f'alarms.stop: there is no alarm "{name}".{closest(name, ALARMS)} Known: {", ".join(ALARMS)}'
         elif getattr(alarms, name) == 0:
             yield f"alarms.stop names {name}, but alarms.{name} is 0, so it is never raised; give a limit"
 
@@ -160,7 +160,7 @@ def _url_problems(urls: tuple[str, ...]) -> Iterator[str]:
         except ValueError:
             parts, whole = None, False
         if not parts or not whole or parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-            yield f"actors.urls: {url!r} is not http://HOST:PORT or https://HOST:PORT, and nothing more; correct it"
+            yield f"actors.urls: {url!r} must be http://HOST:PORT or https://HOST:PORT, and nothing more; correct it"
     for url in {url for url in urls if urls.count(url) > 1}:
         yield f"actors.urls names {url} more than once; give each server once"
 
@@ -171,7 +171,7 @@ READ = (
 )  # fmt: skip
 """Settings that may name files or folders."""
 NO_FILES = ("byte", "start", "average")
-"""What these settings may be besides, whatever lies in the folder."""
+"""Values of these settings that never name a file, whatever is in the folder."""
 
 
 def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
@@ -189,16 +189,16 @@ def _overwritten(config: PretrainConfig | RLConfig) -> Iterator[str]:
 
 
 def _setting(config: Any, name: str) -> Any:
-    """Empty where the run has no such setting."""
+    """Empty if the run has no such setting."""
     for part in name.split("."):
         config = getattr(config, part, "")
     return config
 
 
 def _paths(text: str) -> list[Path]:
-    """What is there of the files that a setting names: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
+    """The files named by a setting that exist: PATH, PATH=WEIGHT, FILE.py:NAME or a glob."""
     file, _, _ = text.partition(":")
-    # Not `Path.exists`, which raises for what is no name of a file, such as a long template.
+    # Not `Path.exists`, which raises for what cannot be a file name, such as a long template.
     names = [name for name in (text, text.rpartition("=")[0], file if file.endswith(".py") else "") if name]
     found = [name for name in names if os.path.exists(name)]
     return [Path(name) for name in found or itertools.chain(*(glob.iglob(name, recursive=True) for name in names))]
@@ -209,23 +209,23 @@ def _base(path: Path) -> Path:
 
     try:
         return base_folder(path)
-    except UserError:  # which the run will say
+    except UserError:  # which the run will report
         return path
 
 
 def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     yield from tensor_problems(parallel.tensor, parallel.reduction_chunks)
     if parallel.asynchronous_tensor and parallel.tensor == 1:
-        yield "parallel.asynchronous_tensor is for parallel.tensor above 1, where there are sums to send; leave it out"
+        yield "parallel.asynchronous_tensor needs parallel.tensor above 1, where there are sums to send; leave it out"
     if parallel.expert_dispatcher == "deep_ep" and parallel.expert * parallel.tensor == 1:
         yield (
-            'parallel.expert_dispatcher "deep_ep" is for parallel.expert or parallel.tensor above 1, where experts are '
+            'parallel.expert_dispatcher "deep_ep" needs parallel.expert or parallel.tensor above 1, where experts are '
             "on other ranks; leave it out"
         )
     schedule = parallel.pipeline_schedule
     if schedule not in SCHEDULES and not schedule.endswith(".csv"):
         yield (
-            f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} There are '
+            f'parallel.pipeline_schedule "{schedule}" is unknown.{closest(schedule, SCHEDULES)} Known: '
             f"{', '.join(SCHEDULES)}, and FILE.csv"
         )
 
@@ -235,18 +235,18 @@ def _expert_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
         return
     if config.recompute.mode == "budget":
         yield (
-            'recompute.mode "budget" does not work with parallel.expert: ranks with other tokens would recompute other '
-            'layers, and wait for each other in vain; set it to "full", "every" or "selective"'
+            'recompute.mode "budget" does not work with parallel.expert: ranks with different tokens would recompute '
+            'different layers and hang waiting for each other; set it to "full", "every" or "selective"'
         )
     if config.compile.backend != "none":
         yield (
-            "compiled layers do not work with parallel.expert yet, whose experts FSDP gathers by themselves; set "
-            'compile.backend = "none", or share the experts by parallel.tensor alone'
+            "compiled layers do not work with parallel.expert yet, because FSDP gathers the experts separately; set "
+            'compile.backend = "none", or share the experts with parallel.tensor alone'
         )
     if config.train.deterministic_layout:
         yield (
             "train.deterministic_layout does not work with parallel.expert yet: the gradients of experts are summed "
-            "over the tokens of several ranks at once; switch one of them off"
+            "over the tokens of several ranks at once; turn one of them off"
         )
 
 
@@ -254,16 +254,16 @@ def _lora_problems(config: PretrainConfig | RLConfig) -> Iterator[str]:
     if not config.lora.rank:
         return
     if config.train.router_bias_rate:
-        yield "train.router_bias_rate moves weights of the base, which lora.rank freezes; leave one of them out"
+        yield "train.router_bias_rate changes weights of the base, which lora.rank freezes; leave one of them out"
     if isinstance(config, RLConfig):
         if config.kl_reference == "average" and config.kl_coefficient:
             yield (
-                'kl_reference "average" is a second model, which lora.rank does without; set kl_reference = "start", '
-                "which is the model with its adapter switched off"
+                'kl_reference "average" needs a second model, which lora.rank avoids; set kl_reference = "start", '
+                "which is the model with its adapter turned off"
             )
         if config.actors.urls:
             yield (
-                "lora.rank does not work with servers (actors.urls), which are given whole weights; give "
+                "lora.rank does not work with servers (actors.urls), which receive full weights; give "
                 "actors.generators, or train without an adapter"
             )
 
@@ -272,16 +272,16 @@ def _recompute_problems(recompute: RecomputeConfig, compiled: CompileConfig) -> 
     if (recompute.mode == "budget") != (recompute.budget_gib > 0):
         yield (
             f'recompute.mode is "{recompute.mode}" and recompute.budget_gib is {recompute.budget_gib}; '
-            "budget needs a number above 0, and the other modes take none"
+            "budget needs a number above 0, the other modes take none"
         )
     if recompute.mode == "selective":
         for operator in recompute.keep:
             if operator not in KEEPABLE:
-                yield f'recompute.keep: there is no operator "{operator}"; known are {", ".join(KEEPABLE)}'
+                yield f'recompute.keep: there is no operator "{operator}"; known: {", ".join(KEEPABLE)}'
             elif operator != "attention" and compiled.backend != "none":
                 yield (
                     f"recompute.keep: {operator} cannot be kept by itself in a compiled half of a layer; "
-                    'keep attention only, or set compile.backend = "none"'
+                    'keep only attention, or set compile.backend = "none"'
                 )
 
 
@@ -289,25 +289,25 @@ def _train_problems(train: TrainConfig) -> Iterator[str]:
     if (train.schedule == "csv") != bool(train.schedule_file):
         yield (
             f'train.schedule is "{train.schedule}" and train.schedule_file is "{train.schedule_file}"; '
-            "csv needs a file, and the others take none"
+            "csv needs a file, the other schedules take none"
         )
     if train.optimizer_in_backward:
         if train.deterministic_layout:
-            yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; give one"
+            yield "train.deterministic_layout sums gradients that train.optimizer_in_backward does not keep; use one"
         if train.max_grad_norm > 0:
             yield (
-                "train.optimizer_in_backward updates before the norm of all gradients is known, so nothing can be "
+                "train.optimizer_in_backward updates before the norm of all gradients is known, so they cannot be "
                 f"clipped to train.max_grad_norm {train.max_grad_norm}; set max_grad_norm = 0"
             )
         if train.optimizer == "muon" or any("optimizer=muon" in rule for rule in train.rules):
-            yield "train.optimizer_in_backward works with adamw only: ranks gather Muon's matrices together"
+            yield "train.optimizer_in_backward works only with adamw: ranks gather Muon's matrices together"
 
 
 def _serve_problems(config: ServeConfig) -> Iterator[str]:
     if config.dtype not in ("", "auto", "bfloat16", "float32"):
         yield f'dtype is "{config.dtype}"; give auto, bfloat16 or float32'
     if config.admin_key and config.admin_key == config.api_key:
-        yield "admin_key equals api_key; whoever may sample could change the weights, so give another"
+        yield "admin_key equals api_key, so anyone who can sample could change the weights; give a different one"
     if not config.api_key and not _is_loopback(config.host):
         yield (
             f"host {config.host} can be reached from other machines; set an API key (LOCKSTEP_API_KEY or --api-key), "

@@ -23,5 +23,5 @@ class DataConfig:
     workers: Annotated[int, AtLeast(0)] = 4
     """Processes that tokenize in the background; 0: none. A few megabytes of files never need them."""
     cache: str = ""
-    """Folder that keeps tokenized files for the next run. Empty: files up to 256 MiB are tokenized in memory at every
-    start, more of them once, into ~/.cache/lockstep."""
+    """Folder that keeps tokenized files for the next run. Empty: up to 256 MiB of files are tokenized in memory at
+    every start; more are tokenized once, into ~/.cache/lockstep."""

@@ -20,23 +20,23 @@ class EvalConfig:
     """Models, each a Hugging Face folder, a run's folder (its newest checkpoint), or ORGANISATION/MODEL[@REVISION] of
     the hub. Those after the first are compared with it."""
     environment: str = ""
-    """As for `rl`: the name of a built-in one, `gymnasium:ID`, `verifiers:TASKSET`, or `FILE.py:Class`."""
+    """As for `rl`: a built-in environment, `gymnasium:ID`, `verifiers:TASKSET`, or `FILE.py:Class`."""
     data: str = ""
     """The environment's data, as for `rl`."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
     split: Literal["validation", "train"] = "validation"
-    """The examples to ask: held-out ones, or those that runs train on."""
+    """Examples to use: held-out ones, or those that runs train on."""
     examples: Annotated[int, AtLeast(0)] = 0
-    """So many from the beginning; 0: all."""
+    """Number of examples, from the beginning; 0: all."""
     samples_per_prompt: Annotated[int, Above(0)] = 1
     """Completions per prompt."""
     pass_at: tuple[int, ...] = ()
-    """The k of pass@k, at most samples_per_prompt; empty: 1, 2, 4 … and samples_per_prompt."""
+    """Values of k for pass@k, at most samples_per_prompt; empty: 1, 2, 4 … and samples_per_prompt."""
     reward_model: str = ""
     """Folder of a model that scores completions, as for `rl`."""
     reward_model_weight: Annotated[float, AtLeast(0)] = 1.0
-    """Of its score in the total reward."""
+    """Weight of its score in the total reward."""
     max_new_tokens: Annotated[int, Above(0)] = 32
     """Completions are truncated after this many tokens."""
     chat: Literal["auto", "always", "never"] = "auto"
@@ -50,28 +50,28 @@ class EvalConfig:
     min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
     """Sample from tokens at least this likely relative to the likeliest; 0: off."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
-    """Fixes the draws: of each example the same for every model, and those of a run's validation with this seed."""
+    """Seed of the draws, which are the same for every model, and the same as in a run's validation with this seed."""
     output: str = "eval"
     """Folder to write: eval.json, and each model's completions."""
     overwrite: bool = False
     """Replace the evaluation that is already in `output`."""
     dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto: the files' own."""
+    """`bfloat16` or `float32`; auto: as in the files."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
     the fastest."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
 
     def problems(self) -> Iterator[str]:
-        """What of it cannot be, beyond its fields' bounds."""
+        """What cannot work, beyond the fields' bounds."""
         if not self.model:
             yield "model is empty; give one or more with --model DIR"
         if len(set(self.model)) < len(self.model):
-            yield f"model names one twice ({', '.join(self.model)}); give each once"
+            yield f"model lists one twice ({', '.join(self.model)}); give each once"
         yield from greedy_problems("temperature", self.temperature, "samples_per_prompt", self.samples_per_prompt)
         for k in self.pass_at:
             if k < 1:

@@ -10,7 +10,7 @@ from lockstep.config.bounds import Above, AtLeast
 
 @dataclass
 class FaultConfig:
-    """Bad numbers, signals, and ranks that stop."""
+    """Non-finite numbers, signals, and ranks that hang."""
 
     max_skipped_steps: Annotated[int, AtLeast(0)] = 5
     """Consecutive steps that can be skipped because loss or gradient is not finite; the run ends at the next one."""
@@ -21,4 +21,4 @@ class FaultConfig:
     stop_seconds: Annotated[float, Above(0)] = 25.0
     """Seconds from SIGTERM or SIGINT to the end, including saving. torchrun kills its ranks after 30."""
     watchdog_seconds: Annotated[float, AtLeast(0)] = 480.0
-    """A rank without progress for this long ends the run, which names who it waits for, step and phase; 0: no limit."""
+    """Seconds without progress on a rank after which the run ends, naming who holds it up, step and phase; 0: off."""

@@ -10,7 +10,7 @@ from lockstep.config.bounds import Above, AtLeast
 
 @dataclass
 class LoraConfig:
-    """A low-rank adapter beside frozen weights (arXiv 2106.09685); its dropout is 0."""
+    """A low-rank adapter for frozen weights (arXiv 2106.09685); its dropout is 0."""
 
     rank: Annotated[int, AtLeast(0)] = 0
     """Rank of the update of each adapted matrix; 0: no adapter, all weights are trained. 8 to 64 are usual, with a

@@ -1,4 +1,4 @@
-"""What a run logs, and where to."""
+"""What a run logs, and where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.config.bounds import AtLeast
 
 @dataclass
 class ObserveConfig:
-    """Metrics' sinks, traces, and what makes two runs comparable."""
+    """Metric sinks, traces, and settings that make runs comparable."""
 
     tensorboard: bool = False
     """Also write TensorBoard event files (needs the tensorboard package)."""
@@ -21,14 +21,15 @@ class ObserveConfig:
     terminal: tuple[str, ...] = ()
     """Additional metrics to show on the terminal, by name, such as time/generate; * matches anything."""
     project: str = "lockstep"
-    """Project that Weights & Biases and trackio show the run in, under the name of its folder."""
+    """Weights & Biases and trackio project; the run has the name of its folder there."""
     timeline_steps: Annotated[int, AtLeast(0)] = 200
-    """Steps whose phases timeline.json holds, the last of the run; 0: no timeline."""
+    """Number of most recent steps whose phases are in timeline.json; 0: no timeline."""
     profile_steps: tuple[int, ...] = ()
     """Steps that the torch profiler records; writes a trace per rank to profile/."""
     memory_snapshot_steps: tuple[int, ...] = ()
-    """Steps after which the CUDA allocator's history is written, a file per rank in profile/."""
+    """Steps after which the CUDA allocator's history is written, one file per rank in profile/."""
     gc_every: Annotated[int, AtLeast(0)] = 50
     """Run Python's garbage collector on all ranks every N steps, and never in between; 0: leave it to Python."""
     deterministic: bool = False
-    """Only deterministic kernels, on CUDA too (the CPU's are anyway); slower, and what has none raises an error."""
+    """Use only deterministic kernels, on CUDA too (the CPU's always are); slower, and operators without one raise an
+    error."""

@@ -1,4 +1,4 @@
-"""Settings as other trainers and engines call them."""
+"""Settings under the names that other trainers and engines use."""
 
 from __future__ import annotations
 
@@ -77,4 +77,4 @@ HERE = {
     "activation-checkpoint.mode": ("recompute.mode",),
     "report-to": ("observe.tensorboard", "observe.wandb"),
 }
-"""The name elsewhere, and those here; the ones that a command has are told."""
+"""The name elsewhere, and the names here; a message gives those that the command has."""

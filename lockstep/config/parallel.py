@@ -1,4 +1,4 @@
-"""How a model is spread over ranks."""
+"""How a model is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from lockstep.config.bounds import AtLeast
 
 MOST_TENSOR = 8
-"""Ranks along the tensor axis, a power of two: the vocabulary is summed in pieces that so many can hold."""
+"""Most ranks along the tensor axis, a power of two: the vocabulary is summed in pieces that this many can hold."""
 ROW_MULTIPLE = MOST_TENSOR
-"""The tokens of a micro-batch are padded to a multiple of this, so that any tensor degree shares them."""
+"""The tokens of a micro-batch are padded to a multiple of this, so that any tensor degree can share them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
 
@@ -21,7 +21,7 @@ def tensor_problems(tensor: int, chunks: int) -> Iterator[str]:
         yield f"parallel.tensor is {tensor}; give 1, 2, 4 or {MOST_TENSOR}"
     if chunks & (chunks - 1) or 0 < chunks < tensor:
         yield (
-            f"parallel.reduction_chunks is {chunks}; it must be a power of two, and no less than parallel.tensor "
+            f"parallel.reduction_chunks is {chunks}; it must be a power of two, and at least parallel.tensor "
             f"({tensor}): leave it at 0 (a resumed run keeps its own: --parallel.reduction-chunks 0 changes it, and "
             "with it the bits from there on)"
         )
@@ -29,7 +29,7 @@ def tensor_problems(tensor: int, chunks: int) -> Iterator[str]:
 
 @dataclass
 class ParallelConfig:
-    """The degrees of every kind of parallelism; their product, but for `expert`, is the number of ranks."""
+    """The degree of each kind of parallelism; their product, without `expert`, is the number of ranks."""
 
     data_replicate: int = 1
     """Copies of the model, each of which sees different data (DDP; with data_shard: HSDP)."""
@@ -40,24 +40,24 @@ class ParallelConfig:
     tensor: int = 1
     """Ranks that share each layer's matrices, and the vocabulary of the head: 1, 2, 4 or 8."""
     expert: Annotated[int, AtLeast(1)] = 1
-    """Of the ranks that see different tokens (data_shard x context), how many share each mixture's experts, on top of
-    the tensor ranks: tokens travel to them. FSDP shards the experts over what is left."""
+    """How many of the ranks with different tokens (data_shard x context) share each mixture's experts, on top of the
+    tensor ranks: tokens are sent to them. FSDP shards the experts over the remaining ranks."""
     expert_dispatcher: Literal["all_to_all", "deep_ep"] = "all_to_all"
-    """What carries tokens to the experts on other ranks: `deep_ep` is DeepEP on GPUs of one host, with the same bits,
-    and where it fails a warning and the all-to-all; unmeasured so far."""
+    """How tokens are sent to experts on other ranks: `deep_ep` is DeepEP on the GPUs of one host, with the same bits;
+    if it fails, the run warns and falls back to all-to-all. Not measured yet."""
     reduction_chunks: Annotated[int, AtLeast(0)] = 0
-    """Parts that sums over tensor-parallel ranks are made of, a power of two: another number gives other bits, another
-    tensor degree up to it does not. 0: `tensor`, or what the model was trained with if that is more."""
+    """Number of parts that sums over tensor-parallel ranks are made of, a power of two: a different number changes the
+    bits, a different tensor degree up to it does not. 0: `tensor`, or the model's number in training if larger."""
     asynchronous_tensor: bool = False
-    """Sums of tensor parallelism travel in chunks beside the products; the same bits, not measured on GPUs yet."""
+    """Overlap tensor-parallel sums, in chunks, with the matrix products; the same bits, not measured on GPUs yet."""
     pipeline: int = 1
     """Ranks that the layers are divided among, in stages."""
     pipeline_schedule: str = "1f1b"
-    """Order of the stages' work: `gpipe`, `1f1b`, `interleaved`, `zbv`, `dualpipev`, or FILE.csv, a line per rank."""
+    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved`, `zbv`, `dualpipev`, or FILE.csv, a line per rank."""
     pipeline_stages_per_rank: Annotated[int, AtLeast(1)] = 2
-    """Stages of each rank in an interleaved schedule; the others fix theirs."""
+    """Stages per rank in an interleaved schedule; the other schedules determine theirs."""
     pipeline_split: str = ""
-    """Layers that begin a new stage, as `layers.2,layers.5`; empty: stages of about equal work."""
+    """Layers that begin a new stage, such as `layers.2,layers.5`; empty: stages of about equal work."""
     pipeline_embedding_layers: Annotated[float, AtLeast(0)] = 0.0
     """The embedding's work in layers, for balancing stages."""
     pipeline_head_layers: Annotated[float, AtLeast(0)] = 1.0
@@ -65,10 +65,10 @@ class ParallelConfig:
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """When gathered weights are freed after a layer's forward; default: always, but never within a pipeline."""
     reduce_gradients: Literal["auto", "step", "microbatch"] = "auto"
-    """When ranks sum sharded weights' gradients: once a step, until when each rank holds the gradient of the whole
-    weights, or with every micro-batch; auto: once a step where that gradient fits a quarter of a rank's memory."""
+    """When ranks sum the gradients of sharded weights: once per step, until which each rank holds the full gradient, or
+    with every micro-batch; auto: once per step if the full gradient fits in a quarter of a rank's memory."""
     full_dtensor: bool = False
-    """Every parameter a DTensor on one mesh of all axes, without FSDP's hooks; for study and debugging:
-    weights are gathered anew for every product and kept until its backward."""
+    """Make every parameter a DTensor on one mesh of all axes, without FSDP's hooks; for study and debugging: weights
+    are gathered for each product and kept until its backward."""
     cpu_offload: bool = False
-    """Keep sharded weights, gradients and optimizer state in the CPU's memory (CUDA only)."""
+    """Keep sharded weights, gradients and optimizer state in CPU memory (CUDA only)."""

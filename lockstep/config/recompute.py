@@ -1,4 +1,4 @@
-"""Which activations the backward pass computes again instead of keeping them."""
+"""Activation checkpointing: which activations the backward pass recomputes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ KEEPABLE = ("attention", "linear", "norm", "activation")
 
 @dataclass
 class RecomputeConfig:
-    """Memory for time: a recomputed layer keeps its input only. Losses and gradients keep their bits."""
+    """Activation checkpointing: a recomputed layer keeps only its input. Losses and gradients keep their bits."""
 
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
-    """`full`: all layers; `every`: every k-th; `selective`: all but operators in `keep`; `budget`: as it needs."""
+    """What to recompute. `full`: all layers; `every`: every k-th; `selective`: all operators except those in `keep`;
+    `budget`: as many layers as needed to stay within `budget_gib`."""
     every: Annotated[int, AtLeast(1)] = 2
-    """every: layers 0, k, 2k … are recomputed."""
+    """every: k, so that layers 0, k, 2k … are recomputed."""
     keep: tuple[str, ...] = ("attention",)
-    """selective: operators whose outputs are kept: attention, linear, norm, activation; compiled: attention only."""
+    """selective: operators whose outputs are kept: attention, linear, norm, activation; compiled: only attention."""
     budget_gib: Annotated[float, AtLeast(0)] = 0.0
-    """budget: GiB that a rank's layers may keep from forward to backward, measured in the first step; in a pipeline of
-    all its stages and micro-batches under way."""
+    """budget: GiB that a rank's layers can keep from forward to backward, measured in the first step; in a pipeline,
+    over all its stages and in-flight micro-batches."""

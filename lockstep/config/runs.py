@@ -1,4 +1,4 @@
-"""What each command runs: one flat dataclass a run, with nested ones for its parts."""
+"""What each command runs: one flat dataclass per run, with nested ones for its parts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class PretrainConfig:
     output: str = "run"
     """Output folder of the run."""
     model: str = "qwen3:tiny"
-    """`family:size` for fresh weights (see lockstep.model.PRESETS); or, to continue from its weights, a Hugging Face
-    folder, a run's folder, or a model of the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION."""
+    """`family:size` for fresh weights (see lockstep.model.PRESETS); or, to start from existing weights, a Hugging Face
+    folder, a run's folder, or a model on the Hugging Face hub as ORGANISATION/MODEL or ORGANISATION/MODEL@REVISION."""
     data: str = ""
     """Text, JSONL or Parquet: a file, a folder or a glob; hf:NAME[:config][:split]; a folder of tokens; several as
     a.jsonl=0.7,b.parquet=0.3. Empty: the Python standard library's own source."""
     template: str = "{text}"
-    """How a line of JSONL or a row becomes a text: keys in braces stand for their values."""
+    """How a JSONL line or a row becomes text: keys in braces are replaced by their values."""
     tokenizer: str = "byte"
     """`byte`, `bpe:VOCABULARY` (trained on the data), or a folder with a tokenizer.json."""
     skip_bad_lines: bool = False
@@ -44,17 +44,17 @@ class PretrainConfig:
     tokens_per_step: Annotated[int, Above(0)] = 8192
     """Tokens per optimizer step, over all ranks and micro-batches: a multiple of sequence_length."""
     sequence_length: Annotated[int, Above(0)] = 256
-    """Tokens of one row of documents; a micro-batch is as many rows as fit into train.tokens_per_microbatch."""
+    """Tokens per row of documents; a micro-batch is as many rows as fit into train.tokens_per_microbatch."""
     dtype: ModelDtype = "auto"
-    """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's; for fresh
-    weights the one that this processor trains faster in."""
+    """Dtype of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's; for
+    fresh weights, the one that trains faster on this processor."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
-    where there are instructions for them; auto: the run's own when it is resumed, else the fastest here."""
+    if the processor has the instructions; auto: the run's own when it is resumed, else the fastest here."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Seed of the initial weights and of the data order."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     loader: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -65,35 +65,36 @@ class PretrainConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
     validation_data: str = ""
-    """Text or JSONL that the loss is also measured on, without training on it; empty: none."""
+    """Text or JSONL to measure the validation loss on; empty: none."""
     validation_every: Annotated[int, Above(0)] = 100
     """Steps between validations; there is always one after the last step."""
     validation_tokens: Annotated[int, Above(0)] = 65536
-    """Tokens of a validation: its data in an order of its own, the same every time, from the beginning."""
+    """Tokens per validation: the first of its data, which has its own order, the same every time."""
     resume: bool = False
     """Continue the run in `output` from its newest complete checkpoint; if there is no run yet, start one."""
     overwrite: bool = False
-    """Delete a run that is already in `output`."""
+    """Delete an existing run in `output`."""
     dry_run: Annotated[int, AtLeast(0)] = 0
-    """Only print the memory and the messages of a rank, as if so many ranks ran; needs neither them nor the memory."""
+    """Only print the memory and messages of a rank in a run on this many ranks; needs neither the ranks nor the
+    memory."""
 
 
 @dataclass
 class SFTConfig(PretrainConfig):
-    """Fine-tuning on conversations: everything of a pretraining run, with the loss on the assistant's tokens only."""
+    """Fine-tuning on conversations: like a pretraining run, with the loss on the assistant's tokens only."""
 
     model: str = ""
     """Model to start from: a Hugging Face folder, a run's folder, or ORGANISATION/MODEL[@REVISION] of the hub."""
     data: str = ""
     """JSONL, Parquet or hf:…, with `messages`, or `prompt` and `completion`; several as a.jsonl=0.7,b.jsonl=0.3."""
     template: str = ""
-    """File of a chat template (jinja) to use instead of the model's own."""
+    """Chat template file (jinja) to use instead of the model's own."""
     tokenizer: str = ""
     """Folder to take the tokenizer, the chat template and the end-of-text token from, instead of the model's."""
     epochs: Annotated[float, AtLeast(0)] = 0.0
-    """Passes over the conversations, from which `steps` follows; 0: as many steps as `steps` says."""
+    """Passes over the conversations, which determine the number of steps; 0: use `steps`."""
     sequence_length: Annotated[int, Above(0)] = 1024
-    """Tokens of one row of conversations; only a longer one is cut."""
+    """Tokens per row of conversations; only longer conversations are cut."""
     loader: DataConfig = field(default_factory=lambda: DataConfig(packing="whole"))
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=2e-5))
 
@@ -112,8 +113,8 @@ class RLConfig:
     `gymnasium:ID` or `verifiers:TASKSET`; or `FILE.py:Class` for your own task."""
     data: str = ""
     """The environment's data. code, math, prompts: a folder with train.jsonl and validation.jsonl, or one .jsonl file;
-    gsm8k: a folder with train.jsonl and test.jsonl; retrieval: as code, with `documents` beside; verifiers: a .toml
-    file."""
+    gsm8k: a folder with train.jsonl and test.jsonl; retrieval: like code, plus a folder `documents`; verifiers: a
+    .toml file."""
     skip_bad_lines: bool = False
     """Count and skip malformed JSONL lines instead of stopping at the first."""
     steps: Annotated[int, Above(0)] = 100
@@ -121,17 +122,17 @@ class RLConfig:
     prompts_per_step: Annotated[int, Above(0)] = 16
     """Prompts per step."""
     oversampling_factor: Annotated[float, AtLeast(1), AtMost(16)] = 1.0
-    """Prompts that a step asks for each one that it trains on. It trains on those whose longest completion is shortest;
-    the others (stragglers) are stopped once that is known of them, and dropped. 1: none is asked in vain."""
+    """Prompts sampled for each prompt that a step trains on. It trains on those whose longest completion is shortest;
+    the others (stragglers) are aborted as soon as that is known, and dropped. 1: no oversampling."""
     samples_per_prompt: Annotated[int, AtLeast(2)] = 8
     """Completions per prompt, at least 2: the group that advantages are relative to."""
     max_new_tokens: Annotated[int, Above(0)] = 32
     """Completions are truncated after this many tokens."""
     chat: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts and conversations are rendered by the model's chat template. auto: where it has one, but for
-    prompts that hold a special token, which are taken as rendered already; never: the model reads them as they are."""
+    """Whether to render prompts and conversations with the model's chat template. auto: if it has one, except prompts
+    that contain a special token, which count as already rendered; never: the model reads them as they are."""
     temperature: Annotated[float, AtLeast(0.01), AtMost(100)] = 1.0
-    """Sampling temperature; log-probabilities on both sides are taken at it."""
+    """Sampling temperature; log-probabilities on both sides are computed at it."""
     top_k: Annotated[int, AtLeast(0)] = 0
     """Sample from the k likeliest tokens only; 0: off."""
     top_p: Annotated[float, Above(0), AtMost(1)] = 1.0
@@ -139,96 +140,96 @@ class RLConfig:
     min_p: Annotated[float, AtLeast(0), Below(1)] = 0.0
     """Sample from tokens at least this likely relative to the likeliest; 0: off."""
     algorithm: AlgorithmName = "grpo"
-    """Ready-made choice of the settings from `advantage` to `overlong_share`, of which any can be given beside it;
-    docs/algorithms.md says what each is for."""
+    """Predefined values of the settings from `advantage` to `overlong_share`, each of which can be overridden;
+    docs/algorithms.md describes each algorithm."""
     advantage: Literal["", "group", "leave_one_out", "batch", "group_batch", "best", "teacher", "gae"] = ""
     """What a completion's reward is compared with; empty: the algorithm's. `group`: the mean of its group,
-    `leave_one_out`: that of the others of its group, `batch`: that of the step's tokens, `group_batch`: its group's,
-    then as `batch`. `best`: 1 for the best of a group, else 0. `teacher`: each token's, by the teacher. `gae`: each
-    token's, by a value function that is trained with the policy."""
+    `leave_one_out`: the mean of the others in its group, `batch`: the mean over the step's tokens, `group_batch`: the
+    mean of its group, then as `batch`. `best`: 1 for the best of a group, else 0. `teacher`: per token, by the teacher.
+    `gae`: per token, by a value function that is trained with the policy."""
     normalize_advantages: bool | None = None
     """Divide advantages by the (population) standard deviation of the group's rewards, or of the step's tokens for
-    `batch`, `group_batch` and `gae`, whose mean is taken off as well; None: as the algorithm does."""
+    `batch`, `group_batch` and `gae`, whose mean is subtracted as well; None: the algorithm's."""
     loss: Literal["", "clip", "clip_sequence", "clip_weight", "reinforce"] = ""
-    """Empty: the algorithm's. `clip`: the importance ratio of each token is clipped; `clip_sequence`: that of the
-    whole completion (GSPO); `clip_weight`: the ratio as a weight of the log-probability, clipped (CISPO); `reinforce`:
+    """Policy loss; empty: the algorithm's. `clip`: clip the importance ratio per token; `clip_sequence`: per
+    completion (GSPO); `clip_weight`: weight the log-probability by the clipped ratio (CISPO); `reinforce`:
     the log-probability times the advantage, without a ratio."""
     loss_average: Literal["", "token", "sequence", "budget"] = ""
-    """Empty: the algorithm's. Average the loss over all tokens, or over each completion first; `budget`: divide each
-    completion's sum, or conversation's, by max_new_tokens, whatever its length or turns."""
+    """Average the loss over all tokens, or over each completion first; `budget`: divide the sum of each completion or
+    conversation by max_new_tokens, whatever its length or number of turns. Empty: the algorithm's."""
     clip_low: Annotated[float | None, AtLeast(0), AtMost(1)] = None
     """The importance ratio is clipped below at 1 - clip_low; 1: not at all; None: the algorithm's."""
     clip_high: Annotated[float | None, AtLeast(0)] = None
     """The importance ratio is clipped above at 1 + clip_high; None: the algorithm's."""
     kl_in: Literal["", "loss", "reward"] = ""
-    """Where the KL divergence is charged: in the loss, or taken from the reward, of each token for the advantages
-    `batch` and `gae`, and of the whole completion for the others; empty: the algorithm's."""
+    """Where the KL penalty applies: in the loss, or subtracted from the reward, per token for the advantages `batch`
+    and `gae`, and per completion for the others; empty: the algorithm's."""
     kl_estimator: Literal["", "k1", "k2", "k3"] = ""
-    """Of the KL divergence from one sampled token, d = log p - log p_reference: k1 = d, k2 = d²/2,
+    """Estimator of the KL divergence from one sampled token, d = log p - log p_reference: k1 = d, k2 = d²/2,
     k3 = exp(-d) + d - 1; empty: the algorithm's."""
     extra_rounds: Annotated[int | None, AtLeast(0)] = None
-    """Dynamic sampling: groups whose completions all have the same reward are replaced by others, drawn in so many
-    further rounds at most; 0: such groups stay; None: the algorithm's."""
+    """Dynamic sampling: groups whose completions all have the same reward are replaced by others, drawn in at most this
+    many extra rounds; 0: such groups stay; None: the algorithm's."""
     overlong_share: Annotated[float | None, AtLeast(0), AtMost(1)] = None
-    """The last share of max_new_tokens is charged for: the reward falls by up to 1 over it; None: the algorithm's."""
+    """Length penalty: over this last share of max_new_tokens the reward falls by up to 1; None: the algorithm's."""
     gae_gamma: Annotated[float | None, AtLeast(0), AtMost(1)] = None
-    """Advantage `gae`: the share of a reward that counts one token earlier; None: the algorithm's."""
+    """Advantage `gae`: discount factor per token; None: the algorithm's."""
     gae_lambda: Annotated[float | None, AtLeast(0), AtMost(1)] = None
-    """Advantage `gae`: 1 looks at what was earned up to the end (no bias), 0 at the next token's value (little
-    variance); None: the algorithm's."""
+    """Advantage `gae`: 1 uses the rewards up to the end (no bias), 0 the next token's value (low variance); None: the
+    algorithm's."""
     value_coefficient: Annotated[float | None, AtLeast(0)] = None
-    """Weight of the value function's loss beside the policy's; None: the algorithm's."""
+    """Weight of the value loss relative to the policy loss; None: the algorithm's."""
     value_clip: Annotated[float | None, AtLeast(0)] = None
-    """The value loss is bounded where a value is further than this from what it was before the step; 0: nowhere; None:
-    the algorithm's."""
+    """Clip the value loss where a value is further than this from its value before the step; 0: no clipping; None: the
+    algorithm's."""
     value_learning_rate: Annotated[float, AtLeast(0)] = 10.0
-    """Of the value head, which begins as zero, as a factor of the schedule's."""
+    """Learning rate of the value head, which starts at zero, as a multiple of the schedule's."""
     value_detached: bool = False
-    """Train the value head alone by its loss, which then has no gradient through the model."""
+    """Train only the value head with the value loss, without a gradient through the model."""
     kl_coefficient: Annotated[float, AtLeast(0)] = 0.0
     """Weight of the KL divergence to the reference model; 0: no reference model is kept."""
     kl_reference: str = "start"
-    """`start`: the weights that the run began with; `average`: a moving average of the run's own; or the folder of a
-    model with the same vocabulary."""
+    """`start`: the weights that the run began with; `average`: a moving average of the run's own weights; or the
+    folder of a model with the same vocabulary."""
     kl_average_decay: Annotated[float, AtLeast(0), Below(1)] = 0.99
-    """`kl_reference = "average"`: the share of the average that a step keeps."""
+    """`kl_reference = "average"`: the share of the average that each step keeps."""
     teacher: str = ""
-    """Folder of the model to distil from, with the same vocabulary (algorithm distillation)."""
+    """Folder of the model to distill from, with the same vocabulary (algorithm distillation)."""
     reward_model: str = ""
-    """Folder of a model that scores completions, from `lockstep reward-model`: one more reward, named reward_model."""
+    """Folder of a model that scores completions, from `lockstep reward-model`; adds a reward named reward_model."""
     reward_model_weight: Annotated[float, AtLeast(0)] = 1.0
-    """Of its score in the total reward."""
+    """Weight of its score in the total reward."""
     entropy_coefficient: Annotated[float, AtLeast(0)] = 0.0
-    """Weight of the policy's entropy, in nats, that is taken off the loss."""
+    """Weight of the policy's entropy, in nats, which is subtracted from the loss."""
     off_policy: Literal["", "none", "truncate", "mask"] = ""
-    """Correction for completions from older weights, another engine or under a cut, by p / p_sampler of the weights
-    before the step, with p_sampler after top_k, top_p and min_p: bounded by off_policy_high, or the tokens outside the
-    bounds left out; none: the sampler's log-probabilities before the cut are taken as the policy's. Empty: none, but
-    truncate where vLLM samples (actors.urls)."""
+    """Correction for completions from older weights, another engine or truncated sampling, by the ratio p / p_sampler:
+    p from the weights before the step, p_sampler after top_k, top_p and min_p. `truncate`: cap the ratio at
+    off_policy_high; `mask`: leave out tokens outside the bounds; `none`: use the sampler's log-probabilities before
+    top_k, top_p and min_p as the policy's. Empty: none, but truncate if vLLM samples (actors.urls)."""
     off_policy_level: Literal["token", "sequence"] = "token"
-    """Of each token, or of the whole completion: the product over its tokens."""
+    """Ratio per token, or per completion (the product over its tokens)."""
     off_policy_low: Annotated[float, AtLeast(0), AtMost(1)] = 0.5
     """mask: smallest ratio that counts."""
     off_policy_high: Annotated[float, AtLeast(1)] = 2.0
     """truncate: largest factor; mask: largest ratio that counts."""
     router_replay: bool = False
-    """Of a mixture of experts: train with the experts that the generator chose for each sampled token, and the router's
-    own weights for them. For samples from an engine whose bits differ, if it records its routes; where they are equal
-    it changes nothing."""
+    """Mixtures of experts: train with the experts that the generator chose for each sampled token, and the router's own
+    weights for them. For samples from an engine with different bits that records its routes; with equal bits it
+    changes nothing."""
     inner_steps: Annotated[int, Above(0)] = 1
-    """Optimizer steps on each batch of rollouts; from the second on, the ratio leaves 1 and clipping bites."""
+    """Optimizer steps per batch of rollouts; from the second on, the ratio leaves 1 and clipping takes effect."""
     on_parity_error: Literal["stop", "warn", "measure"] = "stop"
-    """What to do when a token's log-probability differs between generator and trainer. measure: only enter by how much
-    in the metrics, as for vLLM (actors.urls), whose log-probabilities always differ."""
+    """What to do when a token's log-probability differs between generator and trainer. measure: only log the
+    difference as a metric, as for vLLM (actors.urls), whose log-probabilities always differ."""
     dtype: ModelDtype = "auto"
-    """Of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's own."""
+    """Dtype of the weights in the forward pass; the optimizer keeps float32 master weights. auto: the folder's."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable` gives the same bits on every processor, `bf16_pairs` and `bf16_tiles` are faster in bfloat16
-    where there are instructions for them; auto: the run's own when it is resumed, else the fastest here."""
+    if the processor has the instructions; auto: the run's own when it is resumed, else the fastest here."""
     seed: Annotated[int, AtLeast(0), Below(2**63)] = 0
     """Seed of the order of prompts and of every draw."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …, for trainer and generator; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …, for trainer and generator; empty: the machine's accelerator if it has one."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-5, schedule="constant"))
     lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -246,7 +247,7 @@ class RLConfig:
     validation_temperature: Annotated[float | None, AtLeast(0), AtMost(100)] = None
     """Sampling temperature of validations; 0: greedy; None: that of training."""
     validation_seed: Annotated[int | None, AtLeast(0), Below(2**63)] = None
-    """Of the draws of validations, the same at each of them; None: the run's."""
+    """Seed of the draws in validations, the same each time; None: the run's."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
@@ -254,10 +255,10 @@ class RLConfig:
     resume: bool = False
     """Continue the run in `output` from its newest complete checkpoint; if there is no run yet, start one."""
     overwrite: bool = False
-    """Delete a run that is already in `output`."""
+    """Delete an existing run in `output`."""
     dry_run: Annotated[int, AtLeast(0)] = 0
-    """Only print the memory of a rank and the bytes of a weight sync, as if so many ranks ran; needs neither them nor
-    the memory. `model` may be `family:size`."""
+    """Only print the memory of a rank and the bytes of a weight sync in a run on this many ranks; needs neither the
+    ranks nor the memory. `model` can be `family:size`."""
 
 
 @dataclass
@@ -273,16 +274,16 @@ class ServeConfig:
     model_name: str = ""
     """Name that requests use for the model; empty: the folder's name."""
     dtype: Annotated[str, "dtype"] = "auto"
-    """`bfloat16` or `float32`; auto or empty: the files' own."""
+    """`bfloat16` or `float32`; auto or empty: as in the files."""
     arithmetic: Arithmetic = "auto"
     """On a CPU: `portable`, `bf16_pairs` or `bf16_tiles`; auto: the one that the model was trained in, if known, else
     the fastest."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     api_key: str = ""
-    """Key that the /v1 routes ask for; empty: the environment's LOCKSTEP_API_KEY, and none if that is empty too."""
+    """Key that the /v1 routes require; empty: the environment variable LOCKSTEP_API_KEY; if that is empty too, none."""
     admin_key: str = ""
-    """Key of the /admin routes; empty: the environment's LOCKSTEP_ADMIN_KEY. Without either there are none."""
+    """Key of the /admin routes; empty: the environment variable LOCKSTEP_ADMIN_KEY. Without either, there are none."""
     max_body_bytes: Annotated[int, Above(0)] = 2 * 2**20
     """Maximum size of a request's body in bytes."""
     max_prompt_tokens: Annotated[int, AtLeast(0)] = 0
@@ -292,17 +293,17 @@ class ServeConfig:
     max_requests: Annotated[int, Above(0)] = 512
     """Maximum number of concurrent requests; further ones get 429."""
     max_waiting: Annotated[int, AtLeast(0)] = 1024
-    """Sequences that wait for a place among the engine's max_sequences; requests that would add more get 429."""
+    """Maximum number of sequences waiting for one of the engine's max_sequences; requests that exceed it get 429."""
     max_connections: Annotated[int, Above(0)] = 2048
     """Maximum number of open connections; further ones are closed at once."""
     client_seconds: Annotated[float, AtLeast(0)] = 60.0
-    """Time that a client may take to send a request, and to read what was written for it; then its connection is
-    closed. 0: as long as it likes."""
+    """Seconds that a client has to send a request, and to read the response; then its connection is closed. 0: no
+    limit."""
     request_seconds: Annotated[float, AtLeast(0)] = 0.0
-    """Time limit of a request, including reading it; 0: none."""
+    """Time limit of a request in seconds, including reading it; 0: none."""
     shutdown_seconds: Annotated[float, AtLeast(0)] = 20.0
-    """Time that running requests are given after SIGTERM or SIGINT before they are aborted; torchrun kills its ranks
-    after 30 seconds unless it is given another `--shutdown-timeout`."""
+    """Seconds that running requests have after SIGTERM or SIGINT before they are aborted; torchrun kills its ranks
+    after 30 seconds unless given another `--shutdown-timeout`."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: RanksConfig = field(default_factory=RanksConfig)

@@ -21,15 +21,15 @@ Config = TypeVar("Config", PretrainConfig, RLConfig)
 OF_A_START = ("output", "resume", "overwrite", "dry_run")
 """Settings that a resumed run does not take from its file."""
 OF_A_COMMAND = {"environment": "rl", "centering": "reward-model", "beta": "dpo", "epochs": "sft"}
-"""The first of these settings that a run has says which command's it is; those of pretrain have none."""
+"""The first of these settings that a run has tells its command; runs of pretrain have none of them."""
 MOST_BYTES, MOST_ALIASES = 2**16, 10
-"""Of a file of settings. Aliases of aliases, merged, would multiply what they stand for."""
+"""Of a settings file. Aliases of aliases, when merged, would multiply what they stand for."""
 
 
 def to_toml(config: PretrainConfig | RLConfig) -> str:
     """The resolved configuration as TOML: plain fields first, then a table for each nested one.
 
-    What is None is left out, as TOML has no word for it.
+    None is left out, since TOML cannot express it.
     """
     plain, tables = [], []
     for name, value in dataclasses.asdict(config).items():
@@ -54,7 +54,7 @@ def _toml_value(value: Any) -> str:
 
 
 def from_toml(path: str | Path, base: Config) -> Config:
-    """`base` with the values of a TOML file put over it, or of a YAML file by its name (`.yaml`, `.yml`).
+    """`base` overridden by the values of a TOML file, or of a YAML file if named so (`.yaml`, `.yml`).
 
     Raises UserError for a missing or malformed file and for keys that `base` does not have.
     """
@@ -65,7 +65,7 @@ def from_toml(path: str | Path, base: Config) -> Config:
 
 
 def _values(path: str | Path) -> dict[Any, Any]:
-    """What a file of settings says. Raises UserError for one that is missing or malformed."""
+    """The contents of a settings file. Raises UserError for one that is missing or malformed."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -75,7 +75,7 @@ def _values(path: str | Path) -> dict[Any, Any]:
         values = _yaml(text) if Path(path).suffix in (".yaml", ".yml") else tomllib.loads(text)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the name of a TOML or YAML file") from error
-    except (ValueError, RecursionError) as error:  # of either format, or of what is no text at all
+    except (ValueError, RecursionError) as error:  # from either format, or for a file that is not text at all
         kind = "YAML" if Path(path).suffix in (".yaml", ".yml") else "TOML"
         line = "key: value" if kind == "YAML" else "key = value"
         raise UserError(f"{path}: cannot be read as {kind} ({error}); write `{line}` lines") from error
@@ -91,15 +91,15 @@ def _yaml(text: str) -> dict[Any, Any]:
         _refuse_names_given_twice(yaml.compose(text, yaml.SafeLoader))
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        # Beside its own errors those of keys that cannot be one, and of values that their tags do not fit.
+        # Besides its own errors, those for values that cannot be keys, and for values that do not fit their tags.
         raise ValueError(" ".join(f"{type(error).__name__}: {error}".split())) from error
     if not isinstance(values, dict | None):
-        raise ValueError(f"a {type(values).__name__}, not settings with names")
+        raise ValueError(f"a {type(values).__name__}, not named settings")
     return values or {}
 
 
 def _refuse_names_given_twice(node: Any) -> None:
-    """node: of YAML. Of two values it takes the last, where TOML takes none."""
+    """node: of YAML, which would use the last of two values; TOML refuses both."""
     if getattr(node, "id", "") == "mapping":
         names = [str(key.value) for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -109,10 +109,10 @@ def _refuse_names_given_twice(node: Any) -> None:
 
 
 def recorded_run(output: str | Path, base: Config) -> Config | None:
-    """`base` with the settings of the run in the folder `output`; None where there is no run.
+    """`base` with the settings of the run in the folder `output`; None if there is no run.
 
-    What a start says of the folder itself is not among them. dtype and arithmetic are "auto", which in a resumed run
-    stands for those that it has recorded. Raises UserError for settings that cannot be read, and for another command's.
+    Settings about the folder itself are those of `base`. dtype and arithmetic are "auto", which in a resumed run stands
+    for the recorded ones. Raises UserError for settings that cannot be read, or that belong to another command.
     """
     path = Path(output) / "config.toml"
     if not path.is_file():
@@ -124,7 +124,7 @@ def recorded_run(output: str | Path, base: Config) -> Config | None:
 
 
 def refuse_other_command(output: str | Path, recorded: Collection[str], config: PretrainConfig | RLConfig) -> None:
-    """Raises UserError where the run in `output`, whose settings are named `recorded`, is not of `config`'s command."""
+    """Raises UserError if the run in `output`, whose settings are named `recorded`, is not of `config`'s command."""
     before, now = _command(recorded), _command([f.name for f in dataclasses.fields(config)])
     if "output" in recorded and before != now:
         raise UserError(
@@ -147,9 +147,9 @@ def _merge(config: Any, values: dict[Any, Any], where: str, root: Any = None) ->
         table = dataclasses.is_dataclass(getattr(config, key))
         if table != isinstance(values[key], dict):
             wanted = "a table of settings" if table else "a value, not a table of settings"
-            raise UserError(f'{where}: "{key}" must be {wanted}; see --help for what it may hold')
+            raise UserError(f'{where}: "{key}" must be {wanted}; see --help')
         if any(isinstance(number, int) and abs(number) >= 2**63 for number in _plain(values[key])):
-            raise UserError(f'{where}: "{key}" holds a number of more than 64 bits')
+            raise UserError(f'{where}: "{key}" contains a number of more than 64 bits')
         if isinstance(values[key], list) and any(isinstance(value, list | dict) for value in values[key]):
             raise UserError(f'{where}: "{key}" must be a list of plain values, without lists or tables in it')
     merged = copy.copy(config)
@@ -162,14 +162,14 @@ def _merge(config: Any, values: dict[Any, Any], where: str, root: Any = None) ->
 
 
 def _here(name: str, root: Any) -> str:
-    """A hint where other trainers call a setting so; empty where none does."""
+    """A hint if other trainers use this name for a setting; empty otherwise."""
     found = []
     for other in HERE.get(name.rpartition(".")[2].replace("_", "-"), ()):
         setting = other.partition(" ")[0].replace("-", "_")
         with suppress(AttributeError):
             attrgetter(setting)(root)
             found.append(setting)
-    return " Here it is " + " or ".join(found) if found else ""
+    return " In Lockstep it is " + " or ".join(found) if found else ""
 
 
 def _plain(value: Any) -> list[Any]:
@@ -179,7 +179,7 @@ def _plain(value: Any) -> list[Any]:
 def _own(value: Any, before: Any) -> Any:
     if isinstance(before, float | None) and isinstance(value, str):
         try:
-            return float(value)  # YAML takes 1e-5, without a point, for a text
+            return float(value)  # YAML reads 1e-5, without a point, as text
         except ValueError:
             return value
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Ready runs by name: each a function that returns a config."""
+"""Recipes by name: each a function that returns a config."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def tiny() -> PretrainConfig:
 
 
 def from_scratch(model: str, learning_rate: float, recompute: str = "none", **parallel: int) -> PretrainConfig:
-    """A preset from scratch, for a cluster: 4M tokens a step in rows of 8192; give --data and --tokenizer.
+    """A preset from scratch, for a cluster: 4M tokens per step in rows of 8192; give --data and --tokenizer.
 
-    Ranks that `parallel` leaves share the weights (FSDP2).
+    The ranks that `parallel` leaves over share the weights (FSDP2).
     """
     return PretrainConfig(
         model=model,
@@ -57,7 +57,7 @@ FROM_SCRATCH: dict[str, Callable[[], PretrainConfig]] = {
     "qwen3_14b": partial(from_scratch, "qwen3:14b", 2e-4, "full"),
     "qwen3_32b": partial(from_scratch, "qwen3:32b", 1.5e-4, "full", tensor=8),
 }
-"""Learning rates of the Llama family are those of arXiv 2407.21783, table 3, and between them."""
+"""Learning rates of the Llama family are those of arXiv 2407.21783, table 3, or between them."""
 
 
 def gsm8k_tiny_pretrain() -> PretrainConfig:
@@ -75,7 +75,7 @@ def gsm8k_tiny_pretrain() -> PretrainConfig:
 
 
 def qwen3_moe_tiny_pretrain() -> PretrainConfig:
-    """As gsm8k_tiny, with a mixture of 16 experts, of which a token meets 4."""
+    """Like gsm8k_tiny, with a mixture of 16 experts, 4 active per token."""
     config = gsm8k_tiny_pretrain()
     config.model, config.steps = "qwen3_moe:tiny", 200
     config.train.router_auxiliary, config.train.router_z = 0.01, 0.001
@@ -101,7 +101,7 @@ def digit_sum() -> RLConfig:
         samples_per_prompt=8,
         max_new_tokens=4,
         dtype="float32",
-        # Tensors of a micro-batch that stay in a core's cache, and a small model's memory small.
+        # A micro-batch's tensors stay in a core's cache, and memory stays small.
         train=TrainConfig(learning_rate=5e-4, warmup_steps=5, schedule="linear", tokens_per_microbatch=1024),
         engine=EngineConfig(max_sequences=256, cache_tokens=16384),
         validation_every=20,
@@ -109,7 +109,7 @@ def digit_sum() -> RLConfig:
 
 
 def digit_sum_with(algorithm: AlgorithmName) -> Callable[[], RLConfig]:
-    """The recipe of sums of digits with another algorithm; distillation also needs a --teacher."""
+    """The recipe for sums of digits with another algorithm; distillation also needs a --teacher."""
 
     def make() -> RLConfig:
         config = digit_sum()
@@ -141,7 +141,7 @@ def gsm8k() -> RLConfig:
 
 
 def gsm8k_tiny_rl() -> RLConfig:
-    """GRPO on GSM8K with the small model that `pretrain --recipe gsm8k_tiny` makes."""
+    """GRPO on GSM8K with the small model that `pretrain --recipe gsm8k_tiny` trains."""
     return RLConfig(
         environment="gsm8k",
         steps=120,
@@ -156,7 +156,7 @@ def gsm8k_tiny_rl() -> RLConfig:
 
 
 def qwen3_moe_tiny_rl() -> RLConfig:
-    """As gsm8k_tiny, with the mixture of experts that `pretrain --recipe qwen3_moe_tiny` makes."""
+    """Like gsm8k_tiny, with the mixture of experts that `pretrain --recipe qwen3_moe_tiny` trains."""
     config = gsm8k_tiny_rl()
     config.train.router_auxiliary = 0.001
     return config
@@ -183,7 +183,7 @@ RECIPES: dict[str, dict[str, Callable[[], PretrainConfig] | Callable[[], RLConfi
 
 
 def described(command: str) -> str:
-    """A line for each recipe of a command."""
+    """One line per recipe of a command."""
     lines = []
     for name, make in RECIPES[command].items():
         if isinstance(make, partial):

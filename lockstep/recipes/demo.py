@@ -1,4 +1,4 @@
-"""The main job in a few minutes: pretrain from scratch, reinforce, and show that both sides agree."""
+"""The whole workflow in a few minutes: pretrain from scratch, reinforce, and show that both sides agree."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class DemoConfig:
     output: str = "run"
     """Folder of the reinforcement run; pretraining writes OUTPUT-pretrain."""
     seed: int = 0
-    """Fixes initial weights, data and draws."""
+    """Seed of initial weights, data and draws."""
     device: str = ""
-    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator where it has one."""
+    """`cpu`, `cuda` or `cuda:1` …; empty: the machine's accelerator if it has one."""
     overwrite: bool = True
     """Replace an earlier demo in `output`."""
 

@@ -94,7 +94,7 @@ def test_a_conversation_in_a_terminal_with_its_commands_keys_and_history(chat_fo
         terminal.until(r"nothing was forgotten\r\n> ")
         # Python's readline shows its prompt, then waits; a Ctrl-C between the two does nothing until the next key.
         terminal.type("\x03")
-        terminal.until(r"\(Ctrl-D or /quit leaves\)\r\n> ", pressing="\x03")
+        terminal.until(r"\(Ctrl-D or /quit to leave\)\r\n> ", pressing="\x03")
         terminal.type("\x04")
         assert terminal.process.wait(30) == 0
     assert first
@@ -138,7 +138,7 @@ def test_an_answer_that_is_stopped_before_its_first_token_leaves_the_conversatio
 
 def test_a_conversation_that_fills_the_context_is_told_so_and_goes_on_after_a_reset(chat_folder):  # noqa: F811
     talk = open_talk(ChatOptions(str(chat_folder), max_tokens=3))
-    with pytest.raises(UserError, match="fills the context of 512 tokens; /reset begins another"):
+    with pytest.raises(UserError, match="fills the context of 512 tokens; /reset starts a new one"):
         list(talk.answer("word " * 600, []))
     assert talk.messages == [] and list(talk.answer("hi", []))
 

@@ -68,7 +68,7 @@ def test_a_task_from_a_file_goes_through_the_command_line(tmp_path, model_folder
     ("arguments", "message"),
     [
         (["pretrian"], 'unknown command "pretrian". Did you mean "pretrain"'),
-        (["grpo"], 'unknown command "grpo". Write lockstep rl.'),
+        (["grpo"], 'unknown command "grpo". Use lockstep rl.'),
         (["rl", "--recipe", "gsm9k"], 'unknown recipe "gsm9k". Did you mean "gsm8k"'),
         (["pretrain", "--recipe", "tny"], 'Did you mean "tiny"'),
         (["rl"], "model is empty; give a Hugging Face folder with --model DIR"),
@@ -241,17 +241,17 @@ def test_every_command_refuses_a_device_that_is_not_there(arguments, model_folde
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["pretrain", "--lr", "1"], "there is no --lr; write --train.learning-rate"),
-        (["pretrain", "--batch_size=8"], "there is no --batch-size; write --tokens-per-step"),
-        (["rl", "--batch-size", "8"], "there is no --batch-size; write --prompts-per-step"),
-        (["rl", "--num-generations", "8"], "write --samples-per-prompt"),
-        (["generate", "--max-new-tokens", "8"], "there is no --max-new-tokens; write --max-tokens"),
-        (["sft", "--num-train-epochs", "2"], "write --epochs or --steps"),
-        (["pretrain", "--bf16"], "write --dtype bfloat16"),
-        (["pretrain", "--train.lr", "1"], "there is no --train.lr; write --train.learning-rate"),
-        (["pretrain", "--training.steps", "1"], "there is no --training.steps; write --steps"),
-        (["pretrain", "--parallelism.tensor_parallel_degree", "2"], "write --parallel.tensor"),
-        (["serve", "--tensor-parallel-size", "2"], "write --parallel.tensor"),
+        (["pretrain", "--lr", "1"], "there is no --lr; use --train.learning-rate"),
+        (["pretrain", "--batch_size=8"], "there is no --batch-size; use --tokens-per-step"),
+        (["rl", "--batch-size", "8"], "there is no --batch-size; use --prompts-per-step"),
+        (["rl", "--num-generations", "8"], "use --samples-per-prompt"),
+        (["generate", "--max-new-tokens", "8"], "there is no --max-new-tokens; use --max-tokens"),
+        (["sft", "--num-train-epochs", "2"], "use --epochs or --steps"),
+        (["pretrain", "--bf16"], "use --dtype bfloat16"),
+        (["pretrain", "--train.lr", "1"], "there is no --train.lr; use --train.learning-rate"),
+        (["pretrain", "--training.steps", "1"], "there is no --training.steps; use --steps"),
+        (["pretrain", "--parallelism.tensor_parallel_degree", "2"], "use --parallel.tensor"),
+        (["serve", "--tensor-parallel-size", "2"], "use --parallel.tensor"),
         (["generate", "--lr", "2"], ""),
     ],
 )
@@ -282,7 +282,7 @@ def test_overwriting_spares_what_the_run_is_to_read(name, tmp_path, capsys):
 @pytest.mark.parametrize("option", ["--model", "--data", "--tokenizer"])
 def test_what_is_too_long_for_a_file_is_no_traceback(tmp_path, capsys, option):
     assert main(_tiny_run(tmp_path, option, "a" * 300)) == 2
-    assert f"lockstep: {'a' * 80}…: too long for the name of a file" in capsys.readouterr().err
+    assert f"lockstep: {'a' * 80}…: too long for a file name" in capsys.readouterr().err
 
 
 def test_every_name_that_is_answered_exists_in_some_command():

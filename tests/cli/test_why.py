@@ -215,7 +215,7 @@ def test_what_is_no_run_or_says_nothing_is_refused(tmp_path, capsys):
         why(tmp_path)
     (tmp_path / "config.toml").write_text('output = "x"\n')
     assert main(["why", str(tmp_path)]) == 2
-    assert "nothing is known of its processes" in capsys.readouterr().err
+    assert "nothing is known about its processes" in capsys.readouterr().err
     (tmp_path / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
     assert why(tmp_path).summary.startswith(f"the run is starting, without a heartbeat yet: process {os.getpid()}")
 

@@ -84,22 +84,22 @@ def test_every_number_is_finite_and_has_a_lower_bound(config):
         ),
         (PretrainConfig(), "steps", "ten", "steps is 'ten'; it must be a whole number"),
         (PretrainConfig(), "parallel.pipeline_schedule", "zbw", '"zbw" is unknown. Did you mean "zbv"'),
-        (PretrainConfig(), "parallel.asynchronous_tensor", True, "is for parallel.tensor above 1"),
-        (PretrainConfig(), "parallel.expert_dispatcher", "deep_ep", "for parallel.expert or parallel.tensor above 1"),
+        (PretrainConfig(), "parallel.asynchronous_tensor", True, "needs parallel.tensor above 1"),
+        (PretrainConfig(), "parallel.expert_dispatcher", "deep_ep", "needs parallel.expert or parallel.tensor above 1"),
         (PretrainConfig(), "parallel.expert_dispatcher", "deepep", "deep_ep"),
         (PretrainConfig(), "faults.on_spike", "rollback", "checkpoint.every is 0, so there would be no checkpoint"),
-        (PretrainConfig(), "template", "\udcff {text}", "which is no text in UTF-8; write it as one"),
+        (PretrainConfig(), "template", "\udcff {text}", "which is not valid UTF-8; correct it"),
         (RLConfig(model="m"), "top_p", 0.0, "top_p is 0.0; it must be above 0"),
         (RLConfig(model="m"), "clip_low", 1.1, "clip_low is 1.1; it must be 1 or less"),
         (
             RLConfig(model="m"),
             "actors.max_staleness",
             1,
-            "which the ranks that train cannot; give actors.generators too",
+            "which the training ranks cannot do; give actors.generators too",
         ),
         (RLConfig(model="m"), "actors.tensor", 2, "give actors.generators or actors.port too"),
         (RLConfig(model="m"), "actors.tensor", 3, "actors.tensor is 3; give 1, 2, 4 or 8"),
-        (RLConfig(model="m"), "actors.host", "", "actors.host is empty, which would be every address"),
+        (RLConfig(model="m"), "actors.host", "", "actors.host is empty, which would mean every address"),
         (RLConfig(model="m"), "actors.generators", 5000, "actors.generators is 5000; it must be 1024 or less"),
         (ServeConfig(model="m"), "port", 65536, "port is 65536; it must be 65535 or less"),
     ],
@@ -174,10 +174,10 @@ def test_a_folder_that_is_called_as_a_setting_is_may_be_overwritten(tmp_path, mo
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("recompute.keep", "attention", "recompute.keep is 'attention'; it must be a list, each of it text"),
-        ("observe.profile_steps", 1, "observe.profile_steps is 1; it must be a list, each of it a whole number"),
+        ("recompute.keep", "attention", "recompute.keep is 'attention'; it must be a list, each item text"),
+        ("observe.profile_steps", 1, "observe.profile_steps is 1; it must be a list, each item a whole number"),
         ("observe.profile_steps", ("x",), r"profile_steps is \('x',\); it must be a list"),
-        ("train.rules", "*norm* weight_decay=0.1", "train.rules is '.*'; it must be a list, each of it text"),
+        ("train.rules", "*norm* weight_decay=0.1", "train.rules is '.*'; it must be a list, each item text"),
         ("data", None, "data is None; it must be text"),
         ("output", ("a\0b",), r"output is \('a.x00b',\); it must be text"),
     ],
@@ -199,7 +199,7 @@ def test_a_run_takes_its_own_settings_and_no_estimate(tmp_path):
         with pytest.raises(UserError, match=r"this run takes a \w+Config, not "):
             run(config)
     for run, config in ((pretrain, PretrainConfig(dry_run=8)), (reinforce, RLConfig(model="m", dry_run=8))):
-        with pytest.raises(UserError, match="dry_run is 8, and this would train"):
+        with pytest.raises(UserError, match="dry_run is 8, but this call would train"):
             run(config)
 
 
@@ -211,7 +211,7 @@ def test_what_to_do_about_a_folder_is_not_taken_from_a_file_and_that_is_said(tmp
     assert main(["pretrain", "--config", str(tmp_path / "c.yaml"), *arguments, *length]) == 0
     said = capsys.readouterr().out
     for name in ("overwrite", "dry_run"):
-        assert f"c.yaml: {name} is not taken from a file; give it on the command line" in said
+        assert f"c.yaml: {name} is ignored in a file; give it on the command line" in said
     assert "resume is not taken" not in said
 
 

@@ -239,7 +239,7 @@ def test_degrees_and_chunks_that_are_no_powers_of_two_are_refused():
         with pytest.raises(UserError, match=f"parallel.tensor is {degree}; give 1, 2, 4 "):
             validate(PretrainConfig(parallel=ParallelConfig(tensor=degree)))
     for chunks in (3, 2):
-        with pytest.raises(UserError, match=rf"reduction_chunks is {chunks}; .* no less than parallel.tensor \(4\)"):
+        with pytest.raises(UserError, match=rf"reduction_chunks is {chunks}; .* at least parallel.tensor \(4\)"):
             validate(PretrainConfig(parallel=ParallelConfig(tensor=4, reduction_chunks=chunks)))
     validate(PretrainConfig(parallel=ParallelConfig(tensor=4), sequence_length=25))
     validate(PretrainConfig(parallel=ParallelConfig(reduction_chunks=4)))

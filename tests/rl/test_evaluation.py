@@ -315,7 +315,7 @@ def test_a_comparison_says_how_many_prompts_it_left_out():
 
     compared = compare(result("a", [(1, 1), (0, 1), (0, 0)]), result("b", [(1, 1), (1, 1), (1, 1)]), 1)
     assert (compared.prompts, compared.left_out, compared.better) == (2, 1, 1)
-    assert "better on 1 of 2 prompts, worse on 0 (1 left out, whose rewards failed); p" in _sentence(compared)
+    assert "better on 1 of 2 prompts, worse on 0 (1 left out because rewards failed); p" in _sentence(compared)
 
 
 def test_a_p_value_that_no_float_can_be_is_not_0():

@@ -184,7 +184,7 @@ def test_not_a_number_on_both_sides_is_a_difference(computed, tmp_path):
 
 def test_what_the_matrix_does_not_read_is_refused(capsys):
     assert main(["parity", "--matrix", "full", "--tokens", "5", "--parallel.tensor", "2"]) == 2
-    assert "--matrix has models and settings of its own; leave out --tokens, --parallel" in capsys.readouterr().err
+    assert "--matrix uses its own models and settings; leave out --tokens, --parallel" in capsys.readouterr().err
 
 
 def test_a_matrix_needs_no_model_and_a_model_no_matrix(capsys):

@@ -372,6 +372,6 @@ def test_the_command_line_refuses_what_cannot_be(tmp_path, model_folder, capsys)
     assert "label_smoothing is for dpo and simpo" in capsys.readouterr().err
     for command in ("dpo", "sft"):
         assert main([command, *arguments, "--dry-run", "1", "--overwrite"]) == 2
-        assert "dry_run foresees pretrain and rl" in capsys.readouterr().err
+        assert "dry_run is only for pretrain and rl" in capsys.readouterr().err
     assert main(["dpo", *arguments, "--overwrite", "--loader.packing", "cut"]) == 2
     assert "loader.packing" in capsys.readouterr().err

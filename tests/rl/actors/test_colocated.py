@@ -339,11 +339,11 @@ def test_every_data_parallel_rank_has_a_microbatch_though_prompts_are_long_and_s
         (dict(environment="Unseeded"), '"train" examples on rank 1 differ from those on rank 0'),
         (
             dict(actors=ActorsConfig(keep_copy=False, generators=1)),
-            "actors.keep_copy is of ranks that train and sample, which these leave to others; leave it out",
+            "actors.keep_copy applies to ranks that both train and sample; with separate generators, remove it",
         ),
         (
             dict(actors=ActorsConfig(keep_copy=False), engine=EngineConfig(cuda_graphs="full")),
-            "actors.keep_copy gives that memory away; leave one of them out",
+            "actors.keep_copy = false frees that memory; leave one of them out",
         ),
         (dict(parallel=ParallelConfig(pipeline=4)), "= 4 ranks, but 2 are running; start 4 with torchrun"),
     ],

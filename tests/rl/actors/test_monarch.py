@@ -219,7 +219,7 @@ def test_without_monarch_a_run_says_how_to_install_it(monkeypatch):
         (dict(hosts=("tcp://node1:26600",), host="0.0.0.0"), "actors.host is 0.0.0.0, which generators"),
         (dict(hosts=("local", "node1:26600"), host="node0"), "'node1:26600' is not tcp://HOST:PORT, tls://HOST:PORT"),
         (dict(hosts=("tcp://node1",), host="node0"), "'tcp://node1' is not tcp://HOST:PORT"),
-        (dict(hosts=("local",), generators=0), "actors.generators is 0; give how many"),
+        (dict(hosts=("local",), generators=0), "actors.generators is 0; give the number"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused_by_name(task, model_folder, tmp_path, settings, said):
