@@ -120,7 +120,7 @@ def test_a_task_of_the_users_own_is_learnt_and_a_run_resumes_to_the_same_bits(tm
     report = (whole / "report.html").read_text().lower()
     assert "held-out reward" in report
     # The task gives the same examples for both splits.
-    assert "on prompts of which 4 are trained on too." in report and "never trained on" not in report
+    assert "on prompts, 4 of which are also trained on." in report and "never trained on" not in report
     assert "4 of 4 validation examples are also trained on" in caplog.text
 
     torn = Path(shutil.copytree(whole, tmp_path / "torn"))
@@ -208,7 +208,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path, model_folder):
     changes = dict(environment=_task(tmp_path), steps=5, max_new_tokens=4, kl_coefficient=1e300)
     config = _config(tmp_path / "run", model_folder, "", **changes)
     config.faults.max_skipped_steps = 1
-    with pytest.raises(RunStopped, match="step 2: .* 2th in a row"):
+    with pytest.raises(RunStopped, match="step 2: .* Skipped steps in a row: 2;"):
         reinforce(config)
 
 

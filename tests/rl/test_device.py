@@ -64,5 +64,5 @@ def test_gpus_that_a_run_leaves_idle_are_named_at_its_start(monkeypatch, capsys,
 
 def test_degrees_that_do_not_fit_the_number_of_ranks_are_refused(model_folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(UserError, match="tensor 8 = 8 ranks, but 4 run"):
+    with pytest.raises(UserError, match="tensor 8 = 8 ranks, but 4 are running"):
         reinforce(RLConfig(model=str(model_folder), parallel=ParallelConfig(tensor=8)))

@@ -204,7 +204,7 @@ def test_a_benchmark_file_without_answers_is_refused_by_file_and_line(
     ("changes", "said"),
     [
         ({"model": ()}, "model is empty"),
-        ({"model": ("a", "b", "a")}, "names one twice"),
+        ({"model": ("a", "b", "a")}, "lists one twice"),
         ({"samples_per_prompt": 2, "temperature": 0.0}, "so samples_per_prompt 2 would all be the same"),
         ({"samples_per_prompt": 2, "pass_at": (1, 3)}, "pass_at 3 needs at least 3 samples_per_prompt, not 2"),
     ],

@@ -92,7 +92,7 @@ def test_a_ledger_that_does_not_add_up_stops_the_run():
     with pytest.raises(LedgerError, match=r"2 groups were drawn, 2 trained on and 0 dropped \(none\)"):
         ledger.metrics(ledger.trained[1:])
     ledger.rollouts = ledger.rollouts[:2]
-    with pytest.raises(LedgerError, match=r"2 groups were drawn, 1 trained and 0 dropped \(none\)"):
+    with pytest.raises(LedgerError, match=r"2 groups were drawn, 1 trained on and 0 dropped \(none\)"):
         ledger.metrics(ledger.trained)
 
 

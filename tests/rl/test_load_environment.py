@@ -233,7 +233,7 @@ def test_a_name_that_says_too_little_is_refused_with_what_to_write(name, message
         (['{"problem": "p", "answer": ["1"]}'], "one.jsonl:1: `answer` is a list, not a string; fix it"),
         (['{"problem": "p", "answer": null}'], "one.jsonl:1: `answer` is null, not a string"),
         (['{"problem": "p", "answer": " "}'], "one.jsonl:1: `answer` is empty"),
-        (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); mend it"),
+        (["[1]"], r"one.jsonl:1: not a JSON object \(a list\); fix it"),
         (
             ['{"problem": "p", "answer": "1"}'] * 3,
             "one.jsonl has 3 lines; every tenth is for validation, so give at least 10",

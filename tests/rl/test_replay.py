@@ -194,7 +194,7 @@ def test_what_cannot_be_computed_again_is_refused_with_the_steps_that_can(tmp_pa
         (lambda line: line["token_ids"].__setitem__(0, 10**9), "token 1000000000, but the model's vocabulary"),
         (lambda line: line["token_ids"].__setitem__(0, -5), "token_ids"),
         (lambda line: line["token_ids"].__setitem__(0, 10**30), "token_ids"),
-        (lambda line: line["log_probs"].pop(), "log_probs of"),
+        (lambda line: line["log_probs"].pop(), "log_probs for"),
         (lambda line: line["log_probs"].__setitem__(0, "x"), "log_probs"),
         (lambda line: line.update(group="z"), "group"),
         (lambda line: line.update(prompt=None), "prompt"),

@@ -431,7 +431,7 @@ def test_servers_and_tensor_generators_are_refused_an_adapter_by_name(tmp_path, 
     served = ActorsConfig(urls=("http://127.0.0.1:1",))
     with pytest.raises(UserError, match=r"lora.rank does not work with servers \(actors.urls\)"):
         reinforce(_rl(tmp_path, model_folder, output=str(tmp_path / "new"), actors=served))
-    with pytest.raises(UserError, match="is an adapter, but servers .* are given whole weights"):
+    with pytest.raises(UserError, match="is an adapter, but servers .* need full weights"):
         config = _rl(tmp_path, newest_folder(adapter), actors=served, lora=LoraConfig())
         policy_model(config, World(torch.device("cpu")))
     shape = replace(preset("qwen3:micro", 258), reduction_chunks=2)
