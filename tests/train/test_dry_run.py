@@ -212,7 +212,7 @@ def test_the_command_prints_a_cluster_on_one_process():
     assert "1.236 B parameters" in printed and "together" in printed and "reduce_scatter" in printed
     with pytest.raises(UserError, match="parallel.*= 3 ranks, but 2 run"):
         _imagined(2, ParallelConfig(tensor=3))
-    with pytest.raises(UserError, match="a step has 4 micro-batches a rank.* needs 6 or more"):
+    with pytest.raises(UserError, match="a step has 4 micro-batches per rank.* needs 6 or more"):
         _imagined(6, ParallelConfig(pipeline=6))
 
 
