@@ -265,7 +265,7 @@ def test_a_setting_that_is_given_goes_before_the_algorithms(tmp_path):
         ({"algorithm": "rloo", "inner_steps": 2}, "loss reinforce has no ratio, so all but the first of 2 inner steps"),
         ({"algorithm": "distillation", "teacher": "D", "extra_rounds": 1}, "extra_rounds drops groups with equal"),
         ({"algorithm": "rejection", "kl_in": "reward", "kl_coefficient": 0.1}, "ignores a KL divergence in"),
-        ({"kl_reference": "average"}, "kl_reference is average and kl_coefficient is 0"),
+        ({"kl_reference": "average"}, "kl_reference is average, but kl_coefficient is 0"),
         ({"algorithm": "reinforce++", "loss": "clip_sequence", "kl_coefficient": 0.1}, "loss clip_sequence takes one"),
     ],
     ids=str,
