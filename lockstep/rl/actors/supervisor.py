@@ -41,6 +41,11 @@ class _Place:
     was_ready: bool = False
     failures: int = 0
 
+    def ended(self) -> dict[int, int]:
+        """The exit codes of the ranks that have ended."""
+        codes = {rank: process.poll() for rank, process in enumerate(self.ranks)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
 
 class Supervisor:
     """`config.generators` generators on `config.hosts`. A context manager; leaving it leaves none behind."""
@@ -99,11 +104,15 @@ class Supervisor:
         remote = self._fleet.remote(place.name)
         place.has_joined |= remote is not None
         place.was_ready |= place.name in self._fleet.ready
-        ended = {rank: process.returncode for rank, process in enumerate(place.ranks) if process.poll() is not None}
+        ended = place.ended()
         late = not place.was_ready and time.monotonic() - place.started > self._config.start_seconds
         if not ended and not late and (remote is not None or not place.has_joined):
             return
         # Given up by the fleet, or a rank has ended, or it never joined: whatever is left of it is killed.
+        if not ended and not late:
+            # The connections of a process that is killed close before its end can be seen.
+            self._ending.wait(GLANCE)
+            ended = place.ended()
         if self._ending.is_set():
             return
         why = _said(ended) if ended else "was not ready in time" if late else "was given up"

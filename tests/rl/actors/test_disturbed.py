@@ -33,10 +33,11 @@ BEFORE = shared_memory()
 def left_over(folder):
     """Processes that know the run's folder or write into it, and with them their ports; new shared memory that nobody
     has open; and what it must not leave in its folder."""
+    new = shared_memory() - BEFORE  # first: who opens some meanwhile, as other tests do, is seen to hold it
     processes = {p.name: files_of(p) for p in Path("/proc").glob("[0-9]*") if int(p.name) != os.getpid()}
     found = [name for name, files in processes.items() if any(str(folder) in file for file in files)]
     held = {file for files in processes.values() for file in files}
-    found += [file for file in shared_memory() - BEFORE - held if Path(file).exists()]
+    found += [file for file in new - held if Path(file).exists()]
     return found + [str(path) for path in (folder / "logs").glob("*.key")]
 
 
