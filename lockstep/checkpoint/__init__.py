@@ -1,6 +1,6 @@
 """Saving and resuming a whole run.
 
-`Checkpoints` itself is in `lockstep.checkpoint.checkpoints`: commands that only read a model do without its imports.
+`Checkpoints` itself is in `lockstep.checkpoint.checkpoints`: commands that only read a model do not need its imports.
 """
 
 from lockstep.checkpoint.folders import checkpoints_in, newest_checkpoint, step_name, weights_folder

@@ -1,4 +1,4 @@
-"""Boxes of tensors, and the bytes that they are in a file."""
+"""Boxes of tensors, and the bytes that they occupy in a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A CPU tensor's values in row-major order, as they stand in a file."""
+    """A CPU tensor's values in row-major order, as in a file."""
     values: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(values)
 
@@ -37,9 +37,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def stretches(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[tuple[int, int]]:
-    """The bytes of a box in a row-major tensor: first byte and length of each stretch that has no gap."""
+    """The bytes of a box in a row-major tensor: first byte and length of each contiguous stretch."""
     strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
-    # The last axis that the box cuts: from there on inwards it has no gaps.
+    # The last axis that the box cuts: from there inwards it is contiguous.
     cut = max((axis for axis in range(len(shape)) if sizes[axis] != shape[axis]), default=0)
     length = math.prod(sizes[cut:]) * dtype.itemsize
     outer = [range(offset, offset + size) for offset, size in zip(offsets[:cut], sizes[:cut])]

@@ -58,32 +58,32 @@ class Training(Protocol):
 class Checkpoints:
     """Saves a run to `RUN/checkpoints/step_…` and resumes it. All ranks call its methods. A context manager.
 
-    A checkpoint that has its name is whole: it is written under another name, with a manifest of sizes and checksums,
-    synced to disk and renamed. Leaving the context waits for the last one, and raises UserError if it failed.
+    A checkpoint with its final name is complete: it is written under another name, with a manifest of sizes and
+    checksums, synced to disk and renamed. Leaving the context waits for the last one; raises UserError if it failed.
     """
 
     def __init__(self, run: Path, trainer: Training, tokenizer: Tokenizer, config: PretrainConfig | RLConfig):
         self.folder = run / "checkpoints"
         self.trainer, self.tokenizer, self.config = trainer, tokenizer, config
         self.world = trainer.world
-        # A group of its own: the background's messages must not mix with those of a step.
+        # A separate group: background messages must not mix with those of a step.
         self._group = dist.new_group(backend="gloo") if self.world.mesh is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
         self._running: Future[str] | None = None
         self.newest: int | None = None
-        """The step of the newest whole one that was saved or resumed from here."""
+        """The step of the newest complete checkpoint that was saved or resumed from here."""
 
     def due(self, step: int) -> bool:
-        """Every `checkpoint.every` steps, and at the last one."""
+        """Whether to save: every `checkpoint.every` steps, and at the last one."""
         every = self.config.checkpoint.every
         return step == self.config.steps or (every > 0 and step % every == 0)
 
     def save(self, step: int, state: dict[str, Any], last: bool = False) -> None:
         """Saves the trainer and `state` (JSON, equal on all ranks) as of `step`, the run's `last` or not.
 
-        Waits for a save that is still running, then writes in the background, where set; the last one is waited for,
-        without a copy of what is saved. A save that fails for its disk warns, and the run goes on.
+        Waits for a save that is still running, then writes in the background if configured; the last save is waited
+        for, without copying what is saved. If a save fails because of the disk, the run warns and continues.
         """
         self.wait()
         settings = self.config.checkpoint
@@ -103,24 +103,24 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> str:
-        """Until no save is running. Returns why the last one failed, empty if it did not."""
+        """Waits until no save is running. Returns why the last one failed, empty if it did not."""
         return self._running.result() if self._running is not None else ""
 
     def resume(self, restore: Callable[[dict[str, Any]], None] = lambda state: None) -> dict[str, Any] | None:
-        """Puts trainer and random generators back to the newest whole checkpoint; returns what `save` was given.
+        """Restores trainer and random generators from the newest complete checkpoint; returns what `save` was given.
 
-        `restore` is called with it first, and puts back what the caller has in it; where that fails on a state of
-        another shape, the checkpoint cannot be read. None if there is no checkpoint. One that cannot be read is named
-        in a warning, and the next older is tried. Of a run that has come to its end with the model only, no tensors are
-        loaded. Raises UserError for a checkpoint of another model, and where there are checkpoints, but none to resume
-        from; what `restore` raises as UserError it raises too.
+        `restore` is called with it first, and restores the caller's part of it; if that fails on a state of
+        another shape, the checkpoint counts as unreadable. None if there is no checkpoint. An unreadable one is named
+        in a warning, and the next older one is tried. For a finished run with only the model, no tensors are loaded.
+        Raises UserError for a checkpoint of another model, and if there are checkpoints but none to resume from; a
+        UserError from `restore` is passed on.
         """
         self.wait()
         if self.world.is_main:
             for left_over in self.folder.glob("*.partial"):
                 _delete(left_over)
         problem, overwritten = "", False
-        # Ranks may see different folders where a file system is slow to show them: rank 0 says which there are.
+        # Ranks may see different folders if a file system is slow to show them: rank 0 decides which there are.
         for name in self.world.from_main(lambda: [p.name for p in checkpoints_in(self.folder)]):
             folder = self.folder / name
             state, problem = self._verified(folder)
@@ -142,12 +142,12 @@ class Checkpoints:
                 f"{self.folder}: the run cannot resume from any checkpoint in it, the oldest because {problem}; start "
                 "over with --overwrite, or from a checkpoint's weights with --model FOLDER and another --output"
             )
-            # Weights that are partly another checkpoint's must not be trained on, whoever catches a UserError.
+            # Weights that are partly another checkpoint's must not be trained on, even if someone catches a UserError.
             raise RunStopped(message, exit_code=1) if overwritten else UserError(message)
         return None
 
     def _has_ended(self, state: dict[str, Any]) -> bool:
-        """Whether the settings of this start leave nothing to train after `state`."""
+        """Whether this start's settings leave nothing to train after `state`."""
         repeat = isinstance(self.config, PretrainConfig) and self.config.loader.repeat
         return state["step"] >= self.config.steps or (state.get("data_ended", False) and not repeat)
 
@@ -160,8 +160,8 @@ class Checkpoints:
             changes[f"with reduction_chunks {before}"] = f"with {chunks}"
         if changes:
             log.warning(
-                "%s was computed %s, and the run resumes %s: results from here on are as good, but not bit for bit "
-                "those of a run that was never interrupted",
+                "%s was computed %s, but the run resumes %s: results from here on are as good, but not bit for bit "
+                "those of an uninterrupted run",
                 folder,
                 " and ".join(changes),
                 " and ".join(changes.values()),
@@ -175,7 +175,7 @@ class Checkpoints:
         if error is None and (problem := self.wait()):
             raise UserError(
                 f"the run's last checkpoint could not be written: {problem}; free some space, then --resume continues "
-                "from the newest one that was"
+                "from the newest one that was written"
             )
 
     def _write(self, step: int, parts: dict[str, Part], dtype: torch.dtype, state: dict[str, Any]) -> str:
@@ -183,7 +183,7 @@ class Checkpoints:
         incomplete = folder.with_name(folder.name + ".partial")
         try:
             if self.world.is_main:
-                # The writer makes it anew, within the ranks' common plan: what fails there fails on all of them.
+                # The writer creates it again, within the ranks' common plan: what fails there fails on all of them.
                 _delete(incomplete)
             complete = partial(self._complete, folder, dtype=dtype, state=state)
             save_parts(parts, incomplete, STEMS, complete, self._group)
@@ -215,13 +215,13 @@ class Checkpoints:
             _delete(folder)
         incomplete.rename(folder)
         sync_folder(folder.parent)
-        # Later ones are those that the run could not be resumed from: they must not push out what it can.
+        # The run could not be resumed from later ones: they must not push out those from which it can.
         newest_first = [p for p in checkpoints_in(self.folder) if p <= folder]
         for old in _superseded(newest_first, self.config.checkpoint):
             _delete(old)
 
     def _verified(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """A checkpoint's state, and what is wrong with the checkpoint; the same on all ranks."""
+        """A checkpoint's state, and what is wrong with it; the same on all ranks."""
         problem = self._first(damage(folder, rank=self.world.rank, ranks=self.world.size))
         if problem:
             return {}, problem
@@ -229,7 +229,7 @@ class Checkpoints:
         return state, problem
 
     def _restore(self, state: dict[str, Any], restore: Callable[[dict[str, Any]], None]) -> str:
-        """Puts back what a checkpoint's state holds; returns what kept a rank from it, the same on all ranks."""
+        """Restores what is in a checkpoint's state; returns why a rank could not, the same on all ranks."""
 
         def take_over() -> None:
             self.trainer.load_counts(state)
@@ -238,7 +238,7 @@ class Checkpoints:
         return self._on_all(take_over)[1]
 
     def _load(self, folder: Path) -> str:
-        """Fills model, optimizer and random generators; returns what kept a rank from it, the same on all ranks."""
+        """Fills model, optimizer and random generators; returns why a rank could not, the same on all ranks."""
         trainer = self.trainer
         prepared, problem = self._on_all(lambda: self._to_load(folder))
         if not prepared or problem:
@@ -253,42 +253,42 @@ class Checkpoints:
 
     @property
     def _base(self) -> Path:
-        """Of the run's adapter."""
+        """The base of the run's adapter."""
         return base_folder(weights_folder(local_folder(self.config.model)))
 
     @cached_property
     def _base_digest(self) -> str:
-        """Computed once: the run leaves its base as it is."""
+        """Computed once: the run does not change its base."""
         return digest(self._base)
 
     def _to_load(self, folder: Path) -> tuple[StoredTensors, Any]:
         if is_adapter_folder(folder) and (lora := self.trainer.model.config.lora) is not None:
             refuse_other_base(folder, self._base)
             refuse_other_adapter(folder, lora)
-        # Only what the manifest lists, and so was compared.
+        # Only what the manifest lists, and so was verified.
         listed = listed_files(folder)
         groups = {g: fnmatch.filter(listed, f"{stem}*.safetensors") for g, stem in STEMS.items()}
         held = StoredTensors({folder / name: group for group, names in groups.items() for name in names})
         return held, parts_to_load(folder, held, self.trainer.model, self.trainer.optimizer, self.world.rank)
 
     def _on_all(self, action: Callable[[], Result]) -> tuple[Result | None, str]:
-        """Every rank does it. Returns its result, and what kept a rank from it, the same on all of them.
+        """Every rank does it. Returns its result, and why a rank could not, the same on all of them.
 
-        Raises UserError on all ranks where one of them did.
+        Raises UserError on all ranks if one of them did.
         """
         result, refused, problem = None, "", ""
         try:
             result = action()
         except UserError as error:
             refused = str(error)
-        except Exception as error:  # whatever a reader stumbles over, what it reads is no checkpoint of ours
+        except Exception as error:  # whatever a reader fails on, what it reads is not one of our checkpoints
             problem = f"it cannot be read ({type(error).__name__}: {error})"
         if refused := self._first(refused):
             raise UserError(refused)
         return result, self._first(problem)
 
     def _first(self, problem: str) -> str:
-        """The first rank's problem that has one, on every rank."""
+        """The problem of the first rank that has one, on every rank."""
         return next(filter(None, self.world.gather(problem)), "")
 
 
@@ -299,9 +299,9 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], str]:
             return {}, f"{STATE} is not in its list of files"
         state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
         if step_name(state["step"]) != folder.name or not isinstance(state["model_only"], bool):
-            return {}, f"{STATE} is of step {state['step']}, which its folder's name is not"
+            return {}, f"{STATE} is from step {state['step']}, which does not match the folder's name"
         return state, ""
-    except Exception as error:  # whatever a reader stumbles over, what it reads is no checkpoint of ours
+    except Exception as error:  # whatever a reader fails on, what it reads is not one of our checkpoints
         return {}, f"{STATE} cannot be read ({type(error).__name__}: {error})"
 
 
@@ -314,7 +314,7 @@ def _superseded(newest_first: list[Path], settings: Any) -> list[Path]:
 
 
 def _delete(folder: Path) -> None:
-    """Out of sight first: a folder that is half deleted must not have a checkpoint's name."""
+    """Renames it first: a half-deleted folder must not have a checkpoint's name."""
     if folder.suffix != ".partial" and folder.exists():
         hidden = folder.with_name(folder.name + ".deleted.partial")
         shutil.rmtree(hidden, ignore_errors=True)

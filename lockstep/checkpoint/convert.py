@@ -1,4 +1,4 @@
-"""A model folder from another: Hugging Face's layout, a run's checkpoint or Meta's, tensor by tensor."""
+"""Converts a model folder to another: from Hugging Face's layout, a run's checkpoint or Meta's, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -63,25 +63,25 @@ def convert(
     `source` is a Hugging Face folder, which a run's checkpoint is too, or one of Meta's with `params.json` and
     `consolidated.*.pth`. `merge`: it is an adapter, and the target gets its base's weights with the adapter's updates
     added, W + scaling · B A, computed in float32 and rounded once to `dtype`; so the merged model's log-probabilities
-    are those of base and adapter up to rounding, not bit for bit. Memory holds one tensor at a time. Raises UserError,
-    naming file and tensor, for a source that is incomplete or a target that is not empty; the target gets its name when
-    it is whole.
+    are those of base and adapter up to rounding, not bit for bit. Only one tensor is in memory at a time. Raises
+    UserError, naming file and tensor, for a source that is incomplete or a target that is not empty; the target gets
+    its name when it is complete.
     """
     source, target = Path(source), Path(target)
     if not source.is_dir():
         raise UserError(f"{source}: no such folder; give a model's folder or a run's")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: is not an empty folder; give another one to write")
-    # A checkpoint of ours, of which only the model is read.
+    # One of our checkpoints, from which only the model is read.
     ours = (source / "state.json").is_file() or (source / MANIFEST).is_file()
     if is_adapter_folder(source) != merge:
         raise UserError(
-            f"{source}: is no adapter, so there is nothing to merge; leave --merge out"
+            f"{source}: is not an adapter, so there is nothing to merge; remove --merge"
             if merge
-            else f"{source}: is an adapter; give --merge to write its base with it added"
+            else f"{source}: is an adapter; give --merge to write its base with the adapter merged in"
         )
     if ours and (problem := damage(source, pattern="model*") or damage(source, pattern="adapter_model*")):
-        raise UserError(f"{source}: is damaged: {problem}; take an older checkpoint of the run")
+        raise UserError(f"{source}: is damaged: {problem}; use an older checkpoint of the run")
     weights = _merged(_hugging_face(source)) if merge else _open(source)
     _check(source, weights)
     kind = weights.dtype if is_auto(dtype) else resolve_dtype(dtype)
@@ -91,19 +91,19 @@ def convert(
         _write_folder(target, source, weights, kind, max_file_bytes)
     except OSError as error:
         raise UserError(
-            f"{target}: cannot be written ({error.strerror}); free some space there, or give another folder"
+            f"{target}: cannot be written ({error.strerror}); free space there, or give another folder"
         ) from error
 
 
 def _write_folder(target: Path, source: Path, weights: Weights, kind: torch.dtype, max_file_bytes: int) -> None:
-    """The whole folder under a name that nobody else has, and then under its own."""
+    """Writes the whole folder under a name that nobody else uses, and then renames it."""
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
     unfinished.mkdir(parents=True)
     try:
         files = _write(unfinished, weights, kind, max_file_bytes)
         write_description(unfinished, weights.config, kind, files, weights.config.num_parameters * kind.itemsize)
         for name in TOKENIZER_FILES:
-            # An adapter that peft has saved may lack a tokenizer of its own.
+            # An adapter saved by peft may not have its own tokenizer.
             for folder in (source, base_folder(source)):
                 if (folder / name).is_file():
                     shutil.copyfile(folder / name, unfinished / name)
@@ -177,7 +177,7 @@ def _split_experts(
     opened: dict[Path, Any],
     tensors: dict[str, tuple[torch.Size, Callable[[], Tensor]]],
 ) -> None:
-    """Puts a tensor for each expert in the place of those that hold all of them."""
+    """Replaces tensors that stack all experts by one tensor per expert."""
     stacked = set()
     for name, parameter in Decoder(config, torch.float32, "meta").named_parameters():
         whole = found_as(name, parameter.shape, files)[0]
@@ -198,7 +198,7 @@ def _expert(entry: Any, place: tuple[slice, ...]) -> Tensor:
 
 
 def _quantized(name: str, files: dict[str, Path], opened: dict[Path, Any]) -> tuple[torch.Size, Callable[[], Tensor]]:
-    """Of names and shapes that `check_tensors` has seen."""
+    """A quantized tensor whose names and shapes `check_tensors` has checked."""
     blocks, scales = (opened[files[name + end]].get_slice(name + end) for end in (BLOCKS, SCALES))
     experts, outputs, count = scales.get_shape()
     inputs = count * BLOCK
@@ -207,7 +207,7 @@ def _quantized(name: str, files: dict[str, Path], opened: dict[Path, Any]) -> tu
 
 
 def _check(source: Path, weights: Weights) -> None:
-    """Refuses a model whose tensors are not those of its shape."""
+    """Raises UserError for a model whose tensors do not fit its shape."""
     model = Decoder(weights.config, torch.float32, "meta")
     wanted = {
         tensor: torch.Size(shape)
@@ -220,9 +220,9 @@ def _check(source: Path, weights: Weights) -> None:
             raise UserError(f"{source}: tensor {name} is missing; the download may be incomplete")
         if weights.tensors[name][0] != shape:
             found = list(weights.tensors[name][0])
-            raise UserError(f"{source}: tensor {name} has shape {found}, but its configuration asks for {list(shape)}")
+            raise UserError(f"{source}: tensor {name} has shape {found}, but its configuration requires {list(shape)}")
     if unknown := [name for name in weights.tensors if name not in wanted]:
-        raise UserError(f"{source}: tensor {unknown[0]} has no place in this model; check its configuration")
+        raise UserError(f"{source}: tensor {unknown[0]} is not part of this model; check its configuration")
 
 
 def _write(folder: Path, weights: Weights, dtype: torch.dtype, max_file_bytes: int) -> dict[str, str]:

@@ -17,15 +17,15 @@ def step_name(step: int) -> str:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders with a checkpoint's name, the newest first, whole or not."""
+    """The folders with a checkpoint's name, newest first, complete or not."""
     found = [p for p in folder.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
     return sorted(found, reverse=True)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """A run's newest checkpoint with all its files at their sizes; checksums are left to `Checkpoints.resume`.
+    """A run's newest checkpoint whose files are all there with their sizes; `Checkpoints.resume` verifies checksums.
 
-    None where there are none. Newer ones that are not whole are named in a warning. Raises UserError where none is.
+    None if there are no checkpoints. A warning names newer ones that are incomplete. Raises UserError if all are.
     """
     problem = ""
     for folder in checkpoints_in(run / "checkpoints"):
@@ -39,18 +39,18 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Where a model's files are: in `folder` itself or, where it is a run's, in its newest checkpoint.
+    """Where a model's files are: in `folder` itself or, if it is a run's, in its newest checkpoint.
 
-    Raises UserError for a run without a checkpoint that is whole, and for a checkpoint whose model is not whole.
+    Raises UserError for a run without a complete checkpoint, and for a checkpoint whose model is incomplete.
     """
     if newest := newest_checkpoint(folder):
         return newest
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"{folder}: is a run without a finished checkpoint yet; give a model's folder")
     if folder.suffix == ".partial":
-        raise UserError(f"{folder}: is a checkpoint that was not finished; give an older one")
+        raise UserError(f"{folder}: is an unfinished checkpoint; give an older one")
     if (folder / STATE).is_file() or (folder / MANIFEST).is_file():
-        # The optimizer's files may have been left behind.
+        # The folder may have been copied without the optimizer's files.
         patterns = ("*.json", "model*", "adapter_model*")
         problem = next(filter(None, (damage(folder, checksums=False, pattern=p) for p in patterns)), "")
         if problem:

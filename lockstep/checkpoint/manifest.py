@@ -1,4 +1,4 @@
-"""Sizes and checksums of a checkpoint's files, and of their list itself: what tells a whole one from a torn one."""
+"""Sizes and checksums of a checkpoint's files, and of their list itself: tells complete from damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 26
-"""Bytes read or written at a time."""
+"""Bytes read or written at once."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Piece:
 
 
 class NotWhole(Exception):
-    """Says what is wrong with a checkpoint."""
+    """Describes what is wrong with a checkpoint."""
 
 
 def write_manifest(folder: Path, pieces: list[Piece]) -> None:
@@ -70,14 +70,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """What a checkpoint's manifest says of each file, by its name in `folder`. Raises NotWhole."""
+    """What a checkpoint's manifest says about each file, by its name in `folder`. Raises NotWhole."""
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise NotWhole(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise NotWhole(f"{MANIFEST} cannot be read ({error})") from error
-    # Before anything in it is looked at.
+    # Before anything in it is used.
     files = text[len(_sealed(b"")) - 1 : -1]
     if text != _sealed(files):
         raise NotWhole(f"{MANIFEST} cannot be read (it does not match its own checksum)")
@@ -85,15 +85,15 @@ def listed_files(folder: Path) -> dict[str, dict[str, Any]]:
     for name in listed:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise NotWhole(f"{MANIFEST} lists {name!r}, which is outside of the checkpoint")
+            raise NotWhole(f"{MANIFEST} lists {name!r}, which is outside the checkpoint")
     return listed
 
 
 def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, pattern: str = "*") -> str:
-    """What is wrong with a checkpoint, empty if nothing is. Of `ranks` callers each reads its share of the tensors.
+    """What is wrong with a checkpoint, empty if nothing is. Each of `ranks` callers reads its share of the tensors.
 
-    Without `checksums` only names and sizes are compared, which reads nothing. Only files whose names fit `pattern`
-    are looked at.
+    Without `checksums` only names and sizes are compared, which reads nothing. Only files whose names match `pattern`
+    are checked.
     """
     try:
         files = {name: entry for name, entry in listed_files(folder).items() if fnmatchcase(name, pattern)}
@@ -113,7 +113,7 @@ def damage(folder: Path, checksums: bool = True, rank: int = 0, ranks: int = 1, 
         return f"{Path(error.filename).name} is missing"
     except (NotWhole, UserError) as error:
         return str(error)
-    except Exception as error:  # whatever a reader stumbles over, what it reads is no checkpoint of ours
+    except Exception as error:  # whatever a reader fails on, what it reads is not one of our checkpoints
         return f"cannot be read ({type(error).__name__}: {error})"
 
 
@@ -135,7 +135,7 @@ def _sealed(files: bytes) -> bytes:
 
 
 def _crc32_of_file(path: Path, header_only: bool) -> int:
-    """Of the whole file; of a safetensors file's header alone, for its tensors have checksums of their own."""
+    """Of the whole file, or only of a safetensors file's header, since its tensors have their own checksums."""
     with path.open("rb") as file:
         left = path.stat().st_size
         if header_only:

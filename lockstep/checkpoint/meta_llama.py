@@ -1,4 +1,4 @@
-"""Meta's original Llama 3 folders: `params.json` beside `consolidated.*.pth`, cut for tensor parallelism."""
+"""Meta's original Llama 3 folders: `params.json` and `consolidated.*.pth`, sharded for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.model import ModelConfig, RopeScaling
 
-# Meta's name within a layer, ours, and the axis that its shards were cut along (None: each file has the whole).
+# Meta's name within a layer, ours, and the axis that it is sharded along (None: each file has the whole tensor).
 LAYER_NAMES = {
     "attention.wq": ("self_attn.q_proj", 0),
     "attention.wk": ("self_attn.k_proj", 0),
@@ -46,17 +46,19 @@ def open_meta_llama(
         raise UserError(f"{folder}: has params.json but no consolidated.*.pth; the download may be incomplete")
     shards = [_load(path) for path in paths]
     if params["n_layers"] > len(shards[0]):
-        raise UserError(f"{folder}: params.json has {params['n_layers']} layers, the files fewer; download it again")
+        raise UserError(
+            f"{folder}: params.json has {params['n_layers']} layers, the files have fewer; download it again"
+        )
     for path, shard in zip(paths, shards):
         if shard.keys() != shards[0].keys():
-            raise UserError(f"{path}: holds other tensors than {paths[0].name}; the files do not belong together")
+            raise UserError(f"{path}: has other tensors than {paths[0].name}; the files do not belong together")
     try:
         for name, tensor in ((name, tensor) for shard in shards for name, tensor in shard.items()):
             if name.startswith(OURS) and (tensor.ndim != (1 if "norm" in name else 2) or 0 in tensor.shape):
                 raise UserError(f"{folder}: tensor {name} has the shape {list(tensor.shape)}; download it again")
         return _model(params, shards)
     except KeyError as error:
-        raise UserError(f"{folder}: {error} is missing; this is not a complete Llama 3 folder of Meta's") from error
+        raise UserError(f"{folder}: {error} is missing; this is not a complete Llama 3 folder from Meta") from error
 
 
 def _model(
@@ -66,7 +68,7 @@ def _model(
     dim, heads = params["dim"], params["n_heads"]
     kv_heads = params.get("n_kv_heads") or heads
     embedding = first["tok_embeddings.weight"]
-    # Llama 3 cuts the embedding by tokens, Llama 2 by columns.
+    # Llama 3 shards the embedding by tokens, Llama 2 by columns.
     embedding_axis = 0 if embedding.shape[1] == dim else 1
     head = [shard.get("output.weight") for shard in shards]
     tied = head[0] is None or all(
@@ -108,7 +110,7 @@ def _model(
         alike = {part.shape[:axis] + part.shape[axis + 1 :] if axis is not None else part.shape for part in parts}
         rows = sum(part.shape[0] for part in parts)
         if len(alike) > 1 or (rotated_heads and rows % (2 * rotated_heads)):
-            raise UserError(f"tensor {meta} has shapes that do not fit together or the heads; download it again")
+            raise UserError(f"tensor {meta} has shapes that do not fit each other or the heads; download it again")
         if axis is not None:
             shape[axis] = sum(part.shape[axis] for part in parts)
         tensors[name] = (torch.Size(shape), partial(_whole, parts, axis, rotated_heads))
@@ -116,7 +118,7 @@ def _model(
 
 
 def _rope_scaling(params: dict[str, Any], tied: bool) -> RopeScaling | None:
-    """params.json says that frequencies are scaled, but rarely by what: 8 in Llama 3.1, 32 in the small, tied 3.2."""
+    """params.json says that frequencies are scaled, but rarely how much: 8 in Llama 3.1, 32 in the small, tied 3.2."""
     if not params.get("use_scaled_rope"):
         return None
     return RopeScaling(params.get("rope_scaling_factor") or (32.0 if tied else 8.0), 1.0, 4.0, 8192)
@@ -126,7 +128,7 @@ def _whole(parts: list[Tensor], axis: int | None, rotated_heads: int) -> Tensor:
     whole = parts[0] if axis is None else torch.cat(parts, dim=axis)
     if rotated_heads == 0:
         return whole
-    # Meta rotates neighbouring rows (2i, 2i + 1) of a head; Hugging Face rows (i, i + head_dim / 2).
+    # Meta rotates neighboring rows (2i, 2i + 1) of a head; Hugging Face rows (i, i + head_dim / 2).
     pairs = whole.view(rotated_heads, -1, 2, whole.shape[1])
     return pairs.transpose(1, 2).reshape(whole.shape)
 
@@ -140,7 +142,7 @@ def _params(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as Meta's parameters ({error!r}); download it again") from error
     if wrong:
-        raise UserError(f"{path}: {wrong[0]} is {params[wrong[0]]!r:.100}, no number that can be; download it again")
+        raise UserError(f"{path}: {wrong[0]} is {params[wrong[0]]!r:.100}, which is not valid; download it again")
     return dict(params)
 
 
@@ -156,12 +158,12 @@ def _load(path: Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(path) as held:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in held.infolist()):
-                raise ValueError("its parts are compressed, as torch never writes them")
+                raise ValueError("its parts are compressed, which torch never does")
         tensors = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:  # torch raises whatever its reader stumbles over
+    except Exception as error:  # torch raises whatever its reader fails on
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: cannot be read as plain tensors ({reason}); download it again") from error
     named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
     if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise UserError(f"{path}: holds more than tensors; give Meta's own files")
+        raise UserError(f"{path}: contains more than tensors; give Meta's own files")
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("rope.")}

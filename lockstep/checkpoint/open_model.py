@@ -19,9 +19,9 @@ from lockstep.parallel import World, generator_model
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
-    """A Hugging Face folder, a run's folder (its newest checkpoint) or a model of the hub as a Decoder.
+    """A Hugging Face folder, a run's folder (its newest checkpoint) or a model on the hub as a Decoder.
 
-    `dtype` is the folder's own unless given. Raises UserError as `lockstep.model.load_model` does.
+    `dtype` defaults to the folder's own. Raises UserError as `lockstep.model.load_model` does.
     """
     return model.load_model(model_folder(path), dtype, device)
 
@@ -36,9 +36,9 @@ def open_model(
 ) -> Decoder:
     """The model in its own dtype, on the accelerator, in the arithmetic of its run, unless others are given.
 
-    Of a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. Where this machine
-    lacks the instructions to compute as the run did, a warning names both arithmetics; one that would be emulated has
-    to be asked for. Raises UserError for what cannot be had.
+    In a world with a tensor axis, this rank's part. `chunks`: as `RanksConfig.reduction_chunks`. If this machine
+    lacks the instructions to compute as the run did, a warning names both arithmetics; an emulated one is only used on
+    request. Raises UserError for what is not available.
     """
     model.refuse_score_head(model.read_config(folder), str(folder))
     place = open_device(device) if world is None else world.device
@@ -58,22 +58,22 @@ def open_model(
     if trained_in not in ("", arithmetic_of(place)):
         log.warning(
             "%s was trained in %s arithmetic and is computed in %s here: log-probabilities differ from those of its "
-            "run in their last bits%s",
+            "run in the last bits%s",
             folder,
             trained_in,
             arithmetic_of(place),
-            f"; --arithmetic {trained_in} gives the same, many times as slow" if slow else "",
+            f"; --arithmetic {trained_in} gives the same bits, many times slower" if slow else "",
         )
     return opened
 
 
 def name_other_chunks(folder: Path, chunks: int) -> None:
-    """Warns where a model that was trained here is computed with sums in another number of chunks than in its run."""
+    """Warns if a model that was trained here is computed with another number of reduction chunks than in its run."""
     own = model.read_config(folder).reduction_chunks
     if own != chunks and (own > 1 or trained_arithmetic(folder)):
         log.warning(
-            "%s was trained with reduction_chunks %d, and %d are used here: log-probabilities differ from those of its "
-            "run in their last bits; one process has the bits of these with --parallel.reduction-chunks %d",
+            "%s was trained with reduction_chunks %d, but %d are used here: log-probabilities differ from those of its "
+            "run in the last bits; one process gives the bits of this one with --parallel.reduction-chunks %d",
             folder,
             own,
             chunks,
@@ -94,7 +94,7 @@ def _own_part(folder: Path, dtype: str, world: World, chunks: int) -> Decoder:
 
 
 def model_folder(name: str | Path) -> Path:
-    """The folder that `name` stands for: a run's newest checkpoint, a model's folder, or a download of the hub's model.
+    """The folder that `name` refers to: a run's newest checkpoint, a model's folder, or a download of the hub's model.
 
     Raises UserError if there is none.
     """
@@ -102,12 +102,12 @@ def model_folder(name: str | Path) -> Path:
 
 
 def folder_if_model(name: str) -> str:
-    """`model_folder` of what may be a model; any other name, such as a preset's or none, as it is."""
+    """`model_folder` of what may be a model; any other name, such as a preset's or an empty one, as it is."""
     return str(model_folder(name)) if is_model(name) else name
 
 
 def trained_arithmetic(folder: Path) -> str:
-    """The arithmetic that a run's checkpoint was made in; empty for any other folder."""
+    """The arithmetic that a run's checkpoint was computed in; empty for any other folder."""
     try:
         return str(json.loads((folder / STATE).read_text()).get("arithmetic", ""))
     except (OSError, ValueError, AttributeError):

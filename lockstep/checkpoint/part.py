@@ -1,4 +1,4 @@
-"""What one rank holds of a named tensor."""
+"""The part of a named tensor that one rank holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.model.stored import stored_as
 
 
 class Part:
-    """The values in `local`, which stand at `place` in a tensor of `shape`; nothing else of a layout is known."""
+    """The values in `local`, which belong at `place` in a tensor of `shape`; nothing else about a layout is known."""
 
     def __init__(self, local: Tensor, place: tuple[slice, ...], shape: torch.Size):
         self.local, self.place, self.shape = local, place, shape
@@ -26,7 +26,7 @@ class Part:
 
     @classmethod
     def stored(cls, name: str, tensor: Tensor) -> dict[str, Part]:
-        """This rank's parts of the tensors that parameter `name`, with these values, is in a model's files."""
+        """This rank's parts of the tensors as which parameter `name`, with these values, is in a model's files."""
         whole = cls.of(tensor)
         found = {}
         for stored in stored_as(name, tensor.shape):

@@ -1,4 +1,4 @@
-"""The layout of safetensors files, known before any value is: which tensor stands in which file, and where."""
+"""The layout of safetensors files, known before any value is: which tensor is in which file, and where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {
 
 
 def split_files(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    """Consecutive tensors of each file, by their `sizes` in bytes; one that is larger than `max_bytes` stands alone."""
+    """Consecutive tensors of each file, by their `sizes` in bytes; one larger than `max_bytes` has its own file."""
     files: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():
@@ -29,12 +29,12 @@ def split_files(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def file_name(stem: str, index: int, count: int) -> str:
-    """Of file `index` (from 0) of `count`, as Hugging Face numbers them."""
+    """Name of file `index` (from 0) of `count`, as Hugging Face numbers them."""
     return f"{stem}-{index + 1:05}-of-{count:05}.safetensors" if count > 1 else f"{stem}.safetensors"
 
 
 def header(tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> tuple[bytes, dict[str, int]]:
-    """A file's head, and the byte of the file at which each tensor begins."""
+    """A file's header, and the byte of the file at which each tensor begins."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, begin = {}, 0
     for name, (dtype, shape) in tensors.items():

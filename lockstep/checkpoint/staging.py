@@ -1,4 +1,4 @@
-"""Copies of a run's tensors in the host's memory, which a save reads while training goes on."""
+"""Copies of a run's tensors in host memory, which a save reads while training continues."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lockstep.checkpoint.part import Part
 
 
 class Staging:
-    """Holds one copy of every tensor; its memory (pinned, where the tensor is on a GPU) is used again each time."""
+    """Holds one copy of every tensor; its memory (pinned, if the tensor is on a GPU) is reused each time."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, tuple[Part, torch.dtype]]) -> dict[str, Part]:
-        """`tensors`, each in its dtype. Overwrites those of the call before."""
+        """`tensors`, each in its dtype. Overwrites those of the previous call."""
         parts = {}
         on_gpu = False
         for name, (part, dtype) in tensors.items():
@@ -37,7 +37,7 @@ class Staging:
 
 
 def in_place(tensors: Mapping[str, tuple[Part, torch.dtype]]) -> dict[str, Part]:
-    """`tensors`, each in its dtype in the host's memory: its own where it is so already.
+    """`tensors`, each in its dtype in host memory: without a copy if it is already.
 
     They must not change while they are written.
     """

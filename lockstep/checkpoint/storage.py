@@ -1,8 +1,8 @@
-"""Tensors that ranks hold in parts, in safetensors files of whole tensors.
+"""Tensors sharded over ranks, stored as whole tensors in safetensors files.
 
-Every rank writes the values that it holds to their place in the whole tensor's file. So a checkpoint knows nothing of
-the layout it was saved under, and its `model` files are those of a Hugging Face folder. What ranks tell each other is
-JSON. All ranks must see the folder.
+Every rank writes its values to their place in the whole tensor's file. So a checkpoint does not depend on the layout
+it was saved under, and its `model` files are those of a Hugging Face folder. Ranks exchange JSON. All ranks must see
+the folder.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every tensor's values begin, and who writes which."""
+    """Where every tensor's values begin, and which rank writes which."""
 
     files: dict[str, str]
     """By the tensor's name."""
     begins: dict[str, int]
     """The byte of its file at which a tensor begins."""
     writes: list[list[int]]
-    """For each rank, and each part that it holds, 1 where it writes it."""
+    """For each rank, and each part that it holds, 1 if it writes it."""
 
 
 def save_parts(
@@ -51,10 +51,10 @@ def save_parts(
 ) -> None:
     """Writes tensors named `GROUP/NAME` under `NAME` into the files of the group: `STEM.safetensors`, or several.
 
-    All ranks of `group` call it, each with its own `parts` in the host's memory; None: this process is alone. Each
+    All ranks of `group` call it, each with its own `parts` in host memory; None: only this process. Each
     value is written by one of the ranks that hold it. `stems` has each group's stem, relative to `folder`. When all
     have written, rank 0 calls `complete` with the tensors' files by name and what was written where. Raises OSError, on
-    all ranks, where the disk refuses one of them, and RuntimeError where anything else fails on one.
+    all ranks, if the disk fails on one of them, and RuntimeError if anything else fails on one.
     """
     ranks = _Ranks(group)
     held = {name: part for name, part in parts.items() if part.local.numel()}
@@ -76,7 +76,7 @@ class StoredTensor:
 
 
 class StoredTensors(dict[str, StoredTensor]):
-    """The tensors of safetensors files, by `GROUP/NAME`; `files` has the group of every file. Reads no values yet."""
+    """The tensors in safetensors files, by `GROUP/NAME`; `files` has the group of every file. Reads no values yet."""
 
     def __init__(self, files: Mapping[Path, str]):
         self._opened = {path: open_safetensors(path) for path in files}
@@ -87,7 +87,7 @@ class StoredTensors(dict[str, StoredTensor]):
                 self[f"{group}/{name}"] = StoredTensor(path, name, shape, dtype)
 
     def fill(self, parts: Mapping[str, Part]) -> None:
-        """Reads the values of `parts` into their memory, file by file. Raises ValueError where shapes differ."""
+        """Reads the values of `parts` into their memory, file by file. Raises ValueError if shapes differ."""
         for name, part in sorted(parts.items(), key=lambda item: str(self[item[0]].path)):
             stored = self[name]
             if stored.shape != part.shape:
@@ -104,7 +104,7 @@ class _Ranks:
         self.rank = dist.get_rank(group) if group is not None else 0
 
     def each(self, action: Callable[[], Any]) -> list[Any]:
-        """What `action` returns on every rank, on rank 0; on the others nothing."""
+        """On rank 0, what `action` returned on every rank; on the other ranks, nothing."""
         if self._group is None:
             return [action()]
         result: Any = None
@@ -130,7 +130,7 @@ class _Ranks:
 
 
 def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max_file_bytes: int) -> Plan:
-    """Gives each value to one of its holders, the one with the fewest bytes to write so far, and makes the files."""
+    """Assigns each value to the holder with the fewest bytes to write so far, and creates the files."""
     kinds: dict[str, tuple[str, Any]] = {}
     holders: dict[str, dict[Any, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     for rank, boxes in enumerate(of_ranks):
@@ -168,7 +168,7 @@ def _refuse_gaps(name: str, shape: torch.Size, boxes: list[tuple[tuple[int, ...]
 def _create_files(
     tensors: dict[str, tuple[torch.dtype, torch.Size]], folder: Path, stems: Mapping[str, str], max_file_bytes: int
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """Makes them at their full sizes, so that a full disk is met before any writing.
+    """Creates them at their full sizes, so that a full disk is noticed before anything is written.
 
     Returns each tensor's file, and the byte at which it begins there.
     """

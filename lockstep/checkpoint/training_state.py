@@ -1,9 +1,9 @@
 """A trainer's tensors under the names that they have in a checkpoint.
 
-`model/` holds the model as Hugging Face names it, in the run's dtype. Of a model with an adapter it is left out: there
-`adapter/` holds the adapter, as `peft` names it. `trainer/` holds `KIND.PARAMETER`: the float32
-masters (unless the model's file has them already) and the optimizer's moments, of parameters beside the model too.
-`random/` holds each rank's generators.
+`model/` has the model under Hugging Face's names, in the run's dtype. With an adapter there is no `model/`: instead
+`adapter/` has the adapter, under `peft`'s names. `trainer/` has `KIND.PARAMETER`: the float32
+masters (unless the model's file has them already) and the optimizer's moments, including those of parameters outside
+the model. `random/` has each rank's generators.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Optimizer(Protocol):
 def tensors_to_save(
     model: TrainableModel, optimizer: Optimizer, dtype: torch.dtype, rank: int, model_only: bool = False
 ) -> dict[str, tuple[Part, torch.dtype]]:
-    """This rank's tensors, the very ones that training uses, each with the dtype to save it in."""
+    """This rank's tensors, the same objects that training uses, each with the dtype to save it in."""
     masters, own = optimizer.masters, {f"master.{name}" for name, _ in model.named_parameters()}
     tensors = {
         f"{group}/{stored}": (part, torch.float32 if is_float32(name) else dtype)
@@ -57,7 +57,7 @@ def tensors_to_save(
 
 
 def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
-    """The parameters that a checkpoint has, by name, and their group: where there is an adapter, that alone."""
+    """The parameters in a checkpoint, by name, and their group: with an adapter, only the adapter."""
     group = "model" if model.config.lora is None else "adapter"
     for name, parameter in model.named_parameters():
         if group == "model" or is_beside_base(name):
@@ -65,7 +65,7 @@ def _saved(model: TrainableModel) -> Iterator[tuple[str, Tensor, str]]:
 
 
 def _stored(name: str, tensor: Tensor, group: str) -> dict[str, Part]:
-    """`Part.stored`, of a head beside an adapter under the name that it has there."""
+    """`Part.stored`; a head next to an adapter has its name in the adapter's file."""
     if group == "adapter" and is_score_head(name):
         return {adapter_name(name): Part.of(tensor)}
     return Part.stored(name, tensor)
@@ -74,10 +74,10 @@ def _stored(name: str, tensor: Tensor, group: str) -> dict[str, Part]:
 def parts_to_load(
     folder: Path, held: Mapping[str, StoredTensor], model: TrainableModel, optimizer: Optimizer, rank: int
 ) -> tuple[dict[str, Part], dict[str, Tensor], dict[str, Tensor]]:
-    """What to read from a checkpoint that holds the tensors `held`, by name.
+    """What to read from a checkpoint that has the tensors `held`, by name.
 
-    Returns the parts to fill, the optimizer's tensors and the random state, whose memory these parts are. Masters,
-    moments of the same dtype and model are filled in place. Raises UserError where the checkpoint is of another model.
+    Returns the parts to fill, and the optimizer's tensors and the random state, which share the parts' memory. Masters,
+    moments of the same dtype and model are filled in place. Raises UserError for a checkpoint of another model.
     """
     masters: dict[str, Tensor] = optimizer.masters
     own = optimizer.state_tensors()
@@ -93,7 +93,7 @@ def parts_to_load(
                 shape = list(held[saved].shape) if saved in held else []
                 what = f"shape {shape}, not {list(part.shape)}" if saved in held else "no such tensor"
                 raise UserError(
-                    f"{folder}: is a checkpoint of another model ({name}: {what}); give its --model and --tokenizer"
+                    f"{folder}: is a checkpoint of a different model ({name}: {what}); give its --model and --tokenizer"
                 )
         parts |= own_parts
         if name in masters:
@@ -121,7 +121,7 @@ def parts_to_load(
 
 
 def take_over(optimizer: Optimizer, state: dict[str, Tensor], random: dict[str, Tensor]) -> None:
-    """Puts what was read where training finds it; a rank that the saved run did not have keeps its random state."""
+    """Puts what was read where training uses it; a rank that the saved run did not have keeps its random state."""
     optimizer.load_state_tensors(state)
     if random:
         set_random_state(random)

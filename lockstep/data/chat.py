@@ -1,4 +1,4 @@
-"""Chat messages to text, by the template in the model's folder, and which of it the assistant says."""
+"""Chat messages to text, with the template in the model's folder, and which parts of it the assistant says."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 FIX = "fix it, remove it or put a chat_template.jinja next to it"
 
 MEMORY_BYTES, SECONDS = 2**30, 5.0
-"""Of the process that renders: its whole memory, and the processor's time for compiling or for one rendering."""
+"""Limits of the process that renders: its total memory, and the CPU time for compiling or for one rendering."""
 LONGEST_TEXT, MOST_INPUT_BYTES = 2**26, 2**26
 
 
-# Around what `{% generation %}` holds; no conversation contains them.
+# Around the contents of `{% generation %}`; no conversation contains them.
 BEGINS, ENDS = "\0<assistant\0", "\0assistant>\0"
 
 
@@ -38,14 +38,14 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """Renders as transformers' `apply_chat_template` does: the same environment, functions and special tokens.
 
-    The template is compiled and rendered in a process of its own (`template_process.py`), which is started once, and
-    again after a rendering that went beyond its limits. Any thread may render; it waits for the others.
+    The template is compiled and rendered in a separate process (`template_process.py`), which is started once, and
+    again after a rendering that exceeded its limits. Any thread can render; it waits for the others.
 
-    Raises ChatTemplateError for a source that is no template, or whose compilation goes beyond the limits.
+    Raises ChatTemplateError for a source that is not a template, or whose compilation exceeds the limits.
     """
 
     variables: frozenset[str]
-    """That the source reads and does not set itself."""
+    """Variables that the source reads and does not set itself."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         self.source = source
@@ -60,11 +60,11 @@ class ChatTemplate:
         return ChatTemplate, (self.source, self.special_tokens)
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
-        """The conversation's text, by default up to where the assistant begins to speak.
+        """The conversation's text, by default up to where the assistant's turn begins.
 
-        Raises ChatTemplateError for messages that the template refuses, and for a rendering beyond the limits.
+        Raises ChatTemplateError for messages that the template refuses, and for a rendering that exceeds the limits.
         """
-        # Templates ask whether `tools is none`, as transformers renders without them.
+        # Templates check `tools is none`, which is how transformers renders without them.
         names = {"tools": None, "documents": None, **self.special_tokens, **values}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
@@ -93,11 +93,11 @@ class ChatTemplate:
     def render_with_assistant(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """A whole conversation's text, and from which character to which the assistant speaks.
+        """A whole conversation's text, and the spans of characters that are the assistant's.
 
-        That is what the template marks with `{% generation %}` or, where it marks nothing, what each message of the
-        assistant adds to the prompt for it. Raises ChatTemplateError for messages that the template refuses, and where
-        it renders the beginning of a conversation otherwise than alone.
+        These are what the template marks with `{% generation %}` or, if it marks nothing, what each message of the
+        assistant adds to the prompt for it. Raises ChatTemplateError for messages that the template refuses, and if
+        it renders the beginning of a conversation differently than by itself.
         """
         text = self.render(messages, add_generation_prompt=False, tools=tools)
         spans = self._marked(text, messages, tools) if self._marks else self._added(text, messages, tools)
@@ -114,7 +114,7 @@ class ChatTemplate:
             plain += inside + after
         if plain != text:
             raise ChatTemplateError(
-                "the chat template changes what stands in {% generation %} afterwards; let it only write it"
+                "the chat template changes the contents of {% generation %} afterwards; let it write them unchanged"
             )
         return spans
 
@@ -127,8 +127,8 @@ class ChatTemplate:
             through = self.render(messages[: index + 1], add_generation_prompt=False, tools=tools)
             if not through.startswith(prompt) or not text.startswith(through):
                 raise ChatTemplateError(
-                    f"the chat template renders the conversation up to message {index + 1} otherwise than as the "
-                    "beginning of the whole, so what the assistant says there cannot be told; mark it with "
+                    f"the chat template renders the conversation up to message {index + 1} differently than as the "
+                    "beginning of the whole, so the assistant's part cannot be determined; mark it with "
                     "{% generation %} in the template, or end each conversation with its only answer"
                 )
             spans.append((len(prompt), len(through)))
@@ -136,15 +136,15 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
-    """The folder's `chat_template.jinja`, or what `tokenizer_config.json` holds; None where neither has one.
+    """The folder's `chat_template.jinja`, or the template in `tokenizer_config.json`; None if neither has one.
 
-    A `file` that is given takes their place. Raises UserError for a template that cannot be read.
+    A `file`, if given, takes their place. Raises UserError for a template that cannot be read.
     """
     settings: dict[str, Any] = {}
     for name in SETTINGS_FILES:
         if (folder / name).is_file():
             try:
-                # A token that is null is one that this file does not say.
+                # A token that is null is not given by this file.
                 settings |= {k: v for k, v in json.loads(read_text(folder / name)).items() if v is not None}
             except (ValueError, AttributeError, RecursionError) as error:
                 raise UserError(f"{folder / name}: not a JSON object ({error}); fix it or remove it") from error
@@ -155,7 +155,7 @@ def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
     if isinstance(source, list):  # several templates by name
         named = [t for t in source if isinstance(t, dict) and isinstance(t.get("template"), str)]
         if len(named) < len(source):
-            raise UserError(f"{folder}: chat_template is a list of other things than templates by name; {FIX}")
+            raise UserError(f"{folder}: chat_template is a list, but not of templates by name; {FIX}")
         source = next((t["template"] for t in named if t.get("name") == "default"), None)
     if source is None:
         return None
@@ -166,7 +166,7 @@ def load_chat_template(folder: Path, file: str = "") -> ChatTemplate | None:
 
 
 def make_chat_template(source: str, special_tokens: dict[str, str], where: str) -> ChatTemplate:
-    """Raises UserError, naming `where`, for a source that is no template."""
+    """Raises UserError, naming `where`, for a source that is not a template."""
     try:
         return ChatTemplate(source, special_tokens)
     except ChatTemplateError as error:
@@ -174,14 +174,14 @@ def make_chat_template(source: str, special_tokens: dict[str, str], where: str) 
 
 
 class _Ended(Exception):
-    """The process that renders is gone: says why."""
+    """The process that renders has ended: says why."""
 
 
 class _Process:
     """A running `template_process.py`. It ends with this object, or when its pipe does, however its parent died."""
 
     def __init__(self) -> None:
-        # Without the working folder, where files may have the names of modules (-P).
+        # Without the working folder in the path (-P): files there may have the names of modules.
         self._child = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
             stdin=subprocess.PIPE,
@@ -192,11 +192,11 @@ class _Process:
         self._close = weakref.finalize(self, _end, self._child)
 
     def ask(self, request: Any) -> str:
-        """The answer's text. Raises ChatTemplateError for an error of the template's, _Ended for one without answer."""
+        """The answer's text. Raises ChatTemplateError for an error in the template, _Ended if there is no answer."""
         try:
             sent = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
         except (RecursionError, TypeError, AttributeError, pickle.PicklingError) as error:
-            raise ChatTemplateError(f"they cannot be given to it ({type(error).__name__}: {error})"[:300]) from error
+            raise ChatTemplateError(f"they cannot be passed to it ({type(error).__name__}: {error})"[:300]) from error
         if len(sent) > MOST_INPUT_BYTES:
             raise ChatTemplateError(f"they have {len(sent)} bytes, more than {MOST_INPUT_BYTES}")
         assert self._child.stdin is not None and self._child.stdout is not None
@@ -230,6 +230,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            # What it still held was for a process that is gone.
+            # What it still contained was for a process that is gone.
             with suppress(BrokenPipeError):
                 pipe.close()

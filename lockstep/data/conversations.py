@@ -1,4 +1,4 @@
-"""Conversations to tokens, of which the loss counts what the assistant says."""
+"""Conversations to tokens, with the loss on what the assistant says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import UserError
 
 KEYS = ("messages", "prompt", "completion", "tools")
-"""That a line or row may have for us."""
+"""Keys of a line or row that are read."""
 
 
 class Conversation(NamedTuple):
@@ -31,8 +31,8 @@ class Conversation(NamedTuple):
 class ConversationSource:
     """Lines of JSONL files, rows of Parquet files or of `hf:NAME[:config][:split]`, as they are.
 
-    Raises UserError where nothing matches, and, while reading, for a line that is no JSON object unless those are
-    skipped. `tally` counts what the latest reading has met.
+    Raises UserError if nothing matches, and, while reading, for a line that is not a JSON object unless these are
+    skipped. `tally` counts what the latest reading has encountered.
     """
 
     keys: tuple[str, ...] = KEYS
@@ -60,10 +60,10 @@ class ConversationSource:
 
 @dataclass
 class ConversationEncoder:
-    """Tokens of `messages` by the chat template, or of `prompt` and `completion` one after the other.
+    """Tokens of `messages` rendered by the chat template, or of `prompt` and `completion` one after the other.
 
-    What the assistant says, or the completion, is scored, with the end-of-text token directly after it. Where the
-    conversation ends with the assistant and without that token, it is put there, before white space of the template.
+    What the assistant says, or the completion, is scored, with the end-of-text token directly after it. If the
+    conversation ends with the assistant and without that token, it is added, before the template's white space.
     """
 
     tokenizer: Tokenizer
@@ -87,7 +87,7 @@ class ConversationEncoder:
         return self.tokens(conversation.where, text, spans)
 
     def tokens(self, where: str, text: str, spans: list[tuple[int, int]]) -> Encoded:
-        """Of a whole conversation's text, of which the characters in `spans` are scored."""
+        """Tokens of a whole conversation's text; the characters in `spans` are scored."""
         if not any(stop > start for start, stop in spans):
             return self._bad(f"{where}: the assistant says nothing in it; leave it out")
         try:
@@ -103,9 +103,9 @@ class ConversationEncoder:
         return Encoded(tokens.astype(token_dtype(self.tokenizer)), scored)
 
     def text(self, values: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation's text, and from which to which character the assistant speaks.
+        """The conversation's text, and the spans of characters that are the assistant's.
 
-        Raises ChatTemplateError for values that are no conversation, or not one that the template renders.
+        Raises ChatTemplateError for values that are not a conversation, or not one that the template renders.
         """
         messages, prompt, completion = (values.get(key) for key in ("messages", "prompt", "completion"))
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -116,13 +116,13 @@ class ConversationEncoder:
                 f"(here: {', '.join(values):.200})"
             )
         if self.template is None:
-            raise UserError("the data hold messages, but the model's folder has no chat template; give --template FILE")
-        # Parquet gives every message the keys of all of them.
+            raise UserError("the data has messages, but the model's folder has no chat template; give --template FILE")
+        # In Parquet every message has the keys of all messages.
         messages = [{key: value for key, value in m.items() if value is not None or key == "content"} for m in messages]
         return self.template.render_with_assistant(messages, self._tools(values))
 
     def _tools(self, values: dict[str, Any]) -> list[Any] | None:
-        """The row's `tools`, which may be JSON in a string, for Parquet gives objects the keys of all others."""
+        """The row's `tools`, which can be JSON in a string, since in Parquet objects have the keys of all others."""
         tools = values.get("tools") or None
         if isinstance(tools, str):
             try:
@@ -130,20 +130,20 @@ class ConversationEncoder:
             except (ValueError, RecursionError) as error:
                 raise ChatTemplateError(f'"tools" is not JSON ({error})') from error
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise ChatTemplateError('"tools" is not a list of objects, nor JSON of one')
+            raise ChatTemplateError('"tools" is neither a list of objects nor JSON of one')
         if tools and self.template is not None and "tools" not in self.template.variables:
             raise ChatTemplateError('has "tools", which the chat template does not show; leave them out, or change it')
         return tools
 
     def _up_to_the_end(self, tokens: np.ndarray, inside: np.ndarray) -> np.ndarray:
-        """Without what a template writes after the end-of-text token, which no one generates."""
+        """Without what a template writes after the end-of-text token, which a model never generates."""
         ends = np.flatnonzero(inside & (tokens == self.tokenizer.eos_id))
         if len(ends):
             inside[ends[-1] + 1 :] = False
         return inside
 
     def _with_the_end(self, tokens: np.ndarray, scored: np.ndarray, ends: bool) -> tuple[np.ndarray, np.ndarray]:
-        """An end-of-text token directly after what is scored is scored; after the last of it, with `ends`, added."""
+        """Scores an end-of-text token directly after scored tokens; with `ends`, adds one after the last of them."""
         end = self.tokenizer.eos_id
         if end is None or not scored.any():
             return tokens, scored

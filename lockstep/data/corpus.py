@@ -1,4 +1,4 @@
-"""Tokenized documents side by side in one array."""
+"""Tokenized documents, one after the other in one array."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.errors import UserError
 
 log = logging.getLogger("lockstep")
 NAMED = 10
-"""Examples of one kind that are left out and named."""
+"""Left-out examples of one kind that are named in the log."""
 
 
 @dataclass
 class TokenizedCorpus:
     """All documents' tokens, each document's end-of-text included; document i is `tokens[offsets[i]:offsets[i + 1]]`.
 
-    The arrays may be memory-mapped. A corpus is also the one window of itself (see `Documents` in `rows.py`).
+    The arrays can be memory-mapped. A corpus is also its own only window (see `Documents` in `rows.py`).
     """
 
     tokens: np.ndarray
@@ -33,21 +33,21 @@ class TokenizedCorpus:
     scored: np.ndarray | None = None
     """Whether the loss counts a token, as a prediction from those before it; None: all of them."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What was met while reading: `skipped_lines`, `empty_documents`."""
+    """What was found while reading: `skipped_lines`, `empty_documents`."""
     vocab_size: int | None = None
-    """That tokens of a file are checked against as they are read; None where they come from a tokenizer itself."""
+    """Tokens from a file are checked against it as they are read; None if they come from a tokenizer itself."""
     where: str = ""
     """The folder that they are in."""
     reference: np.ndarray | None = None
-    """Of preferences: the reference's log-probabilities of each document's two sequences, NaN where none is known."""
+    """For preferences: the reference's log-probabilities of each document's two sequences, NaN where unknown."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """`tokens[start:stop]`. Raises UserError where one is outside of the vocabulary."""
+        """`tokens[start:stop]`. Raises UserError if one is outside the vocabulary."""
         tokens = self.tokens[start:stop]
         if self.vocab_size is not None and (outside := np.flatnonzero(tokens >= self.vocab_size)).size:
             first = int(outside[0])
             raise UserError(
-                f"{self.where}: token {start + first} (from 0) in tokens.bin is {tokens[first]}, outside of the "
+                f"{self.where}: token {start + first} (from 0) in tokens.bin is {tokens[first]}, outside the "
                 f"vocabulary of {self.vocab_size}; the file is damaged: delete the folder and tokenize the data again"
             )
         return tokens
@@ -56,7 +56,7 @@ class TokenizedCorpus:
         return self if index == 0 else None
 
     def fingerprint(self) -> dict[str, int]:
-        """Tells this corpus from another one when a run is resumed."""
+        """Distinguishes this corpus from others when a run is resumed."""
         return {"documents": len(self.offsets) - 1, "tokens": int(self.offsets[-1])}
 
 
@@ -65,14 +65,14 @@ Share = Callable[[Callable[[], TokenizedCorpus | None]], TokenizedCorpus | None]
 
 
 def unshared(read: Callable[[], TokenizedCorpus | None]) -> TokenizedCorpus | None:
-    """`Share` of a run in one process."""
+    """`Share` for a run in one process."""
     return read()
 
 
 def collect(
     encoded: Iterable[Encoded], tally: Callable[[], Tally], dtype: type[np.unsignedinteger], skip_bad: bool = False
 ) -> TokenizedCorpus:
-    """A corpus in memory; it may be without documents. Raises UserError for a bad document unless those are skipped."""
+    """A corpus in memory, possibly without documents. Raises UserError for a bad document unless these are skipped."""
     parts: list[Encoded] = []
     offsets = drain(encoded, parts.append, tally, skip_bad)
     tokens = np.concatenate([np.empty(0, dtype), *(part.tokens for part in parts)])
@@ -85,8 +85,8 @@ def drain(
 ) -> np.ndarray:
     """Gives each part with tokens to `keep`, in order; returns the documents' offsets. Empty documents are left out.
 
-    `tally` tells what the source has met and takes what is found here. Raises UserError for a bad document unless
-    those are skipped.
+    `tally` returns the source's counts, and what is found here is added to it. Raises UserError for a bad document
+    unless these are skipped.
     """
     offsets, total = array("q", [0]), 0
     for part in encoded:
@@ -94,7 +94,7 @@ def drain(
             counts = tally().left_out
             counts[part.left_out] = counts.get(part.left_out, 0) + 1
             if counts[part.left_out] <= NAMED:
-                more = "; further ones are only counted" if counts[part.left_out] == NAMED else ""
+                more = "; further ones are only counted, not named" if counts[part.left_out] == NAMED else ""
                 log.warning("%s; it is left out%s", part.problem, more)
             continue
         if part.problem:
@@ -115,7 +115,7 @@ def drain(
 def tokenize_documents(documents: Iterable[str], tokenizer: Tokenizer, skip_bad: bool = False) -> TokenizedCorpus:
     """Tokenizes every document in memory and ends it with the end-of-text token; empty ones are left out and counted.
 
-    Raises UserError if there is no text at all, or for half a surrogate pair unless those documents are skipped.
+    Raises UserError if there is no text at all, or for half a surrogate pair unless such documents are skipped.
     """
     tally = Tally()
     parts = (TextPart(text, True) for text in documents)

@@ -1,4 +1,4 @@
-"""Texts to tokens, a batch at a time: what a worker process does."""
+"""Texts to tokens, one batch at a time: what a worker process does."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lockstep.data.text import TextPart
 from lockstep.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 
 BATCH = 512
-"""Documents that are tokenized at once, at most."""
+"""Most documents that are tokenized at once."""
 BATCH_CHARACTERS = 2**20
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, or a part's of a very long one."""
+    """The tokens of a document, or of a part of a very long one."""
 
     tokens: np.ndarray
     scored: np.ndarray | None = None
     """Whether the loss counts a token; None: all."""
     ends: bool = True
     problem: str = ""
-    """Why there are no tokens, where the document is bad: with its place and what to do."""
+    """Why there are no tokens, if the document is bad: with its place and what to do."""
     left_out: str = ""
-    """Name of the count that it goes into, where `problem` is not an error: the run counts it and continues."""
+    """Name of the count that it goes into, if `problem` is not an error: the run counts it and continues."""
 
 
 @runtime_checkable
@@ -38,11 +38,11 @@ class Encoder(Protocol):
     def encode(self, batch: list[Any]) -> list[Encoded]: ...
 
     def describe(self) -> dict[str, Any]:
-        """What, beside the tokenizer, decides over the tokens."""
+        """What determines the tokens, apart from the tokenizer."""
         ...
 
     def weight(self, item: Any) -> int:
-        """About the characters of an item."""
+        """Approximate number of characters of an item."""
         ...
 
 
@@ -88,17 +88,17 @@ def half_a_pair(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         before = text[max(0, error.start - 20) : error.start].encode(errors="replace").decode()
-        return f"a text holds half a surrogate pair after {before!r}; fix it"
+        return f"a text contains half a surrogate pair after {before!r}; fix it"
     raise TypeError(f"cannot be tokenized: {text[:80]!r}")
 
 
 def token_dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
-    """The smallest type that holds every token."""
+    """The smallest type that can hold every token."""
     return np.uint16 if tokenizer.vocab_size < 2**16 else np.uint32
 
 
 def batches(items: Iterable[Any], encoder: Encoder) -> Iterator[list[Any]]:
-    """The items in order, in lists of at most `BATCH` items and, but for a single one, `BATCH_CHARACTERS`."""
+    """The items in order, in lists of at most `BATCH` items and, unless it is a single one, `BATCH_CHARACTERS`."""
     batch: list[Any] = []
     weight = 0
     for item in items:

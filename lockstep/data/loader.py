@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 
 @runtime_checkable
 class RowStream(Protocol):
-    """What the loader needs of `Rows`, or of several of them mixed."""
+    """What the loader needs from `Rows`, or from a mixture of several."""
 
     sequence_length: int
 
@@ -30,12 +30,12 @@ class RowStream(Protocol):
 
 @dataclass
 class StepRows:
-    """What one rank computes in a step, and what the step holds over all ranks."""
+    """What one rank computes in a step, and the totals of the step over all ranks."""
 
     microbatches: list[list[Row]]
     """This rank's; each has the same number of rows, on every rank."""
     tokens: int
-    """Of the documents, over all ranks; padding does not count."""
+    """Tokens of documents, without padding, over all ranks."""
     targets: int
     """Tokens that the loss counts, over all ranks."""
     capacity: int
@@ -43,12 +43,13 @@ class StepRows:
 
 
 class RowLoader:
-    """Takes `tokens_per_step` tokens' rows from the stream for each step and cuts this rank's share into micro-batches.
+    """Takes rows of `tokens_per_step` tokens from the stream for each step, and splits this rank's share into
+    micro-batches.
 
-    Which rows a step has does not depend on the ranks: cut into micro-batches of consecutive rows, rank r of n has the
-    micro-batches r, n + r, 2n + r and so on. A last step that the data does not fill is filled with empty rows.
+    The rows of a step do not depend on the ranks: they are split into micro-batches of consecutive rows, of which rank
+    r of n has r, n + r, 2n + r and so on. A last step that the data does not fill is filled with empty rows.
 
-    Raises UserError where the step does not divide into rows, ranks and micro-batches.
+    Raises UserError if the step does not divide into rows, ranks and micro-batches.
     """
 
     def __init__(
@@ -60,25 +61,25 @@ class RowLoader:
         )
         self.rows_per_rank = self.rows_per_step // ranks
         self.microbatches = self.rows_per_rank // self.rows_per_microbatch
-        """Of a step, on each rank."""
+        """Per step, on each rank."""
 
     @property
     def ended(self) -> bool:
-        """Whether the data holds no further step."""
+        """Whether the data has no further step."""
         return self.rows.ended
 
     @property
     def epoch(self) -> float:
-        """Times that the data has been seen."""
+        """How many times the data has been seen."""
         return self.rows.epoch
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was met in the data, as metrics: `data/skipped_lines`, `data/empty_documents`, where there were any."""
+        """What was found in the data, as metrics: `data/skipped_lines`, `data/empty_documents`, if there were any."""
         return {f"data/{name}": count for name, count in self.rows.counts.items() if count}
 
     def steps_of(self, epochs: float) -> int:
-        """Steps until the data has been seen so many times, from here on; nothing is taken from the stream.
+        """Steps from here until the data has been seen `epochs` times; nothing is taken from the stream.
 
         Raises UserError for data without a known end and for a number that is not above 0.
         """
@@ -99,7 +100,7 @@ class RowLoader:
         return step
 
     def next(self) -> StepRows:
-        """This rank's rows of the next step. Raises StopIteration where there is none (see `ended`)."""
+        """This rank's rows of the next step. Raises StopIteration if there is none (see `ended`)."""
         if self.ended:
             raise StopIteration("the data has ended")
         plans = [self.rows.plan() for _ in range(self.rows_per_step)]
@@ -117,14 +118,14 @@ class RowLoader:
         return self.rows.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on with the step after those taken before `state`. Raises UserError for another run's state."""
+        """Continues with the step after those taken before `state`. Raises UserError for another run's state."""
         self.rows.load_state(state)
 
 
 def divide_step(
     length: int, per_step: int, per_microbatch: int, ranks: int, deterministic: bool = False
 ) -> tuple[int, int]:
-    """Rows of a step, and of a micro-batch. Raises UserError where they do not divide, with numbers that would.
+    """Rows per step, and per micro-batch. Raises UserError if they do not divide, with numbers that would.
 
     deterministic: refuse a micro-batch that would be smaller because ranks share the step.
     """
@@ -135,20 +136,20 @@ def divide_step(
         near = f"{low} or {low + unit}" if low < per_step else str(low)
         raise UserError(
             f"tokens_per_step {per_step} does not divide into rows of sequence_length {length} for {ranks} "
-            f"data-parallel rank{'s' * (ranks > 1)}, {unit} tokens together; give tokens_per_step {near}"
+            f"data-parallel rank{'s' * (ranks > 1)}, {unit} tokens in total; give tokens_per_step {near}"
         )
     own = rows // ranks
     size = min(max(1, per_microbatch // length), own)
     if deterministic and size < min(max(1, per_microbatch // length), rows):
         raise UserError(
-            f"train.deterministic_layout needs the same micro-batches in every layout, but a rank has {own} rows of a "
-            f"step and train.tokens_per_microbatch {per_microbatch} stands for {per_microbatch // length}; give "
-            f"train.tokens_per_microbatch {own * length} in all of them"
+            f"train.deterministic_layout needs the same micro-batches in every layout, but a rank has {own} rows per "
+            f"step and train.tokens_per_microbatch {per_microbatch} means {per_microbatch // length}; give "
+            f"train.tokens_per_microbatch {own * length} in all layouts"
         )
     if own % size:
         fitting = next(n for n in range(size, 0, -1) if own % n == 0)
         raise UserError(
-            f"a rank's {own} rows of a step ({per_step} tokens, {ranks} rank{'s' * (ranks > 1)}) do not divide into "
+            f"a rank's {own} rows per step ({per_step} tokens, {ranks} rank{'s' * (ranks > 1)}) do not divide into "
             f"micro-batches of {size} rows (train.tokens_per_microbatch {per_microbatch}); "
             f"give train.tokens_per_microbatch {fitting * length}"
         )

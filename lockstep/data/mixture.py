@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 
 
 def parse_data(data: str) -> list[tuple[str, float]]:
-    """`a.jsonl=0.7,b.parquet=0.3` as sources and their weights; one without a weight has 1.
+    """`a.jsonl=0.7,b.parquet=0.3` as sources and their weights; the weight defaults to 1.
 
     Text without `=WEIGHT` is a single source, commas and all. Raises UserError for a weight that is not positive.
     """
@@ -36,17 +36,17 @@ def _number(text: str) -> float | None:
 
 
 class MixedRows:
-    """Rows of several streams, each row of one: after any number of rows each stream is about a row from its share.
+    """Rows of several streams, each row from one: after any number of rows each stream is about a row from its share.
 
-    Shares are of tokens without padding, which rows of whole documents have in different amounts. Which stream a row is
-    of is a function of the weights and of the rows before. A stream that ends drops out.
+    Shares count tokens without padding, which rows of whole documents have in different amounts. Which stream a row
+    comes from is a function of the weights and of the rows before. A stream that ends drops out.
     """
 
     def __init__(self, streams: Sequence[RowStream], weights: Sequence[float]):
         self.streams = list(streams)
         self.weights = [weight / sum(weights) for weight in weights]
         self.sequence_length = streams[0].sequence_length
-        # Tokens of each.
+        # Tokens taken from each.
         self._given = [0] * len(streams)
 
     @property
@@ -55,7 +55,7 @@ class MixedRows:
 
     @property
     def epoch(self) -> float:
-        """Of the stream that has been seen most often."""
+        """The epoch of the stream that has been seen most often."""
         return max(stream.epoch for stream in self.streams)
 
     @property
@@ -85,11 +85,11 @@ class MixedRows:
         return {"weights": self.weights, "given": list(self._given), "streams": streams}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Raises UserError where the sources or their weights are not those of `state`."""
+        """Raises UserError if the sources or their weights are not those of `state`."""
         if state.get("weights") != self.weights:
             raise UserError(
                 f"weights of the data: {state.get('weights')} when the run was saved, {self.weights} now; "
-                "resume with the same data, or start again with --overwrite"
+                "resume with the same data, or start over with --overwrite"
             )
         self._given = [int(tokens) for tokens in state["given"]]
         for stream, own in zip(self.streams, state["streams"], strict=True):

@@ -19,7 +19,7 @@ from lockstep.ops.cache import cache_folder
 DataSource = Source | Path | TokenizedCorpus
 """Documents, a folder of tokens by its path, or a corpus."""
 IN_MEMORY = 2**28
-"""Bytes of files that are tokenized in memory where no cache is named."""
+"""Most bytes of files that are tokenized in memory if no cache is given."""
 ALONE = 2**23
 """Bytes of files for which starting worker processes takes longer than they save."""
 
@@ -27,7 +27,7 @@ ALONE = 2**23
 def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, share: Share = unshared) -> Documents:
     """Tokenized documents: of a folder of tokens as they are, of a stream while it is read, of files beforehand.
 
-    What is tokenized in memory is by `share`. Raises UserError for bad data.
+    `share` is used for what is tokenized in memory. Raises UserError for bad data.
     """
     if isinstance(source, TokenizedCorpus):
         return source
@@ -47,7 +47,7 @@ def open_documents(source: DataSource, encoder: Encoder, settings: DataConfig, s
             raise source.tally.nothing_left(source.data)
         return corpus
 
-    # Where hosts see files of different sizes, one of them decides for all.
+    # If hosts see files of different sizes, one of them decides for all.
     corpus = share(in_memory)
     if corpus is not None:
         return corpus

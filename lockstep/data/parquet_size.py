@@ -1,7 +1,7 @@
-"""How large the values of a Parquet file become, before they are read: a few bytes of it may stand for gigabytes.
+"""How large the values of a Parquet file become, before they are read: a few of its bytes may expand to gigabytes.
 
-Read here by hand, in Thrift's compact protocol, because pyarrow's own classes for it end the process where they are
-damaged. As for pyarrow, which reads the values, a field of another kind than it should have is not there.
+Parsed here by hand, in Thrift's compact protocol, because pyarrow's own classes for it end the process if the metadata
+is damaged. As in pyarrow, which reads the values, a field of the wrong kind counts as missing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 PER_VALUE = 16
-"""Bytes of a value, beside its text, while Arrow reads it: itself or its text's number, and its place in lists."""
+"""Bytes of a value, apart from its text, while Arrow reads it: itself or its text's index, and its place in lists."""
 PER_OBJECT = 32
-"""Bytes of a value, beside its text, as an object of Python's own."""
+"""Bytes of a value, apart from its text, as a Python object."""
 I32, I64, BINARY, LIST, STRUCT = 5, 6, 8, 9, 12
 """Kinds of fields."""
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 ABOUT = {DATA: (5, STRUCT), DICTIONARY: (7, STRUCT), DATA_V2: (8, STRUCT)}
-"""The field of a page's header that tells of its values, by the kind of page; of them the number is field 1."""
+"""The field of a page's header that describes its values, by the kind of page; in it, field 1 is their number."""
 ENCODING = {DATA: (2, I32), DATA_V2: (4, I32)}
 BYTE_ARRAY, REPEATED, DELTA_BYTE_ARRAY = 6, 2, 7
 LONGEST_END, LONGEST_HEADER = 2**25, 2**22
@@ -40,7 +40,7 @@ class Leaf:
     column: str
     is_text: bool
     length: int
-    """Bytes of each value, where it is bytes of one length."""
+    """Bytes of each value, if all have the same length."""
     in_lists: bool
 
 
@@ -50,25 +50,25 @@ class Chunk:
 
     leaf: Leaf
     size: int = 0
-    """Bytes that reading it takes at most in all, but for texts that values share."""
+    """Most bytes that reading it takes in total, except for texts that values share."""
     largest_page: int = 0
-    """Its bytes."""
+    """Bytes of the largest page."""
     shares: bool = False
     """Whether values share texts, or parts of them."""
 
 
 def chunks_of(path: Path) -> list[list[Chunk]]:
-    """The chunks of each group of rows, one for each leaf in their order.
+    """The chunks of each group of rows, one per leaf, in order.
 
-    Sizes are those in the headers of the pages, which reading obeys, and not those that the file's end has of them.
-    Raises ValueError for what is no Parquet file.
+    Sizes come from the headers of the pages, which readers obey, and not from the metadata at the end of the file.
+    Raises ValueError for what is not a Parquet file.
     """
     with path.open("rb") as file:
         try:
             file.seek(-8, os.SEEK_END)
             length, mark = int.from_bytes(file.read(4), "little"), file.read(4)
             if mark != b"PAR1" or length > LONGEST_END:
-                raise ValueError("it does not end as such a file does")
+                raise ValueError("it does not end like a Parquet file")
             file.seek(-8 - length, os.SEEK_END)
             about = _struct(io.BytesIO(file.read(length)))
             leaves = list(_leaves(about[2, LIST]))
@@ -81,7 +81,7 @@ def chunks_of(path: Path) -> list[list[Chunk]]:
 
 
 def _leaves(elements: list[Fields]) -> Iterator[Leaf]:
-    """Of a schema, whose groups stand before what they hold."""
+    """The leaves of a schema, in which groups come before their contents."""
     open_groups: list[tuple[int, str, bool]] = []  # fields to come, the column, whether in lists
     for index, element in enumerate(elements):
         children, kind = element.get((5, I32), 0), element.get((1, I32))
@@ -110,7 +110,7 @@ def _chunk(file: io.BufferedIOBase, leaf: Leaf, entry: Fields) -> Chunk:
         about = header[ABOUT[kind]] if kind in ABOUT else {(1, I32): 0}
         values = about[1, I32]
         if not all(0 <= number < 2**31 for number in (unpacked, packed, values)):
-            raise ValueError("damaged: a page has sizes that cannot be")
+            raise ValueError("damaged: a page has impossible sizes")
         chunk.size += values * max(PER_VALUE, leaf.length) + unpacked
         chunk.largest_page = max(chunk.largest_page, unpacked)
         chunk.shares |= kind == DICTIONARY or (kind in ENCODING and about[ENCODING[kind]] == DELTA_BYTE_ARRAY)
@@ -120,7 +120,7 @@ def _chunk(file: io.BufferedIOBase, leaf: Leaf, entry: Fields) -> Chunk:
 
 
 def _header(file: io.BufferedIOBase) -> Fields:
-    """The struct at which a file stands; then it stands behind it."""
+    """The struct at the file's position, which is then behind it."""
     begin = file.tell()
     for length in (2**10, LONGEST_HEADER):
         part = io.BytesIO(file.read(length))
@@ -140,7 +140,7 @@ def _struct(file: io.BufferedIOBase) -> Fields:
         kind = head & 15
         number = number + (head >> 4) if head >> 4 else _integer(file)
         if (number, kind) in fields:
-            raise ValueError("damaged: a field stands there twice")
+            raise ValueError("damaged: a field is there twice")
         # Truth values have no bytes of their own.
         fields[number, kind] = _value(file, kind) if kind > 2 else kind == 1
     return fields
@@ -163,7 +163,7 @@ def _value(file: io.BufferedIOBase, kind: int) -> Any:
         return [_value(file, head & 15) for _ in range(_varint(file) if head >> 4 == 15 else head >> 4)]
     if kind == STRUCT:
         return _struct(file)
-    raise ValueError(f"damaged: a field of kind {kind}")
+    raise ValueError(f"damaged: a field of unknown kind {kind}")
 
 
 def _integer(file: io.BufferedIOBase) -> int:
@@ -188,7 +188,7 @@ def _byte(file: io.BufferedIOBase) -> int:
 
 
 def sizes(values: Any) -> np.ndarray:
-    """About the bytes of each value of an Arrow array as Python's own object; a text counts for each that shares it."""
+    """Approximate bytes of each value of an Arrow array as a Python object; a text counts for each that shares it."""
     from pyarrow import compute, types
 
     own = np.full(len(values), PER_OBJECT, dtype=np.int64)
@@ -202,7 +202,7 @@ def sizes(values: Any) -> np.ndarray:
         items = sizes(values.values).reshape(-1, kind.list_size).sum(axis=1)
         return own + items[values.offset : values.offset + len(values)]
     if types.is_nested(kind):
-        # Lists and maps. What lies before the first offset is of a batch before.
+        # Lists and maps. What is before the first offset belongs to an earlier batch.
         ends, offsets = np.append(0, np.cumsum(sizes(values.values))), values.offsets.to_numpy()
         return own + ends[offsets[1:]] - ends[offsets[:-1]]
     texts = types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary

@@ -1,4 +1,4 @@
-"""What each token of a text stands for, one by one, for people to read."""
+"""What each token of a text stands for, one by one, in readable form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The text of each token by itself; of a special token its name; bytes that are no UTF-8 alone as `\\xNN`."""
+    """The text of each token by itself; for a special token its name; bytes that are not UTF-8 alone as `\\xNN`."""
     names = {number: name for name, number in tokenizer.vocabulary().items()}
     bytes_of = {character: byte for byte, character in byte_characters().items()}
     known = {token: _piece(tokenizer, token, names.get(token), bytes_of) for token in set(tokens)}

@@ -1,7 +1,7 @@
-"""Preferences to tokens: pairs of a chosen and a rejected answer, or single answers that are labelled.
+"""Preferences to tokens: pairs of a chosen and a rejected answer, or single answers with labels.
 
-An example is one document of a corpus, a pair's two whole sequences one after the other. A byte beside each token says
-whether it is scored (`SCORED`), and where a pair's second sequence begins or an answer is desirable (`MARK`).
+An example is one document of a corpus; of a pair, the two whole sequences one after the other. A byte for each token
+says whether it is scored (`SCORED`), and where a pair's second sequence begins or an answer is desirable (`MARK`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCORED, MARK = 1, 2
 
 
 class PreferenceSource(ConversationSource):
-    """Lines or rows as they are; a data set of the hub is read whole, for its examples are scored before the run."""
+    """Lines or rows as they are; a data set on the hub is read whole, since its examples are scored before the run."""
 
     keys = ("prompt", "chosen", "rejected", "completion", "label", "tools")
 
@@ -34,10 +34,11 @@ class PreferenceSource(ConversationSource):
 
 @dataclass
 class PreferenceEncoder:
-    """Tokens of `chosen` and `rejected` after `prompt`, or of `completion` with its `label`, as TRL's data sets are.
+    """Tokens of `chosen` and `rejected` after `prompt`, or of `completion` with its `label`, as in TRL's data sets.
 
-    All are texts, or all lists of messages; without a `prompt` it is what both answers begin with. The answer is scored
-    as `ConversationEncoder` does. A pair of equal answers, and an example longer than `longest` tokens, are left out.
+    All are texts, or all lists of messages; without a `prompt`, it is what both answers begin with. The answer is
+    scored as in `ConversationEncoder`. A pair of equal answers, and an example longer than `longest` tokens, are left
+    out.
     """
 
     tokenizer: Tokenizer
@@ -68,13 +69,13 @@ class PreferenceEncoder:
     def _pair(self, line: Conversation) -> Encoded:
         prompt, (chosen, rejected) = _prompt_and_answers(line.values)
         if chosen == rejected:
-            return self._without(f"{line.where}: its two answers are equal", "equal_pairs")
+            return self._without(f"{line.where}: its two answers are identical", "equal_pairs")
         both = [self._answer(line, prompt, answer) for answer in (chosen, rejected)]
         if bad := next((one for one in both if one.problem), None):
             return bad
         tokens = np.concatenate([one.tokens for one in both])
         if np.array_equal(both[0].tokens, both[1].tokens):
-            return self._without(f"{line.where}: its two answers are equal as tokens", "equal_pairs")
+            return self._without(f"{line.where}: its two answers have identical tokens", "equal_pairs")
         answers = [_scored(one) for one in both]
         marks = np.concatenate(answers)
         marks[len(both[0].tokens)] |= MARK
@@ -98,21 +99,21 @@ class PreferenceEncoder:
             return self._without(f"{line.where}: its answer has no token that can be scored; give it a prompt")
         if len(tokens) > self.longest:
             kind = "long_pairs" if self.paired else "long_examples"
-            return self._without(f"{line.where}: has {len(tokens)} tokens, a row {self.longest}", kind)
+            return self._without(f"{line.where}: has {len(tokens)} tokens, but a row has {self.longest}", kind)
         return Encoded(tokens, marks)
 
     def _answer(self, line: Conversation, prompt: Any, answer: Any) -> Encoded:
-        """The whole sequence, of which the answer is scored."""
+        """The whole sequence, with its answer scored."""
         if isinstance(answer, str):
             text, spans = self._answers.text({"prompt": prompt, "completion": answer})
         else:
             tools = {"tools": line.values.get("tools")}
             text, spans = self._answers.text({"messages": [*prompt, *answer], **tools})
             if any(message.get("role") == "assistant" for message in prompt):
-                # What the assistant said before belongs to the prompt.
+                # The assistant's earlier messages belong to the prompt.
                 before, said = self._answers.text({"messages": prompt, **tools})
                 if not text.startswith(before):
-                    raise ChatTemplateError("the chat template renders its prompt otherwise before an answer")
+                    raise ChatTemplateError("the chat template renders its prompt differently before an answer")
                 spans = spans[len(said) :]
         return self._answers.tokens(line.where, text, spans)
 
@@ -142,7 +143,7 @@ def _prompt_and_answers(values: dict[str, Any]) -> tuple[Any, tuple[Any, Any]]:
     kinds = {_kind(value) for value in (chosen, rejected, *([] if prompt is None else [prompt]))}
     if len(kinds) > 1 or "" in kinds:
         raise ChatTemplateError(
-            'needs "chosen" and "rejected", and "prompt" or the prompt in both of them: all texts, or all lists of '
+            'needs "chosen" and "rejected", and "prompt" or the prompt in both: all texts, or all lists of '
             f"messages (here: {', '.join(name for name, value in values.items() if value is not None):.200})"
         )
     if prompt is None:
@@ -163,15 +164,15 @@ class AnswerTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A pair: chosen, then rejected; or a labelled answer, then an answer of another example to the same prompt."""
+    """A pair: chosen, then rejected; or a labeled answer, then another example's answer to the same prompt."""
 
     sequences: tuple[AnswerTokens, AnswerTokens]
     desirable: bool
-    """Whether the label is true; of a pair, nothing."""
+    """Whether the label is true; meaningless for a pair."""
     number: int
-    """Of the document in its corpus."""
+    """Number of the document in its corpus."""
     reference: tuple[float, float] = (math.nan, math.nan)
-    """The reference's log-probabilities of the sequences' scored tokens, in nats, where they are known."""
+    """The reference's log-probabilities of the sequences' scored tokens, in nats, if known."""
 
 
 @dataclass(frozen=True)
@@ -206,13 +207,13 @@ class PreferenceRows(Rows):
 
 
 class LabelledRows(PreferenceRows):
-    """Rows of labelled answers."""
+    """Rows of labeled answers."""
 
     paired = False
 
 
 def number_of(piece: Piece) -> int:
-    """Of the document that a piece is, in its corpus."""
+    """Number of the document that a piece is from, in its corpus."""
     return int(np.searchsorted(piece.corpus.offsets, piece.start, side="right")) - 1
 
 

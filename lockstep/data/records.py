@@ -18,32 +18,32 @@ from lockstep.data.parquet_size import Chunk, chunks_of, sizes
 from lockstep.errors import UserError
 
 LONGEST_LINE = 2**28
-"""Bytes of a JSONL line; a longer document belongs into a text file, which is read in parts."""
+"""Bytes of a JSONL line; a longer document belongs in a text file, which is read in parts."""
 MOST_VALUES = 2**22
-"""Of the characters , : [ and { each in a JSONL line, those in its texts included: each may stand for a value, and many
-small values take 20 times the memory of their line. A book has a comma in some 80 characters."""
+"""Occurrences of each of the characters , : [ and { in a JSONL line, including those in its texts: each may mean a
+value, and many small values take 20 times the memory of their line. A book has a comma about every 80 characters."""
 LEAST_LINE = 256
-"""Bytes that a line counts as, at least, of what a gzip file may expand to: a billion empty ones take minutes, too."""
+"""Least bytes that a line counts as in what a gzip file expands to: a billion empty lines take minutes, too."""
 HUB = "hf:"
 LARGEST_RATIO, UNPACKED_FREELY = 200, 2**30
-"""A gzip or Parquet file may expand so many times, and to so many bytes in any case; text compresses 3 to 20 times."""
+"""A gzip or Parquet file can expand this many times, or to this many bytes anyway; text compresses 3 to 20 times."""
 FEW_ROWS, MANY_ROWS = 64, 2**16
-"""Of a Parquet file, read at once."""
+"""Rows of a Parquet file that are read at once."""
 
 NO_TEXT = "contains no text: there are no documents in it, or only empty ones; give other data"
 LEFT_OUT = {
-    "skipped_lines": "malformed, and skipped as asked (--skip-bad-lines)",
+    "skipped_lines": "malformed and skipped (--skip-bad-lines)",
     "empty_documents": "empty",
-    "equal_pairs": "with two equal answers",
+    "equal_pairs": "with two identical answers",
     "long_pairs": "longer than a row (give a larger --sequence-length)",
     "long_examples": "longer than a row (give a larger --sequence-length)",
 }
-"""What the counts of a `Tally` are of."""
+"""What the counts of a `Tally` mean."""
 
 
 @dataclass
 class Tally:
-    """What one reading of a source has met so far."""
+    """What one pass over a source has encountered so far."""
 
     skipped_lines: int = 0
     empty_documents: int = 0
@@ -53,11 +53,11 @@ class Tally:
     """Examples that nothing can be learned from, by reason."""
 
     def counts(self) -> dict[str, int]:
-        """The part of it that goes into a run's metrics."""
+        """The counts that go into a run's metrics."""
         return {"skipped_lines": self.skipped_lines, "empty_documents": self.empty_documents, **self.left_out}
 
     def nothing_left(self, data: str) -> UserError:
-        """Why `data` has no document to learn from, where it has none."""
+        """The error for `data` without any document to learn from: why there is none."""
         found = {name: count for name, count in self.counts().items() if count}
         if not found.keys() - {"empty_documents"}:
             return UserError(f"{data}: {NO_TEXT}")
@@ -75,8 +75,8 @@ def read_records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`file:line`, object) of each line of a `.jsonl` or `.jsonl.gz`, or of each row of a `.parquet` file.
 
-    Of a `.parquet` file only the columns `keys` are read; others are None. Raises UserError for a file that cannot be
-    read and, unless those are skipped, for a line that is no JSON object or longer than `LONGEST_LINE`.
+    From a `.parquet` file only the columns `keys` are read; others are None. Raises UserError for a file that cannot be
+    read and, unless these are skipped, for a line that is not a JSON object or is longer than `LONGEST_LINE`.
     """
     if path.suffix.lower() == ".parquet":
         yield from _parquet(path, skip_bad_lines, tally, keys)
@@ -90,8 +90,8 @@ def read_jsonl(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of each line that is not blank; `.gz` is decompressed.
 
-    Raises UserError with file and line for one that is no JSON object, unless those are skipped; `tally` counts them.
-    So it does for a gzip file that is damaged or expands beyond what text does.
+    Raises UserError with file and line for one that is not a JSON object, unless these are skipped; `tally` counts
+    them. Also raises UserError for a gzip file that is damaged or expands more than text does.
     """
     tally = tally or Tally()
     compressed = path.suffix.lower() == ".gz"
@@ -142,12 +142,12 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
         if not isinstance(values, dict):
             return {}, JSON_KINDS[type(values)]
         if b"\\ud" in line.lower() or b"\xed" in line:
-            # JSON can hold half a surrogate pair, escaped or in bytes, which no tokenizer takes: it has no UTF-8.
+            # JSON can contain half a surrogate pair, escaped or in bytes, which no tokenizer takes: it has no UTF-8.
             json.dumps(values, ensure_ascii=False).encode()
     except ValueError as error:
         return {}, str(error)
     except RecursionError:
-        return {}, "nested too deep"
+        return {}, "nested too deeply"
     return values, ""
 
 
@@ -163,13 +163,13 @@ def _parquet(
         limit, unpacked, number = max(UNPACKED_FREELY, LARGEST_RATIO * path.stat().st_size), 0, 0
         groups = chunks_of(path)
         names = list(dict.fromkeys(chunk.leaf.column for group in groups for chunk in group))
-        # One in any case: of no columns there are as many rows as the file says.
+        # At least one: without columns there would be as many rows as the file claims.
         wanted = [name for name in names if name in keys] or names[:1]
         if sum(chunk.size for group in groups for chunk in group if chunk.leaf.column in wanted) > limit:
             raise _bomb(path)
         options: dict[str, Any] = {"metadata": parquet.read_metadata(path)}
         if "arrow_extensions_enabled" in inspect.signature(parquet.ParquetFile).parameters:
-            options["arrow_extensions_enabled"] = False  # what is marked as JSON is a text, too
+            options["arrow_extensions_enabled"] = False  # read what is marked as JSON as text, too
         for index, group in enumerate(groups if wanted else ()):
             rows, shared = _how_to_read(group, wanted)
             with parquet.ParquetFile(path, read_dictionary=shared, **options) as file:
@@ -194,7 +194,7 @@ def _parquet(
 
 
 def _how_to_read(group: list[Chunk], columns: list[str]) -> tuple[int, list[int]]:
-    """Rows of a group to read at once, and the leaves whose texts stay shared, lest a few bytes become gigabytes."""
+    """Rows of a group to read at once, and the leaves whose texts stay shared, so few bytes cannot become gigabytes."""
     read = [chunk for chunk in group if chunk.leaf.column in columns]
     large = FEW_ROWS * sum(chunk.largest_page for chunk in read) > LONGEST_LINE
     shared = [
@@ -202,13 +202,13 @@ def _how_to_read(group: list[Chunk], columns: list[str]) -> tuple[int, list[int]
         for index, chunk in enumerate(group)
         if chunk in read and chunk.leaf.is_text and chunk.shares and (large or chunk.leaf.in_lists)
     ]
-    # With shared texts a batch has those of all batches before it, too, so there must be few.
+    # With shared texts a batch also has those of all batches before it, so there must be few batches.
     return (MANY_ROWS if shared else FEW_ROWS), shared
 
 
 def _bomb(path: Path) -> UserError:
     return UserError(
-        f"{path}: expands more than {LARGEST_RATIO} times, as a compression bomb does; unpack it and give a .jsonl "
+        f"{path}: expands more than {LARGEST_RATIO} times, like a compression bomb; unpack it and give a .jsonl "
         "file, or leave it out"
     )
 
@@ -216,7 +216,7 @@ def _bomb(path: Path) -> UserError:
 def read_hub(name: str, skip: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
     """(`hf:…: row n`, object) of each row of `hf:NAME[:config][:split]` from row `skip` on, streamed by `datasets`.
 
-    The split is `train` where none is given. Raises UserError where the package or the data set is missing.
+    The split defaults to `train`. Raises UserError if the package or the data set is missing.
     """
     try:
         import datasets

@@ -1,4 +1,4 @@
-"""Documents in a seeded order, cut or fitted into rows of one length, with a position exact to the token."""
+"""Documents in a seeded order, cut or packed into rows of one length, with a position exact to the token."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of `sequence_length` tokens. Its sequences fill it: padding is a sequence of its own without targets."""
+    """One row of `sequence_length` tokens. Its sequences fill it: padding is a separate sequence without targets."""
 
     tokens: np.ndarray
     lengths: list[int]
-    """Of the sequences: each has its own positions, and attention stays within it."""
+    """Lengths of the sequences: each has its own positions, and attention stays within it."""
     scored: np.ndarray
     """Whether a token is a target; never a sequence's first."""
     padding: int
-    """How many last tokens are no document's."""
+    """Number of padding tokens at the end."""
 
 
 class Piece(NamedTuple):
@@ -54,15 +54,15 @@ class Piece(NamedTuple):
 
 
 def _lengths(corpus: TokenizedCorpus) -> Iterator[np.ndarray]:
-    """Tokens of each document, some hundred thousand documents at a time."""
+    """Tokens of each document, a few hundred thousand documents at a time."""
     for start in range(0, len(corpus.offsets) - 1, 2**18):
         yield np.diff(corpus.offsets[start : start + 2**18 + 1])
 
 
 class Rows:
-    """An endless or, with `repeat` off, ending stream of rows: a function of (documents, seed).
+    """A stream of rows, endless unless `repeat` is off: a function of (documents, seed).
 
-    Each epoch and each window has an order of its own. `packing` is "cut" (documents one after the other, cut where a
+    Each epoch and each window has its own order. `packing` is "cut" (documents one after the other, cut where a
     row ends) or "whole" (a document that no longer fits starts the next row, and only one longer than a row is cut).
     A row is first planned, as pieces, and read by the rank that needs it. With `separate` off a row is one sequence.
 
@@ -82,7 +82,7 @@ class Rows:
             raise UserError(f"sequence_length is {sequence_length}; a sequence needs 2 tokens to predict one")
         self.documents, self.sequence_length, self.seed = documents, sequence_length, seed
         self.packing, self.separate, self.repeat = packing, separate, repeat
-        # What is next: the token `offset` of the document at `index` of the order of `window` in `epoch`.
+        # What comes next: token `offset` of the document at `index` in the order of `window` in `epoch`.
         self._epoch = self._window = self._index = self._offset = 0
         self._corpus = TokenizedCorpus(np.empty(0, np.uint16), np.zeros(1, np.int64))
         self._order = np.empty(0, np.int64)
@@ -91,25 +91,25 @@ class Rows:
 
     @property
     def ended(self) -> bool:
-        """Whether all documents have been given out, which only happens where they are not repeated."""
+        """Whether all documents have been used, which only happens if they are not repeated."""
         return self._epoch > 0 and not self.repeat
 
     @property
     def epoch(self) -> float:
-        """Times that the documents have been seen; of a stream, whose length is not known, whole times only."""
+        """How many times the documents have been seen; only whole times for a stream, whose length is unknown."""
         partial = self._index / len(self._order) if self.documents is self._corpus else 0.0
         return self._epoch + partial
 
     @property
     def counts(self) -> dict[str, int]:
-        """What reading the documents came across, by name; of whole documents also those too long for a row."""
+        """What was found in the documents, by name; for whole documents also how many are too long for a row."""
         counts = dict(self._corpus.counts)
         if self.packing == "whole":
             counts["cut_documents"] = self._cut
         return counts
 
     def plan(self) -> list[Piece]:
-        """The pieces of the next row; fewer tokens than a row's where documents are kept whole or end."""
+        """The pieces of the next row; fewer tokens than a row if documents are kept whole or end."""
         pieces: list[Piece] = []
         room = self.sequence_length
         while room and not self.ended:
@@ -135,7 +135,7 @@ class Rows:
         return sum(int(piece.scored().sum()) for piece in pieces) - int(bool(pieces) and pieces[0].scored()[0])
 
     def read(self, pieces: list[Piece]) -> Row:
-        """A planned row's tokens. Raises UserError where a file holds one that is outside of the vocabulary."""
+        """A planned row's tokens. Raises UserError if a file has one outside the vocabulary."""
         lengths = [piece.stop - piece.start for piece in pieces]
         total, held = self.sequence_length, sum(lengths)
         tokens, scored = np.zeros(total, dtype=np.int64), np.zeros(total, dtype=bool)
@@ -155,16 +155,16 @@ class Rows:
         return {**self._settings(), **place}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on after the rows taken before `state`.
+        """Continues after the rows taken before `state`.
 
-        Raises UserError if the data, the seed, the packing or `repeat` are not those of `state`: other rows would come.
-        KeyError, TypeError or ValueError for what no `state` has returned.
+        Raises UserError if the data, the seed, the packing or `repeat` are not those of `state`: the rows would differ.
+        KeyError, TypeError or ValueError for anything that `state` has not returned.
         """
         for key, value in self._settings().items():
             if state.get(key) != value:
                 raise UserError(
                     f"{key}: {state.get(key)} when the run was saved, {value} now; resume with the same data, "
-                    "sequence_length, seed, packing and repeat, or start again with --overwrite"
+                    "sequence_length, seed, packing and repeat, or start over with --overwrite"
                 )
         self._epoch, self._window = int(state["epoch"]), int(state["window"])
         self._index, self._offset = int(state["index"]), int(state["offset"])
@@ -179,8 +179,8 @@ class Rows:
             if 0 <= self._offset <= end - first:
                 return
         raise UserError(
-            f"token {self._offset} of document {self._index} of window {self._window}, where the run was saved, is not "
-            "there; resume with the same data, or start again with --overwrite"
+            f"token {self._offset} of document {self._index} of window {self._window}, where the run was saved, does "
+            "not exist; resume with the same data, or start over with --overwrite"
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -195,13 +195,13 @@ class Rows:
             self._open()
 
     def _open(self) -> None:
-        """Goes to the window at the position or, where it has nothing to predict, to the next one that has."""
+        """Opens the window at the position or, if it has nothing to predict, the next one that has."""
         for _ in range(2):
             while (corpus := self.documents.window(self._window)) is not None:
                 if any(int(lengths.max()) >= 2 for lengths in _lengths(corpus)):
                     count = len(corpus.offsets) - 1
                     draw = np.random.default_rng([self.seed, self._epoch, self._window])
-                    # Every rank holds it: in four bytes per document, and the same order as in eight.
+                    # Every rank has it in memory: four bytes per document, in the same order as with eight.
                     self._order = np.arange(count, dtype=np.uint32 if count < 2**32 else np.int64)
                     draw.shuffle(self._order)
                     self._corpus = corpus

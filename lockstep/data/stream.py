@@ -1,4 +1,4 @@
-"""Documents that are read from afar while the run goes on, shuffled a window at a time."""
+"""Documents that are streamed during the run, shuffled one window at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lockstep.errors import UserError
 class StreamedDocuments:
     """Windows of `size` documents of a stream; the next one is read and tokenized while this one is used.
 
-    Window k holds the documents from number k · size on, empty ones left out, so a run resumes by skipping to there.
-    The process that `share` chooses reads; all processes of a run ask for the same windows in the same order.
+    Window k holds the documents from number k · size on, without empty ones, so a run resumes by skipping to there.
+    The process that `share` chooses reads; all processes of a run request the same windows in the same order.
     """
 
     def __init__(self, source: Source, encoder: Encoder, size: int, workers: int, share: Share = unshared):
@@ -48,7 +48,7 @@ class StreamedDocuments:
 
 
 class _Reader(threading.Thread):
-    """Reads windows from number `first` on, one ahead of those asked for."""
+    """Reads windows from number `first` on, one ahead of those requested."""
 
     def __init__(self, documents: StreamedDocuments, first: int):
         super().__init__(daemon=True, name="windows")

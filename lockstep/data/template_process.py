@@ -1,12 +1,12 @@
-"""The process in which a chat template is compiled and rendered, with limits of time and memory.
+"""The process in which a chat template is compiled and rendered, with time and memory limits.
 
-A template is a program that came with a model: jinja's sandbox keeps it from files and from Python's insides, but not
-from running for hours or taking all memory. This file is run as a script, not imported: it needs jinja2 and the
-standard library alone, so a process is there in a fraction of a second.
+A template is a program that came with a model: jinja's sandbox keeps it from files and from Python's internals, but not
+from running for hours or using up all memory. This file is run as a script, not imported: it needs only jinja2 and the
+standard library, so the process starts in a fraction of a second.
 
-Requests arrive on standard input, pickled: first (source, bytes of memory, seconds of processor time, characters of a
-text), then the variables of each rendering. The answers on standard output are bytes: `=` or `!`, eight for the length,
-and JSON of the source's variables, a text, or why there is none.
+Requests arrive on standard input, pickled: first (source, bytes of memory, seconds of CPU time, characters of a text),
+then the variables of each rendering. The answers on standard output are bytes: `=` or `!`, eight for the length, and
+JSON of the source's variables, a text, or why there is none.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def serve() -> None:
-    """Answers until the pipe ends or a limit of time ends the process."""
+    """Answers until the pipe ends or the time limit ends the process."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     source, memory, seconds, longest = pickle.load(requests)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Where the system does not know this limit, as on macOS, the one of time is left.
+    # If the system does not support this limit, as on macOS, only the time limit is left.
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     environment, template = make_environment(), None
@@ -65,7 +65,7 @@ def serve() -> None:
 
 
 def _give_time(seconds: float) -> None:
-    """From now on, so many seconds of processor time until the system ends the process; it counts whole ones."""
+    """The CPU time from now on after which the system ends the process; it counts whole seconds."""
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     limit = math.ceil(used + seconds)
@@ -73,7 +73,7 @@ def _give_time(seconds: float) -> None:
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
-    """As transformers' `apply_chat_template` has it: the same options, functions and blocks."""
+    """Like that of transformers' `apply_chat_template`: the same options, functions and blocks."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -95,7 +95,7 @@ class GenerationBlock(Extension):
 
 
 def _write(name: str, line: int) -> nodes.Node:
-    """Writes a variable's value; nothing where it is not given."""
+    """Writes a variable's value; nothing if it is not given."""
     return nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line)
 
 

@@ -15,12 +15,12 @@ from lockstep.data.records import HUB, Tally, holds_records, read_hub, read_reco
 from lockstep.errors import UserError
 
 LONGEST_PART = 2**22
-"""Characters of a text file that are held at once."""
+"""Most characters of a text file that are held in memory at once."""
 UNDECODED = re.compile("[\udc80-\udcff]")
 
 
 class TextPart(NamedTuple):
-    """A document's text, or of a very long one's a part."""
+    """A document's text, or a part of a very long one's."""
 
     text: str
     ends: bool
@@ -30,13 +30,13 @@ class TextPart(NamedTuple):
 class TextSource:
     """Documents of a file, a folder, a glob or a data set, in the order of their names; iterates over strings.
 
-    A line of a `.jsonl` or `.jsonl.gz` file, a row of a `.parquet` file or of `hf:NAME[:config][:split]` gives a
-    document: `template` with the values in place of the keys in braces. Any other file is one document; a folder's
+    Each line of a `.jsonl` or `.jsonl.gz` file, and each row of a `.parquet` file or of `hf:NAME[:config][:split]`, is
+    a document: `template` with the values in place of the keys in braces. Any other file is one document; a folder's
     hidden files and folders are left out. Empty `data` is the Python standard library's own source, which every machine
-    has. `tally` counts what the latest iteration has met.
+    has. `tally` counts what the latest iteration has encountered.
 
-    Raises UserError where nothing matches or the template is no use, and, while iterating, for a bad line (file and
-    line number; of a text file that is not UTF-8 the byte), unless those are skipped, or a file that is no text.
+    Raises UserError if nothing matches or the template is unusable, and, while iterating, for a bad line (file and
+    line number; the byte in a text file that is not UTF-8), unless these are skipped, or for a file that is not text.
     """
 
     def __init__(self, data: str = "", template: str = "{text}", skip_bad_lines: bool = False):
@@ -45,24 +45,24 @@ class TextSource:
         self.skip_bad_lines = skip_bad_lines
         self.tally = Tally()
         self.streamed = data.startswith(HUB)
-        """Whether it is read from afar: it is not tokenized beforehand, and its end is not known."""
+        """Whether it is streamed: it is not tokenized beforehand, and its length is unknown."""
         self.files = [] if self.streamed else find_files(data)
         try:
             self.keys = [key for _, key, _, _ in string.Formatter().parse(template) if key is not None]
         except ValueError as error:
             raise UserError(
-                f"template {template!r}: {error}; write keys as {{key}}, and a brace itself twice"
+                f"template {template!r}: {error}; write keys as {{key}}, and double a literal brace"
             ) from error
         if not self.keys:
-            raise UserError(f'template {template!r} names no key; write keys in braces, as in "{{text}}"')
+            raise UserError(f'template {template!r} has no keys; write keys in braces, as in "{{text}}"')
 
     def __iter__(self) -> Iterator[str]:
-        """Texts; a file of more than `LONGEST_PART` characters comes as several."""
+        """Texts; a file of more than `LONGEST_PART` characters is split into several."""
         for part in self.read():
             yield part.text
 
     def read(self, skip: int = 0) -> Iterator[TextPart]:
-        """The documents from number `skip` on, in parts where they are very long. Only a data set can skip."""
+        """The documents from number `skip` on, in parts if they are very long. Only a data set can skip."""
         self.tally = Tally()
         if self.streamed:
             for where, values in read_hub(self.data, skip):
@@ -78,7 +78,7 @@ class TextSource:
                 yield from _read_text(path, self.skip_bad_lines, self.tally)
 
     def describe(self) -> dict[str, Any]:
-        """What, beside the files, decides over the documents."""
+        """What determines the documents, apart from the files."""
         return {"template": self.template}
 
     def _bad_keys(self, values: dict[str, Any]) -> list[str]:
@@ -88,10 +88,10 @@ class TextSource:
         if not (bad := self._bad_keys(values)):
             return self.template.format_map(values)
         if self.skip_bad_lines:
-            # Of a data set each row has its number, so an empty document stands in its place.
+            # In a data set each row has its number, so an empty document takes its place.
             self.tally.skipped_lines += 1
             return ""
-        chats = "; these are conversations: lockstep sft reads them, and data tokenize --chat"
+        chats = "; these are conversations: use lockstep sft, or data tokenize --chat"
         raise UserError(
             f"{where}: key {bad[0]!r} is not a string; name the line's keys in --template "
             f"(here: {', '.join(values):.200}), or use --skip-bad-lines{chats * ('messages' in values)}"
@@ -101,7 +101,7 @@ class TextSource:
 def find_files(data: str) -> list[Path]:
     """The files of a path, a folder or a glob, by name; empty: the standard library's source.
 
-    Raises UserError where there are none.
+    Raises UserError if there are none.
     """
     if not data:
         return _standard_library()
@@ -124,15 +124,15 @@ def _hidden(path: Path) -> bool:
 def _read_text(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[TextPart]:
     offset = 0
     try:
-        # Bytes that are not UTF-8 come as surrogates, which are found below; line ends stay, for the offset's sake.
+        # Bytes that are not UTF-8 become surrogates, which are found below; line ends stay, for the offset.
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            # To the end of a line, so that no word is cut; a line without end is cut all the same.
+            # To the end of a line, so that no word is cut; an endless line is cut nevertheless.
             parts = (text + file.readline(LONGEST_PART) for text in iter(lambda: file.read(LONGEST_PART), ""))
             for text, following in itertools.pairwise(itertools.chain(parts, [""])):
                 if "\0" in text:
                     raise UserError(
-                        f"{path}: holds NUL bytes, so it is no UTF-8 text; "
-                        'leave it out, of a folder by a glob such as "folder/**/*.txt"'
+                        f"{path}: contains NUL bytes, so it is not text; "
+                        'leave it out, in a folder with a glob such as "folder/**/*.txt"'
                     )
                 try:
                     offset += len(text.encode())
@@ -140,7 +140,7 @@ def _read_text(path: Path, skip_bad_lines: bool, tally: Tally) -> Iterator[TextP
                     offset += len(text[: error.start].encode())
                     if not skip_bad_lines:
                         raise UserError(
-                            f"{path}: byte {offset} (from 0) is not UTF-8; convert the file, as with "
+                            f"{path}: byte {offset} (from 0) is not UTF-8; convert the file, for example with "
                             "iconv -t UTF-8, or use --skip-bad-lines to leave out its line"
                         ) from error
                     lines = text.split("\n")

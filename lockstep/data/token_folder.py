@@ -1,7 +1,7 @@
 """Tokens on disk: written once, then memory-mapped by every run and every rank.
 
-A folder holds `tokens.bin`, `offsets.bin` (int64), for conversations `scored.bin` (a byte a token), `tokens.json`,
-which describes them, and the tokenizer. It is written under another name and renamed when it is whole.
+A folder contains `tokens.bin`, `offsets.bin` (int64), for conversations `scored.bin` (one byte per token),
+`tokens.json`, which describes them, and the tokenizer. It is written under another name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Source(Protocol):
 
     def read(self, skip: int = 0) -> Iterator[Any]: ...
     def describe(self) -> dict[str, Any]:
-        """What, beside the files, decides over the documents."""
+        """What determines the documents, apart from the files."""
         ...
 
 
@@ -53,21 +53,21 @@ def is_token_folder(path: str | Path) -> bool:
 
 
 def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> TokenizedCorpus:
-    """The folder's corpus, memory-mapped; its tokens are checked as they are read, where `tokenizer` is given.
+    """The folder's corpus, memory-mapped; if `tokenizer` is given, its tokens are checked as they are read.
 
     Raises UserError for a folder that is damaged, or whose tokens are not those of `tokenizer`.
     """
     try:
         about = json.loads(read_text(folder / DESCRIPTION))
         tokens, documents = int(about["tokens"]), int(about["documents"])
-        # Any other type that NumPy knows by name would read the file's bytes as something else, pointers even.
+        # Any other type that NumPy knows by name would read the file's bytes as something else, even pointers.
         kind = np.dtype(DTYPES[about["dtype"]])
         scored, counts, made_by = bool(about["scored"]), _counts(about["counts"]), about["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(f"{folder / DESCRIPTION}: cannot be read ({error!r:.200}); tokenize the data again") from error
     if tokenizer is not None and made_by != tokenizer_fingerprint(tokenizer):
         raise UserError(
-            f"{folder}: was tokenized with another tokenizer than the model's; tokenize the data again with "
+            f"{folder}: was tokenized with a different tokenizer than the model's; tokenize the data again with "
             "lockstep data tokenize --tokenizer FOLDER"
         )
     files = {"tokens.bin": (kind, tokens), "offsets.bin": (np.dtype(np.int64), documents + 1)}
@@ -79,7 +79,7 @@ def open_token_folder(folder: Path, tokenizer: Tokenizer | None = None) -> Token
         size = path.stat().st_size if path.is_file() else -1
         if size != length * dtype.itemsize:
             raise UserError(
-                f"{path}: has {size} bytes and not {length * dtype.itemsize}; delete {folder} and tokenize again"
+                f"{path}: has {size} bytes instead of {length * dtype.itemsize}; delete {folder} and tokenize again"
             )
         arrays[name] = np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)
     if not _ascending(arrays["offsets.bin"], tokens):
@@ -95,20 +95,20 @@ def _counts(counts: dict[str, Any]) -> dict[str, int]:
 
 
 def _ascending(offsets: np.ndarray, last: int) -> bool:
-    """Whether they rise from 0 to `last`; of a memory-mapped array a part is read at a time."""
+    """Whether they ascend from 0 to `last`; a memory-mapped array is read one part at a time."""
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != last:
         return False
     parts = (offsets[start : start + 2**20 + 1] for start in range(0, len(offsets) - 1, 2**20))
-    # Compared, not subtracted: the difference of two offsets may be beyond an int64, and wrap.
+    # Compared, not subtracted: the difference of two offsets may overflow an int64.
     return all((part[:-1] <= part[1:]).all() for part in parts)
 
 
 def write_token_folder(
     folder: Path, source: Source, encoder: Encoder, workers: int = 0, on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Tokenizes a source into a folder, which only appears when it is whole; never holds more than a few batches.
+    """Tokenizes a source into a folder, which only appears when it is complete; never holds more than a few batches.
 
-    `on_bytes` hears how many bytes of the files have been read. Raises UserError for bad data and for a full disk.
+    `on_bytes` is called with the bytes of the files read so far. Raises UserError for bad data and for a full disk.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -119,13 +119,13 @@ def write_token_folder(
         (partial / DESCRIPTION).write_text(json.dumps(about, indent=1))
         partial.replace(folder)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); make room or give another folder") from error
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); free space or give another folder") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def tokenize_with_progress(folder: Path, source: Source, encoder: Encoder, workers: int) -> None:
-    """`write_token_folder` with a bar over the files' bytes; that of a stream, whose length is not known, ends full."""
+    """`write_token_folder` with a progress bar over the files' bytes; for a stream of unknown length it ends full."""
     from lockstep.observe import Progress
 
     total = sum(path.stat().st_size for path in source.files)
@@ -175,10 +175,10 @@ def _write(
 
 
 def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> TokenizedCorpus:
-    """The source's corpus from the cache, tokenized now where it is not there.
+    """The source's corpus from the cache, tokenized now if it is not there.
 
-    Its name there is made of the files (path, size, time of change), the tokenizer and what else decides over the
-    documents. Of several processes that ask for it, one works and the others wait.
+    Its name there is made from the files (path, size, modification time), the tokenizer and whatever else determines
+    the documents. Of several processes that ask for it, one works and the others wait.
     """
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     how = [source.describe(), source.skip_bad_lines, encoder.describe(), tokenizer_fingerprint(encoder.tokenizer)]
@@ -192,7 +192,7 @@ def cached(source: Source, encoder: Encoder, cache: Path, workers: int) -> Token
 
 @contextmanager
 def _lock(path: Path) -> Iterator[IO[str]]:
-    # The kernel frees it when the process that holds it ends, however that is.
+    # The kernel releases it when the process that holds it ends, however that happens.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
@@ -204,7 +204,7 @@ def _lock(path: Path) -> Iterator[IO[str]]:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Equal for tokenizers that give the same tokens and end a text alike."""
+    """Equal for tokenizers that give the same tokens and end a text the same way."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eos_id}".encode())

@@ -22,7 +22,7 @@ def tokenize_once(
     skip_bad_lines: bool = False,
     workers: int = 4,
 ) -> None:
-    """Writes the folder `output` and says what is in it. Raises UserError for bad data or a folder that exists."""
+    """Writes the folder `output` and prints what is in it. Raises UserError for bad data or an existing folder."""
     folder = Path(output)
     if folder.exists():
         raise UserError(f"{folder}: already exists; delete it or give another --output")
@@ -41,6 +41,6 @@ def tokenize_once(
     corpus = open_token_folder(folder)
     met = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in corpus.counts.items() if count)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
-    print(f"{folder}: {len(corpus.tokens)} tokens of {len(corpus.offsets) - 1} documents, {size:.1f} MiB")
+    print(f"{folder}: {len(corpus.tokens)} tokens in {len(corpus.offsets) - 1} documents, {size:.1f} MiB")
     if met:
         print(f"left out: {met}")

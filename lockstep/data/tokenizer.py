@@ -17,49 +17,49 @@ END_OF_TEXT = "<|endoftext|>"
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CARRIED_FILES = (CHAT_TEMPLATE_FILE, "special_tokens_map.json")
-"""What others read beside the tokenizer, so that a checkpoint of a chat model still chats."""
+"""Files that other programs read along with the tokenizer, so that a checkpoint of a chat model still chats."""
 TOKEN_OPTIONS = ("lstrip", "rstrip", "normalized", "single_word")
 
 TRAINING_CHARACTERS = 2**30
-"""That a vocabulary is learnt from, at most."""
+"""Most characters that a vocabulary is learned from."""
 
 PROBE = "A few words, a num8er,\n  and ä\U0001f600."
-"""That every tokenizer is tried on when it is loaded."""
+"""Text that every tokenizer is tried on when it is loaded."""
 
 LARGEST_TEXT = 2**26
 """Bytes of a file that is read as a whole: settings, templates, a token folder's description."""
 
 FAILS = ("the tokenizer fails on this text or these tokens", "leave them out")
-# Tokens that a stream holds back at most.
+# Most tokens that a stream holds back.
 LONGEST_PIECE = 32
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the loops need of a tokenizer."""
+    """What the training and generation loops need from a tokenizer."""
 
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
     longest_token: int
-    """Characters that one token stands for, at most."""
+    """Most characters that one token stands for."""
     carried: dict[str, str]
-    """Texts of other files by name, which `save` writes beside its own."""
+    """Texts of other files by name, which `save` writes next to its own."""
 
     def __hash__(self) -> int: ...
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens, and from which to which character of `text` each goes."""
+        """Tokens, and the span of characters of `text` that each covers."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
     def vocabulary(self) -> dict[str, int]:
-        """Every token's number by its name."""
+        """Every token's id by its name."""
         ...
 
     def special_tokens(self) -> dict[str, int]:
-        """The numbers of those that a text's own characters never are, and that `decode` leaves out, by name."""
+        """The ids, by name, of tokens that are never a text's own characters and that `decode` leaves out."""
         ...
 
     def save(self, folder: str | Path) -> None: ...
@@ -110,7 +110,7 @@ class ByteTokenizer:
         return self.encode(text), spans
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens are left out; bytes that are no UTF-8 become replacement characters."""
+        """Special tokens are left out; bytes that are not UTF-8 become replacement characters."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
     def save(self, folder: str | Path) -> None:
@@ -123,7 +123,7 @@ class ByteTokenizer:
 
 
 def byte_characters() -> dict[int, str]:
-    """How byte-level BPE writes a byte: as itself where that is printable, else as the next character from 256 on."""
+    """How byte-level BPE writes a byte: as itself if that is printable, else as the next character from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -146,11 +146,12 @@ def _bytes_for_transformers() -> dict[str, Any]:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
-    `eos_token` and `bos_token` are names or ids; one that the vocabulary does not hold counts as none. `settings` is
+    `eos_token` and `bos_token` are names or ids; one that is not in the vocabulary counts as none. `settings` is
     the content of `tokenizer_config.json`: its added and special tokens are added as transformers adds them, and `save`
-    writes it again, with the texts in `carried` under their names. Truncation and padding in the file are switched off.
+    writes it again, with the texts in `carried` under their names. Truncation and padding in the file are turned off.
 
-    Raises UserError for a file that is no tokenizer, and for added tokens that do not get the ids they are listed with.
+    Raises UserError for a file that is not a tokenizer, and for added tokens that do not get the ids they are listed
+    with.
     """
 
     def __init__(
@@ -165,19 +166,19 @@ class HuggingFaceTokenizer:
 
         with _library(f"{path}: cannot be read as a tokenizer", "save it again with tokenizers"):
             self._backend = Backend.from_file(str(path))
-            # Some files keep the limits of the last call that their author made.
+            # Some files contain the limits of the last call that their author made.
             self._backend.no_truncation()
             self._backend.no_padding()
             before = repr(self._backend.get_added_tokens_decoder())
             self._add_tokens(settings or {}, Path(path).parent / "tokenizer_config.json")
             if repr(self._backend.get_added_tokens_decoder()) != before:
-                # A token added again keeps some of its former options until the file is read again.
+                # A token that is added again keeps some of its former options until the file is read again.
                 self._backend = Backend.from_str(self._backend.to_str())
             self._backend.encode_special_tokens = bool((settings or {}).get("split_special_tokens"))
-            # Some files are read and panic at the first text. An Exception is none: a vocabulary may lack these words.
+            # Some files load and then panic at the first text. An Exception is fine: a vocabulary may lack these words.
             with suppress(Exception):
                 self._backend.decode(self._backend.encode(PROBE, add_special_tokens=False).ids)
-        # Not the number of tokens: where ids have gaps, the largest one still needs its row in the embedding.
+        # Not the number of tokens: if ids have gaps, the largest one still needs its row in the embedding.
         vocabulary = self._backend.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=1)
@@ -216,16 +217,16 @@ class HuggingFaceTokenizer:
         (folder / BYTE_FILE).unlink(missing_ok=True)
         _write(folder / "tokenizer.json", self._backend.to_str(pretty=False))
         names = {"eos_token": self._setting(self.eos_id), "bos_token": self._setting(self.bos_id)}
-        # Without a class transformers takes the one of the model's family, which may cut texts in a way of its own.
+        # Without a class transformers takes the one of the model's family, which may split texts differently.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings, **names}
         _write(folder / "tokenizer_config.json", json.dumps(settings))
         _write_all(folder, self.carried)
 
     def _add_tokens(self, settings: dict[str, Any], file: Path) -> None:
-        """Adds `added_tokens_decoder` in the order of its ids; of the special tokens by name, those in the vocabulary.
+        """Adds `added_tokens_decoder` in the order of its ids, and special tokens by name that are in the vocabulary.
 
-        Special is what either file calls so. A special token outside the vocabulary would get an id that the model has
-        no row for.
+        A token is special if either file says so. A special token outside the vocabulary would get an id that the
+        model has no row for.
         """
         found: list[Any] = [value for key, value in settings.items() if key.endswith("_token")]
         for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -241,7 +242,7 @@ class HuggingFaceTokenizer:
                 self._backend.add_tokens([added])
                 if (actual := self._backend.token_to_id(token["content"])) != number:
                     raise UserError(
-                        f"{file}: added_tokens_decoder lists {token['content']!r} as token {number}, but after "
+                        f"{file}: added_tokens_decoder lists {token['content']!r} as token {number}, but with "
                         f"tokenizer.json it is token {actual}; save both files again with transformers"
                     )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -255,19 +256,19 @@ class HuggingFaceTokenizer:
                 self._backend.add_special_tokens([known.get(name) or _added(token, special=True)])
 
     def _setting(self, token_id: int | None) -> str | dict[str, Any] | None:
-        """A token as settings name it: by its name alone a token would become special."""
+        """A token as settings name it: given by its name alone, a token would become special."""
         name = self._token(token_id)
         if name is None or name in self.special_tokens():
             return name
         return {"__type": "AddedToken", "content": name, "special": False}
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token's number by its name, added tokens included."""
+        """Every token's id by its name, including added tokens."""
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
 
     def special_tokens(self) -> dict[str, int]:
-        """The numbers of the special tokens by name."""
+        """The ids of the special tokens by name."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
@@ -297,9 +298,10 @@ def _added(token: dict[str, Any], special: bool) -> Any:
 
 @contextmanager
 def _library(problem: str, advice: str) -> Iterator[None]:
-    """Whatever the `tokenizers` library raises becomes a UserError: bare Exceptions, and panics, which are none.
+    """Turns whatever the `tokenizers` library raises into a UserError: bare Exceptions, and panics, which are not
+    Exceptions.
 
-    But for what it says of half a surrogate pair, which its callers name, with the place where it stands.
+    Except its errors for half a surrogate pair, which callers report with its place.
     """
     try:
         yield
@@ -335,22 +337,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 
 def named_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """`byte`, `bpe:VOCABULARY` trained on the first gigabyte of the texts, or a folder's.
+    """`byte`, `bpe:VOCABULARY` trained on the first gigabyte of the texts, or a folder's tokenizer.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     if name == "byte":
         return ByteTokenizer()
     kind, _, size = name.partition(":")
     if kind == "bpe":
         if not size.isdigit():
-            raise UserError(f'tokenizer "{name}": give the vocabulary as bpe:2048')
+            raise UserError(f'tokenizer "{name}": give the size of the vocabulary, as in bpe:2048')
         return train_bpe(_beginning(texts, TRAINING_CHARACTERS), int(size))
     return load_tokenizer(name)
 
 
 def _beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """A stream may never end, and a vocabulary is as good long before."""
+    """A stream may never end, and the vocabulary is as good long before that."""
     for text in texts:
         yield text
         characters -= len(text)
@@ -359,7 +361,8 @@ def _beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
-    """The tokenizer of a folder, or of a model of the hub, with the end and beginning of text that its settings name.
+    """The tokenizer of a folder or of a model on the hub, with the end-of-text and beginning-of-text tokens that its
+    settings name.
 
     Raises UserError if there is none, if it cannot be read, if it lacks a token that the settings name, or if its
     vocabulary is larger than the model's.
@@ -375,7 +378,7 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
     elif (folder / "tokenizer.json").is_file():
         tokenizer = _hugging_face(folder)
     else:
-        raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")
+        raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer next to its weights")
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
         raise UserError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model only {model_vocab_size}; "
@@ -386,7 +389,7 @@ def load_tokenizer(folder: str | Path, model_vocab_size: int | None = None) -> B
 
 def _hugging_face(folder: Path) -> HuggingFaceTokenizer:
     settings = _with_older_files(_json(folder / "tokenizer_config.json"), folder)
-    # The tokenizer's own files name the token; the model's give its id, or several, of which the first counts.
+    # The tokenizer's own files name the token; the model's files give its id, or several, of which the first counts.
     named = [("tokenizer_config.json", settings)]
     named += [(n, _json(folder / n)) for n in ("special_tokens_map.json", "generation_config.json", "config.json")]
     chosen: dict[str, str | int | None] = {"eos": END_OF_TEXT, "bos": None}
@@ -417,8 +420,8 @@ def _are_lists(*values: Any) -> bool:
 
 
 def _with_older_files(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings with what older folders say of tokens in files of their own; those with a table leave them unread,
-    as transformers does."""
+    """The settings, with what older folders say about tokens in separate files; as in transformers, these files are not
+    read if the settings have a table."""
     if "added_tokens_decoder" in settings:
         return settings
     special = _json(folder / "special_tokens_map.json")
@@ -437,7 +440,7 @@ def _carried(folder: Path) -> dict[str, str]:
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError for a file that is no UTF-8, or larger than 64 MiB."""
+    """Raises UserError for a file that is not UTF-8, or larger than 64 MiB."""
     if (size := path.stat().st_size) > LARGEST_TEXT:
         raise UserError(f"{path}: has {size} bytes, more than {LARGEST_TEXT}; fix it or remove it")
     try:
@@ -452,24 +455,24 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error}); fix it or remove it") from error
+        raise UserError(f"{path}: not valid JSON ({error}); fix it or remove it") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: a {type(values).__name__}, not a JSON object; fix it or remove it")
+        raise UserError(f"{path}: is a {type(values).__name__}, not a JSON object; fix it or remove it")
     return values
 
 
 class StreamDecoder:
     """Text of a growing list of tokens, piece by piece, never half a character.
 
-    A token costs two decodings of a few tokens, however long the text is.
+    Each token costs two decodings of a few tokens, however long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         # Decoded together: the tokens of the last finished piece, as context (some decoders treat the first token of a
-        # text in their own way), and those since. A piece starts and ends between characters, so context cannot spoil
-        # a character that follows. `_shown` characters of them are out already.
+        # text differently), and those since. A piece starts and ends between characters, so the context cannot spoil
+        # a character that follows. `_shown` of their characters have been returned already.
         self._held: list[int] = []
         self._context = 0
         self._shown = 0
@@ -486,7 +489,7 @@ class StreamDecoder:
         if new and len(whole) == len(text):
             self._drop(self._context, len(text))
         elif len(self._held) > LONGEST_PIECE:
-            # Special tokens or bytes that are no UTF-8: a character is at most 4 bytes, so all but 3 are final.
+            # Special tokens or bytes that are not UTF-8: a character is at most 4 bytes, so all but 3 are final.
             final = max(self._shown, len(text) - 3)
             new, self._shown = new + text[self._shown : final], final
             self._drop(len(self._held) - 8, len(text))
@@ -499,7 +502,7 @@ class StreamDecoder:
         return self._tokenizer.decode(self._held)[self._shown :]
 
     def _drop(self, count: int, length: int) -> None:
-        """Forgets the first `count` tokens of those held, whose text has `length` characters."""
+        """Forgets the first `count` of the held tokens, whose text has `length` characters."""
         pending = length - self._shown
         self._held = self._held[count:]
         self._context = len(self._held)

@@ -1,7 +1,7 @@
-"""Encoding in processes of its own, in order.
+"""Encoding in separate processes, in order.
 
-A worker is a plain child that reads batches from its standard input and writes tokens to its standard output: it ends
-when the pipe does, however its parent died, and a Ctrl-C at the terminal does not reach it.
+A worker is a plain child process that reads batches from its standard input and writes tokens to its standard output:
+it ends when the pipe does, however its parent died, and a Ctrl-C at the terminal does not reach it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lockstep.data.encode import Encoded, Encoder, batches
 from lockstep.errors import UserError
 
 AHEAD = 3
-"""Batches a worker that are encoded before they are asked for."""
+"""Batches per worker that are encoded before they are needed."""
 
 
 def encode_all(items: Iterable[Any], encoder: Encoder, workers: int = 0) -> Iterator[Encoded]:
-    """The items encoded, in order, by `workers` processes, or by this one where there are none.
+    """The items encoded, in order, by `workers` processes, or by this one if `workers` is 0.
 
-    An error of the source or of a worker is raised here, where the items before it have been given out.
+    An error in the source or in a worker is raised here, after the items before it have been yielded.
     """
     if not workers:
         for batch in batches(items, encoder):
@@ -80,7 +80,7 @@ class _Worker:
     def __init__(self, encoder: Encoder):
         root = str(Path(__file__).parents[2])
         path = python_path(root)
-        # One thread each: the processes are what shares the cores.
+        # One thread each: the cores are shared by the processes.
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", "from lockstep.data.workers import serve; serve()"],
@@ -89,7 +89,7 @@ class _Worker:
             env=environment,
             start_new_session=True,
         )
-        # From a thread of its own: this process may go on reading while the worker starts.
+        # From a separate thread: this process can continue reading while the worker starts.
         self._first = threading.Thread(target=self._send, args=(encoder,), daemon=True)
         self._first.start()
 
@@ -112,7 +112,7 @@ class _Worker:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                # What it still held was for a process that is gone.
+                # What it still contained was for a process that is gone.
                 with suppress(BrokenPipeError):
                     pipe.close()
 
@@ -126,9 +126,9 @@ class _Worker:
 
 
 def python_path(*first: str) -> str:
-    """PYTHONPATH for a child that is started with -P: without empty entries, which stand for the working folder.
+    """PYTHONPATH for a child that is started with -P: without empty entries, which mean the working folder.
 
-    Files beside the data may have the names of modules.
+    Files next to the data may have the names of modules.
     """
     return os.pathsep.join([*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 

@@ -1,7 +1,7 @@
 """A folder with an adapter in `peft`'s layout: `adapter_config.json`, `adapter_model.safetensors`, and no base.
 
-The base is the model folder that `adapter_config.json` names. What `peft` has no word for stands in `lockstep.json`:
-a digest of the base's weights, and what the run that trained the adapter had beside its base's settings.
+The base is the model folder that `adapter_config.json` names. What `peft` cannot express is in `lockstep.json`:
+a digest of the base's weights, and settings of the run that trained the adapter that differ from its base's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lockstep.model.stored import PEFT_PREFIX, SCORE, adapter_name, is_beside_ba
 
 SETTINGS, TENSORS, OWN = "adapter_config.json", "adapter_model.safetensors", "lockstep.json"
 SCORE_TENSOR = adapter_name(SCORE)
-"""The head of a reward model with an adapter, which is trained whole."""
+"""The head of a reward model with an adapter; it is trained in full."""
 JSON_BYTES = 2**20
-# What changes the arithmetic, and the values that are built here.
+# Settings that change the arithmetic, and the only values that are supported.
 _ONLY: dict[str, Any] = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
     "lora_bias": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None,
@@ -41,12 +41,12 @@ _ONLY: dict[str, Any] = {
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether it holds an adapter, and not a whole model."""
+    """Whether it contains an adapter, and not a full model."""
     return (folder / SETTINGS).is_file() and not (folder / "config.json").is_file()
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of the model that an adapter is for; of any other folder the folder itself. Raises UserError."""
+    """The folder of the model that an adapter is for; for any other folder, the folder itself. Raises UserError."""
     if not is_adapter_folder(folder):
         return folder
     base = _settings(folder).get("base_model_name_or_path")
@@ -58,20 +58,20 @@ def base_folder(folder: Path) -> Path:
         found = local_folder(base)
     except UserError as error:
         raise UserError(
-            f"{folder}: its base is not there ({error}); correct base_model_name_or_path in {SETTINGS}"
+            f"{folder}: its base was not found ({error}); correct base_model_name_or_path in {SETTINGS}"
         ) from error
     if is_adapter_folder(found):
         raise UserError(f"{folder}: its base {base} is an adapter too; merge that first: lockstep convert --merge")
     if not (found / "config.json").is_file():
         raise UserError(
-            f"{folder}: its base is not there ({base} has no config.json; of a run it is one of the folders in "
+            f"{folder}: its base was not found ({base} has no config.json; for a run, name one of the folders in "
             f"checkpoints/); correct base_model_name_or_path in {SETTINGS}"
         )
     return found
 
 
 def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
-    """The base's shape with the folder's adapter. Raises UserError for one that is of another kind or another base."""
+    """The base's shape with the folder's adapter. Raises UserError for one of another kind or for another base."""
     settings = _settings(folder)
     shapes = _shapes(folder)
     scores = SCORE_TENSOR in shapes
@@ -79,7 +79,7 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
         if key == "modules_to_save" and scores:
             continue  # the head; peft names those of other models with it
         if (found := settings.get(key, value)) != value and found not in (None, False, [], ""):
-            # What peft writes where nothing is set is as good as nothing.
+            # What peft writes if nothing is set is the same as nothing.
             if found == {} and key.endswith("_pattern"):
                 continue
             raise UserError(f"{folder / SETTINGS}: {key} is {found!r:.100}; only {value!r} is supported")
@@ -91,7 +91,7 @@ def with_adapter(folder: Path, base: ModelConfig) -> ModelConfig:
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not 0 < alpha < math.inf:
         raise UserError(
-            f"{folder / SETTINGS}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; both are numbers above 0"
+            f"{folder / SETTINGS}: r is {rank!r:.40} and lora_alpha {alpha!r:.40}; both must be numbers above 0"
         )
     modules = _modules(folder, shapes)
     lora = Lora(rank, float(alpha), modules)
@@ -107,22 +107,22 @@ def adapter_files(folder: Path) -> dict[str, Path]:
 
 
 def refuse_other_base(folder: Path, base: Path | None = None) -> None:
-    """Raises UserError where the weights in `base`, by default the folder's own, are not those of the adapter's run.
+    """Raises UserError if the weights in `base`, by default the folder's own, are not those of the adapter's run.
 
-    An adapter that does not say, such as one of `peft`'s, goes with any base of its shapes.
+    An adapter that does not say, such as one from `peft`, works with any base of its shapes.
     """
     base = base_folder(folder) if base is None else base
     recorded = _own(folder).get("base_digest")
     if recorded and (found := digest(base)) != recorded:
         raise UserError(
-            f"{folder}: is an adapter for other weights than those in {base}: their digest is {found}, and that of the "
-            f"adapter's base {recorded}; give its own base as base_model_name_or_path in {SETTINGS}, or delete {OWN} "
-            "there to use it with this one all the same"
+            f"{folder}: is an adapter for other weights than those in {base}: their digest is {found}, but that of the "
+            f"adapter's base is {recorded}; give its own base as base_model_name_or_path in {SETTINGS}, or delete "
+            f"{OWN} there to use it with this one anyway"
         )
 
 
 def refuse_other_adapter(folder: Path, lora: Lora) -> None:
-    """Raises UserError where the folder's adapter is not one of `lora`: a run cannot go on with another."""
+    """Raises UserError if the folder's adapter does not match `lora`: a run cannot continue with a different one."""
     settings = _settings(folder)
     names = {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.modules)}
     found = settings.get("r"), settings.get("lora_alpha"), sorted(_modules(folder, _shapes(folder)))
@@ -130,13 +130,13 @@ def refuse_other_adapter(folder: Path, lora: Lora) -> None:
         if own != theirs:
             raise UserError(
                 f"{folder}: was trained with {name} {theirs!s:.200}, not {own!s:.200}; resume with the same adapter, "
-                "or begin another run"
+                "or start a new run"
             )
 
 
 def digest(folder: Path) -> str:
-    """Of all tensors of a model folder, however they are spread over files: names, dtypes, shapes and checksums."""
-    # Found by the one function that knows a folder's files, which itself reads adapters.
+    """Digest of all tensors in a model folder, in whichever files: their names, dtypes, shapes and checksums."""
+    # Imported here because that module, which knows a folder's files, imports this one.
     from lockstep.model.checkpoint import tensor_files
 
     by_file: dict[Path, list[str]] = defaultdict(list)
@@ -169,7 +169,7 @@ def save_adapter(model: Decoder, path: str | Path, base: str | Path) -> None:
 
 
 def write_adapter_description(folder: Path, config: ModelConfig, base: Path, base_digest: str) -> None:
-    """Writes what stands beside an adapter's tensors: `peft`'s settings, and ours. `config.lora` is set."""
+    """Writes the files that go with an adapter's tensors: `peft`'s settings, and ours. `config.lora` is set."""
     assert config.lora is not None
     settings = {
         "peft_type": "LORA",
@@ -194,7 +194,7 @@ def write_adapter_description(folder: Path, config: ModelConfig, base: Path, bas
 
 
 def _short_names(config: ModelConfig) -> list[str]:
-    """`target_modules` as people write them: last names where those of all layers are meant, else whole names."""
+    """`target_modules` as people write them: last names if those of all layers are meant, else full names."""
     assert config.lora is not None
     everything: dict[str, list[str]] = defaultdict(list)
     for name, _ in projections(Decoder(config, torch.float32, "meta")):
@@ -202,7 +202,7 @@ def _short_names(config: ModelConfig) -> list[str]:
     adapted = set(config.lora.modules)
     names = []
     for last, layers in everything.items():
-        # peft takes a last name for every layer that ends so, an expert's too.
+        # peft applies a last name to every layer that ends with it, including an expert's.
         whole = adapted.issuperset(layers) and config.experts is None
         names += [last] if whole else [name for name in layers if name in adapted]
     return names
@@ -215,7 +215,7 @@ def _modules(folder: Path, shapes: Mapping[str, list[int]]) -> tuple[str, ...]:
         stem, found, _ = name.partition(".lora_")
         if not found or not name.startswith(f"{PEFT_PREFIX}") or name[len(stem) :] not in _ENDINGS:
             raise UserError(
-                f"{folder / TENSORS}: tensor {name} is none of a LoRA adapter's matrices "
+                f"{folder / TENSORS}: tensor {name} is not a LoRA adapter's matrix "
                 f"({PEFT_PREFIX}….lora_A.weight); only those are read"
             )
         modules[stem.removeprefix(f"{PEFT_PREFIX}")] = None
@@ -228,7 +228,7 @@ _ENDINGS = (".lora_A.weight", ".lora_B.weight")
 
 
 def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str, list[int]]) -> None:
-    """Names the first tensor that does not fit the base, before anything is made of it."""
+    """Raises UserError naming the first tensor that does not fit the base, before anything is built from it."""
     assert config.lora is not None
     layers = dict(projections(Decoder(dataclasses.replace(config, lora=None), torch.float32, "meta")))
     rank = config.lora.rank
@@ -244,7 +244,7 @@ def _refuse_other_shapes(folder: Path, config: ModelConfig, shapes: Mapping[str,
             if found != wanted:
                 raise UserError(
                     f"{folder}: is an adapter for another base: {module}{ending} has shape {found}, but rank {rank} "
-                    f"beside the {outputs} x {inputs} matrix of {_base(folder)} asks for {wanted}; correct "
+                    f"beside the {outputs} x {inputs} matrix of {_base(folder)} requires {wanted}; correct "
                     f"base_model_name_or_path in {SETTINGS}"
                 )
 
@@ -254,7 +254,7 @@ def _base(folder: Path) -> str:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Of every tensor in the adapter's file, by its name there."""
+    """The shape of every tensor in the adapter's file, by its name there."""
     path = folder / TENSORS
     if not path.is_file():
         raise UserError(f"{folder}: {TENSORS} is missing; only safetensors are read, never pickles")
@@ -270,7 +270,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _with_own(folder: Path, config: ModelConfig) -> ModelConfig:
-    """With what `lockstep.json` says beside the base's settings."""
+    """`config` with the settings in `lockstep.json`."""
     own = {key: value for key, value in _own(folder).items() if key in _OWN}
     for key, value in own.items():
         numbers = value if key == "eos_token_ids" else [] if value is None and key == "bos_token_id" else [value]

@@ -1,9 +1,9 @@
-"""Which arithmetic the operators compute in: chosen once a process, and written beside everything that depends on it.
+"""Which arithmetic the operators compute in: chosen once per process, and recorded with everything that depends on it.
 
-`portable` gives the same bits on every CPU; `bf16_pairs` and `bf16_tiles` are faster in bfloat16 where the processor
-has the instructions, each with bits of its own. GPUs have theirs, which nobody chooses.
+`portable` gives the same bits on every CPU; `bf16_pairs` and `bf16_tiles` are faster in bfloat16 if the processor
+has the instructions, each with its own bits. GPUs have their own, which cannot be chosen.
 
-`bf16_tiles` can be asked for on any processor: where AMX is missing it is emulated, many times as slow.
+`bf16_tiles` can be requested on any processor: without AMX it is emulated, many times slower.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lockstep.errors import UserError
 
 
 def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str:
-    """Makes the CPU's operators compute in `wanted`; returns its name, or `auto` where `device` is no CPU.
+    """Makes the CPU's operators compute in `wanted`; returns its name, or `auto` if `device` is not a CPU.
 
-    auto: `recorded`, that of the run or the checkpoint gone on with, or where nothing is recorded the fastest of this
-    processor. Warns where it is emulated. Raises UserError for one that this processor has not, naming both sides.
+    auto: `recorded`, that of the run or checkpoint being continued, or if none is recorded the fastest on this
+    processor. Warns if it is emulated. Raises UserError for one that this processor lacks, naming both sides.
     """
     if device.type != "cpu":
         if wanted != "auto":
-            raise UserError(f"arithmetic {wanted} is one of the CPU's, but the device is {device}; leave it out")
+            raise UserError(f"arithmetic {wanted} is for CPUs, but the device is {device}; leave it out")
         return "auto"
     chosen = recorded if wanted == "auto" and recorded in ops.ARITHMETICS else wanted
     try:
@@ -37,20 +37,20 @@ def set_arithmetic(wanted: str, device: torch.device, recorded: str = "") -> str
         if chosen == wanted:
             raise UserError(f"{error}; give --arithmetic {other}") from error
         raise UserError(
-            f"computed so far in {recorded} arithmetic, which cannot be had here: {error}. Resume where it can, or "
-            f"accept other bits from here on with --arithmetic {other}"
+            f"computed so far in {recorded} arithmetic, which is not available here: {error}. Resume where it is, or "
+            f"accept different bits from here on with --arithmetic {other}"
         ) from error
     if ops.is_emulated(name):
         warnings.warn(
-            f"arithmetic {name} is emulated on this processor, with the same bits and many times as slow; --arithmetic "
-            "portable is faster, with other bits",
+            f"arithmetic {name} is emulated on this processor, with the same bits but many times slower; --arithmetic "
+            "portable is faster, with different bits",
             stacklevel=2,
         )
     return name
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """The arithmetic in use: equal names on two machines are equal bits."""
+    """The arithmetic in use: equal names on two machines mean equal bits."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"cuda sm_{major}{minor}"
@@ -58,5 +58,5 @@ def arithmetic_of(device: torch.device) -> str:
 
 
 def instruction_set() -> str:
-    """Of the CPU's operators, such as `avx2`; it has no say in the bits."""
+    """Instruction set of the CPU's operators, such as `avx2`; it does not affect the bits."""
     return ops.instruction_set()

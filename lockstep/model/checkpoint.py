@@ -1,4 +1,4 @@
-"""A Hugging Face folder in and out, one tensor at a time: memory holds the model and never a second copy of it."""
+"""Reads and writes a Hugging Face folder, one tensor at a time: there is never a second copy of the model in memory."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from lockstep.model.stored import (
 FLOATS = ("BF16", "F16", "F32", "F64")
 QUANTIZED = ("U8",)
 JSON_BYTES = 2**26
-"""Of a JSON file in a model folder: far beyond any, and parsed in seconds."""
+"""Limit for a JSON file in a model folder: far larger than any, and still parsed in seconds."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Decoder:
-    """A model folder, or model of the hub, as a Decoder. dtype None keeps the files' own.
+    """A model folder, or a model on the hub, as a Decoder. dtype None keeps that of the files.
 
     Raises UserError, naming the file and the key or tensor, for a folder that is incomplete or of another shape.
     """
@@ -61,10 +61,10 @@ def load_model(path: str | Path, dtype: str | torch.dtype | None = None, device:
 
 
 def empty_model(folder: Path, dtype: str | torch.dtype | None = None) -> Decoder:
-    """The folder's model on the meta device, without memory for its weights: of their files it reads the headers.
+    """The folder's model on the meta device, without memory for its weights: only the files' headers are read.
 
-    Raises UserError where `load_model` would. An adapter that knows its base is compared with it, for which the base's
-    files are read.
+    Raises UserError if `load_model` would. An adapter that records its base is compared with it, which reads the base's
+    files.
     """
     model, files = _model_and_files(folder, dtype)
     check_tensors(model, folder, files)
@@ -80,9 +80,9 @@ def _model_and_files(folder: Path, dtype: str | torch.dtype | None) -> tuple[Dec
 
 
 def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
-    """Raises UserError where the folder's files cannot have all weights of `config`.
+    """Raises UserError if the folder's files are too small for all weights of `config`.
 
-    For before anything is made of what a damaged config.json says: a layer or a shape of 10¹² would take hours.
+    Called before anything is built from a possibly damaged config.json: a layer or a shape of 10¹² would take hours.
     """
     files = tensor_files(folder)
     size = sum(path.stat().st_size for path in set(files.values()))
@@ -95,16 +95,16 @@ def refuse_few_bytes(folder: Path, config: ModelConfig) -> None:
 
 
 def load_weights(model: TrainableModel, path: str | Path) -> None:
-    """Replaces the model's weights by those of another folder, in place: whoever reads the model sees the new ones.
+    """Replaces the model's weights by those of another folder, in place: every user of the model sees the new ones.
 
     All names, shapes, dtypes and files are checked before the first tensor changes. Raises UserError, with the weights
-    as they were, for a folder that is incomplete, damaged or of another model.
+    unchanged, for a folder that is incomplete, damaged or of another model.
     """
     copy_weights(sources_of_weights(model, path))
 
 
 class Added(NamedTuple):
-    """What a model has beyond the folder that it begins from."""
+    """What a model has in addition to the folder that it starts from."""
 
     fields: tuple[str, ...]
     """Of its ModelConfig."""
@@ -157,7 +157,7 @@ def sources_of_weights(model: TrainableModel, path: str | Path, added: Added | N
         config = read_config(folder)
         for field in dataclasses.fields(config):
             new, own = getattr(config, field.name), getattr(model.config, field.name)
-            # What ends a text, and how sums are cut, belongs to the folder that the model came from.
+            # End-of-text tokens and reduction chunks belong to the folder that the model came from.
             of_folder = ("bos_token_id", "eos_token_ids", "reduction_chunks", *(added.fields if added else ()))
             if new != own and field.name not in of_folder:
                 raise UserError(
@@ -166,7 +166,7 @@ def sources_of_weights(model: TrainableModel, path: str | Path, added: Added | N
         return check_tensors(model, folder, tensor_files(folder), added)
     except UserError:
         raise
-    except Exception as error:  # nothing has changed yet: whatever it is, the folder is at fault
+    except Exception as error:  # nothing has changed yet: whatever it is, the folder is the cause
         raise UserError(f"{folder}: cannot be read as a model folder ({type(error).__name__}: {error})") from error
 
 
@@ -180,23 +180,23 @@ def copy_weights(sources: list[Source]) -> None:
 def check_tensors(
     model: TrainableModel, folder: Path, files: dict[str, Path], added: Added | None = None
 ) -> list[Source]:
-    """Where each of the model's tensors comes from, file by file. Raises UserError where one is not there as it should.
+    """Where each of the model's tensors comes from, file by file. Raises UserError if one is missing or wrong.
 
-    Files are opened once, for the checks and the copies: one that is replaced in between changes nothing.
+    Files are opened once, for the checks and the copies: replacing one in between has no effect.
     """
     if is_adapter_folder(folder):
         refuse_other_base(folder)
     parameters = [(n, p) for n, p in model.named_parameters() if not (added and added.names(n))]
     wanted = list(_wanted(parameters, files))
     shapes = {name: shape for part, parameter in wanted for name, shape in part.tensors(parameter.shape).items()}
-    # A model may hold some of the layers only.
+    # A model may have only some of the layers.
     everything = _wanted(Decoder(model.config, torch.float32, "meta").named_parameters(), files)
     whole = {name for part, parameter in everything for name in part.tensors(parameter.shape)}
     unknown = [n for n in files if n not in whole and not is_ignored(n, model.config)]
     if missing := [name for name in shapes if name not in files]:
         raise UserError(f"{folder}: tensor {missing[0]} is missing{_more(missing)}; the download may be incomplete")
     if unknown:
-        raise UserError(f"{folder}: tensor {unknown[0]} has no place in this model{_more(unknown)}; check config.json")
+        raise UserError(f"{folder}: tensor {unknown[0]} is not part of this model{_more(unknown)}; check config.json")
     opened = {path: _open(path) for path in sorted({files[name] for name in shapes})}
     held = {path: set(file.keys()) for path, file in opened.items()}
     quantized = {name for part, parameter in wanted if part.quantized for name in part.tensors(parameter.shape)}
@@ -210,7 +210,7 @@ def check_tensors(
             raise UserError(f"{path}: tensor {name} is {stored.get_dtype()}; only {', '.join(kinds)} are read")
         if stored.get_shape() != list(shape):
             raise UserError(
-                f"{path}: tensor {name} has shape {stored.get_shape()}, but config.json asks for {list(shape)}"
+                f"{path}: tensor {name} has shape {stored.get_shape()}, but config.json requires {list(shape)}"
             )
     slices = {name: opened[files[name]].get_slice(name) for name in shapes}
     sources = []
@@ -226,14 +226,14 @@ def check_tensors(
 
 
 def _dequantized(part: Stored, local: Tensor, place: tuple[slice, ...], slices: dict[str, Any]) -> Iterator[Source]:
-    """One expert after the other: what is read at once is held in bfloat16 beside its bytes."""
+    """One expert after the other: what is read at once is in memory both in bfloat16 and as its bytes."""
     tensor = Mxfp4(part.name, slices[part.name + BLOCKS], slices[part.name + SCALES])
     for own, expert in enumerate(range(place[0].start, place[0].stop)):
         yield Source(part.of(local[own]), part.place((slice(expert, expert + 1), *place[1:])), tensor)
 
 
 def _wanted(parameters: Iterable[tuple[str, Tensor]], files: Collection[str]) -> Iterator[tuple[Stored, Tensor]]:
-    """Of each parameter the tensors that it is read from, of experts those of this rank."""
+    """For each parameter the tensors that it is read from; for experts only those of this rank."""
     for name, parameter in parameters:
         own = local_part(parameter)[1][:1]
         for part in found_as(name, parameter.shape, files):
@@ -242,14 +242,14 @@ def _wanted(parameters: Iterable[tuple[str, Tensor]], files: Collection[str]) ->
 
 
 def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
-    """Writes `config.json` and safetensors, in shards where the model is larger than `max_shard_bytes`.
+    """Writes `config.json` and safetensors, in shards if the model is larger than `max_shard_bytes`.
 
-    Each file is written under a temporary name and renamed, `config.json` last: a folder with one is whole. Raises
+    Each file is written under a temporary name and renamed, `config.json` last: a folder with one is complete. Raises
     UserError for a model with an adapter.
     """
     if model.config.lora is not None:
         raise UserError(
-            "the model has an adapter, which is no part of a Hugging Face folder; save it by itself with "
+            "the model has an adapter, which cannot be part of a Hugging Face folder; save it by itself with "
             "lockstep.model.save_adapter, and merge it with lockstep convert --merge"
         )
     folder = Path(path)
@@ -283,7 +283,7 @@ def save_model(model: Decoder, path: str | Path, max_shard_bytes: int = 5 * 10**
 def write_description(
     folder: Path, config: ModelConfig, dtype: torch.dtype, files: dict[str, str], total_bytes: int
 ) -> None:
-    """Writes `config.json` and, where the tensors' `files` are several, their index: what a folder has but tensors."""
+    """Writes `config.json` and, if the tensors are in several `files`, their index: everything but the tensors."""
     if len(set(files.values())) > 1:
         _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": files})
     _write_json(folder / "config.json", to_hugging_face(config, str(dtype).removeprefix("torch.")))
@@ -304,19 +304,19 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def refuse_score_head(config: ModelConfig, name: str) -> None:
-    """Raises UserError, naming the model, where it is a reward model, which has no next token to give."""
+    """Raises UserError, naming the model, if it is a reward model, which does not predict a next token."""
     if config.score_head:
         raise UserError(
-            f"{name}: is a reward model, whose head scores a text and gives no next token; give a language model here, "
+            f"{name}: is a reward model, which scores a text and predicts no next token; give a language model here, "
             "and the reward model as lockstep rl --reward-model"
         )
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor name in the folder. Raises UserError for a file that lies outside it."""
+    """The file of every tensor name in the folder. Raises UserError for a file outside it."""
     if is_adapter_folder(folder):
         own = adapter_files(folder)
-        # Its head is instead of the base's.
+        # Its head replaces the base's.
         return {n: f for n, f in tensor_files(base_folder(folder)).items() if f"{PEFT_ROOT}{n}" not in own} | own
     if (folder / INDEX).is_file():
         weight_map = _read_json(folder / INDEX).get("weight_map", {})
@@ -327,7 +327,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
                 raise UserError(f"{folder / INDEX}: names {name!r}, which is not in this folder; download it again")
             if not (folder / name).is_file():
-                raise UserError(f"{folder / INDEX}: names {name}, which is not there; download it again")
+                raise UserError(f"{folder / INDEX}: names {name}, which does not exist; download it again")
             _refuse_outside(folder, folder / name)
         return files
     single = folder / SINGLE
@@ -338,13 +338,13 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _refuse_outside(folder: Path, file: Path) -> None:
-    """Links may point into the folder or, of a snapshot in a Hugging Face cache, to the blobs beside the snapshots."""
+    """Links may point into the folder or, in a snapshot of a Hugging Face cache, to the blobs next to the snapshots."""
     home, target = folder.resolve(), file.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
     if not any(target.is_relative_to(place) for place in allowed):
-        raise UserError(f"{file}: is a link to {target}, outside of the model's folder; put the file itself there")
+        raise UserError(f"{file}: is a link to {target}, outside the model's folder; put the file itself there")
 
 
 def _open(path: Path) -> Any:
@@ -362,7 +362,7 @@ def folder_dtype(folder: Path) -> torch.dtype:
 def _dtype_of(files: dict[str, Path], dtype: str | torch.dtype | None) -> torch.dtype:
     if dtype is not None or not files:
         return resolve_dtype(dtype or "bfloat16")
-    # What is quantised is read as bfloat16, and a choice's bias is float32 in any folder.
+    # Quantized tensors are read as bfloat16, and the bias of an expert choice is float32 in any folder.
     plain = {n: path for n, path in files.items() if not n.endswith((BLOCKS, SCALES)) and not is_float32(n)}
     name, path = next(iter((plain or files).items()))
     stored = _open(path).get_slice(name).get_dtype()

@@ -1,4 +1,4 @@
-"""`dtype = "auto"`: a folder's own; for fresh weights the one that this processor trains faster in, as measured."""
+"""`dtype = "auto"`: a folder's own; for fresh weights, the one that is measured to train faster on this processor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lockstep.model.dtypes import DTYPES, resolve_dtype
 from lockstep.ops.cache import cache_folder, fingerprint, keep_measurement, kept_measurement
 
 ROWS, FEATURES = 256, 512
-"""Of the product that is timed, with its gradients: a small model's, far beyond what its launch costs."""
+"""Shape of the timed product with its gradients: that of a small model, which takes far longer than a launch."""
 ROUNDS, SECONDS, CLEAR = 5, 0.3, 4.0
-"""Products in each dtype: so many, for so long in all, or until one dtype is so many times as fast."""
+"""Products in each dtype: at least this many, for this long in total, or until one dtype is this many times faster."""
 MARGIN = 1.1
-"""bfloat16 must be so many times as fast: what is no faster had better be exact."""
+"""bfloat16 must be this many times as fast: if it is not faster, the more exact dtype is better."""
 
 
 def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, str]:
@@ -44,7 +44,7 @@ def choose_dtype(wanted: str, model: str, device: torch.device) -> tuple[str, st
 
 
 def is_auto(wanted: str) -> bool:
-    """Whether nobody chose a dtype."""
+    """Whether no dtype was chosen."""
     return wanted in ("", "auto")
 
 
@@ -54,9 +54,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def training_seconds() -> dict[str, float]:
-    """Median time of a product and its gradients on the CPU, by dtype; measured once a processor and arithmetic.
+    """Median time of a product and its gradients on the CPU, by dtype; measured once per processor and arithmetic.
 
-    What was found stays in the cache folder, so that a run does not choose otherwise because the machine is busy.
+    The result stays in the cache folder, so that a run does not choose differently because the machine is busy.
     """
     of = (ops.native.build_name(), str(torch.get_num_threads()))
     path = cache_folder() / f"dtype-{fingerprint('dtype', *of)}.json"
@@ -78,7 +78,7 @@ def _measure() -> dict[str, float]:
         _seconds(*tensors)
     seconds: dict[str, list[float]] = {name: [] for name in work}
     until = time.perf_counter() + SECONDS
-    # In turn, so that whatever else is running slows both.
+    # Alternating, so that other processes slow both.
     medians = dict.fromkeys(work, 1.0)
     while len(seconds["float32"]) < ROUNDS or time.perf_counter() < until:
         for name, tensors in work.items():

@@ -1,4 +1,4 @@
-"""What a decoder is made of."""
+"""The shape of a decoder."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Yarn:
     factor: float
     original_max_positions: int
     beta_fast: float = 32.0
-    """Turns within the original context from which on a frequency is kept."""
+    """Frequencies with at least this many turns within the original context are kept."""
     beta_slow: float = 1.0
-    """Turns up to which a frequency is divided by `factor`; those between are interpolated."""
+    """Frequencies with at most this many turns are divided by `factor`; those in between are interpolated."""
     truncate: bool = True
     """Whether the interpolated frequencies begin and end at whole pairs of dimensions."""
     attention_factor: float | None = None
-    """Of cosines and sines; by default 0.1·ln(factor) + 1, or what the two below say."""
+    """Factor of cosines and sines; by default 0.1·ln(factor) + 1, or what the two fields below give."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
@@ -42,20 +42,20 @@ class Latent:
     """Sizes of latent attention, whose cache holds one compressed key per token (arXiv 2405.04434, section 2.1)."""
 
     kv_rank: int
-    """Features of the latent, from which each head has its keys and values."""
+    """Features of the latent, from which each head's keys and values are computed."""
     nope_dim: int
     """Features of a head's queries and keys without a position."""
     rope_dim: int
     """Features that are rotated: of each head's queries, and of one key for all heads."""
     value_dim: int
     q_rank: int = 0
-    """Features that queries are compressed to; 0 where they are not."""
+    """Features that queries are compressed to; 0: they are not compressed."""
     interleaved: bool = True
-    """Whether neighbouring features are rotated together, instead of those half of the features apart."""
+    """Whether neighboring features are rotated together, instead of features half the width apart."""
 
     @property
     def key_dim(self) -> int:
-        """Of the key that the cache holds: the latent, and the rotated features."""
+        """Width of the key in the cache: the latent, and the rotated features."""
         return self.kv_rank + self.rope_dim
 
 
@@ -73,27 +73,27 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """Of the update."""
+        """Scaling of the update."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The feed-forward of a layer as a mixture of experts. Raises UserError where it cannot be built."""
+    """The feed-forward of a layer as a mixture of experts. Raises UserError if it cannot be built."""
 
     count: int
     intermediate_size: int
     """Of each expert."""
     routing: Routing
     shared_size: int = 0
-    """The intermediate size of the feed-forward that every token goes through beside its experts; 0: there is none."""
+    """The intermediate size of the shared feed-forward that every token goes through as well; 0: there is none."""
     choice_bias: bool = False
-    """Whether a bias for each expert, which no gradient moves, is added to the scores for the choice alone."""
+    """Whether a bias per expert, which has no gradient, is added to the scores for choosing experts only."""
     clamped: bool = False
-    """Whether they are gpt-oss's: gate and up take turns in the outputs of one product, the activation is clamped, and
+    """Whether they are gpt-oss's: gate and up alternate in the outputs of one product, the activation is clamped, and
     the router's and all experts' products have biases."""
     dense_layers: tuple[int, ...] = ()
-    """Layers whose feed-forward is a dense one, of `ModelConfig.intermediate_size`."""
+    """Layers with a dense feed-forward, of size `ModelConfig.intermediate_size`."""
 
     def __post_init__(self) -> None:
         sizes = {"the number of experts": self.count, "the experts' intermediate size": self.intermediate_size}
@@ -102,21 +102,21 @@ class ExpertsConfig:
                 raise UserError(f"model: {name} is {size}; it must be at least 1")
         active, groups, kept = self.routing.active, self.routing.groups, self.routing.groups_kept
         if not 1 <= active <= self.count:
-            raise UserError(f"model: {active} experts a token of {self.count} in all; give 1 to {self.count}")
+            raise UserError(f"model: {active} experts per token of {self.count} in total; give 1 to {self.count}")
         if groups < 1 or self.count % groups or not 1 <= kept <= groups:
             raise UserError(
                 f"model: {self.count} experts in {groups} groups, of which {kept} are kept; the groups must be equal, "
-                "and 1 to all of them kept"
+                "and at least 1 and at most all of them kept"
             )
         if active > (left := self.count // groups * kept):
-            raise UserError(f"model: {active} experts a token, but the {kept} groups that are kept have {left}")
+            raise UserError(f"model: {active} experts per token, but the {kept} groups that are kept have {left}")
         if not self.routing.scale > 0:
             raise UserError(f"model: the experts' scale is {self.routing.scale}; it must be above 0")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder of one of the families. Raises UserError where it cannot be built."""
+    """The shape of a decoder of one of the families. Raises UserError if it cannot be built."""
 
     family: str
     vocab_size: int
@@ -132,27 +132,27 @@ class ModelConfig:
     max_positions: int = 32768
     tie_embeddings: bool = True
     score_head: bool = False
-    """The head gives one number, the score of a text that ends at the token, in place of logits: a reward model."""
+    """The head gives one number instead of logits, the score of a text that ends at the token: a reward model."""
     qk_norm: bool = False
-    """Normalise each head's queries and keys (Qwen3)."""
+    """Normalize each head's queries and keys (Qwen3)."""
     attention_bias: bool = False
-    """Biases of the projections to queries, keys and values, and back."""
+    """Biases in the projections to queries, keys and values, and back."""
     sinks: bool = False
-    """Of each head a learned score that takes part in the softmax's denominator alone (gpt-oss)."""
+    """A learned score per head that enters only the softmax's denominator (gpt-oss)."""
     windows: tuple[int, ...] = ()
-    """How many keys a query sees in the layers one after the other, its own the last of them; 0 is all. Behind the last
-    of them they begin anew; empty: all layers see all."""
+    """How many keys a query sees in successive layers, including its own; 0: all. The list repeats over the layers;
+    empty: all layers see all keys."""
     latent: Latent | None = None
-    """Of latent attention (DeepSeek-V3): there is one key-value head then, and `head_dim` is that of its key."""
+    """Sizes of latent attention (DeepSeek-V3): there is one key-value head then, and `head_dim` is that of its key."""
     experts: ExpertsConfig | None = None
-    """The mixture of experts that takes the feed-forward's place, if any."""
+    """The mixture of experts that replaces the feed-forward, if any."""
     lora: Lora | None = None
-    """The adapter that is trained in place of the weights, if any. `num_parameters` leaves it out."""
+    """The adapter that is trained instead of the weights, if any. `num_parameters` does not count it."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     reduction_chunks: int = 1
-    """Parts that attention's output and the feed-forward's second product are summed in, and then in a tree: a power of
-    two, at least as many as the ranks that share them. Another number gives other bits."""
+    """Number of parts in which attention's output and the feed-forward's second product are summed, and then in a tree:
+    a power of two, at least as many as the ranks that share them. A different number gives different bits."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
@@ -165,7 +165,7 @@ class ModelConfig:
                 "choose a divisor of num_attention_heads"
             )
         if self.score_head and self.tie_embeddings:
-            raise UserError("model: a score head has a weight of its own; set tie_embeddings to False")
+            raise UserError("model: a score head has its own weight; set tie_embeddings to False")
         if self.rotary_dim % 2:
             name = "head_dim" if self.latent is None else "rope_dim"
             raise UserError(f"model: {name} is {self.rotary_dim}; rotary embedding needs an even one")
@@ -205,15 +205,15 @@ class ModelConfig:
 
     @property
     def attended_features(self) -> int:
-        """Of all heads' values, which the projection back to the residual stream reads."""
+        """Features of all heads' values, which the projection back to the residual stream reads."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     def window(self, layer: int) -> int:
-        """How many keys a query sees in the layer; 0 is all."""
+        """How many keys a query sees in the layer; 0: all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
 
     def is_dense(self, layer: int) -> bool:
-        """Whether the layer's feed-forward is a dense one."""
+        """Whether the layer's feed-forward is dense."""
         return self.experts is None or layer in self.experts.dense_layers
 
     @property
@@ -236,12 +236,12 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all; a tied head counts once."""
+        """Weights in total; a tied head counts once."""
         return self._parameters(lambda experts: experts.count)
 
     @property
     def num_active_parameters(self) -> int:
-        """Weights that a token meets: of a mixture its own experts'."""
+        """Weights that are active per token: in a mixture, those of its experts."""
         return self._parameters(lambda experts: experts.routing.active)
 
     def _parameters(self, met: Callable[[ExpertsConfig], int]) -> int:
@@ -258,7 +258,7 @@ class ModelConfig:
 
     @property
     def _attention_parameters(self) -> int:
-        """Of a layer, with the norms inside of it."""
+        """Parameters of a layer's attention, with the norms inside it."""
         if (latent := self.latent) is None:
             weights = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
             if self.attention_bias:

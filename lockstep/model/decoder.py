@@ -20,7 +20,7 @@ from lockstep.model.rotary import RotaryTables
 from lockstep.ops import native
 
 Projected = tuple[Tensor, Tensor, Tensor | None]
-"""Queries, keys and values of each token; None where the keys are the values."""
+"""Queries, keys and values of each token; None if the keys are the values."""
 
 
 class Block(nn.Module):
@@ -47,10 +47,10 @@ class Block(nn.Module):
         halves: Halves,
         row_counts: Tensor | None = None,
     ) -> Tensor:
-        """`attend` takes queries, keys and values, and what the layer asks of attention beside them; `halves` calls the
-        two methods below, or what was made of them. `row_counts` are for the load of a mixture's experts."""
+        """`attend` takes queries, keys and values, and the layer's other terms of attention; `halves` calls the
+        two methods below, or their compiled versions. `row_counts` are for the load of a mixture's experts."""
         attended = attend(*halves.before_attention(self, hidden, cos, sin), self.self_attn.terms())
-        # Here, and not around all layers: one that recomputes calls this again in its backward.
+        # Here, and not around all layers: a layer that recomputes calls this again in its backward.
         with ops.counted_rows(row_counts):
             return halves.after_attention(self, hidden, attended)
 
@@ -89,17 +89,17 @@ class Decoder(nn.Module):
         if config.lora is not None:
             add_adapter(self, config.lora, dtype, device)
         self.halves: Halves = Block
-        """Part of the model, for it has a say in the bits: trainer and generator cannot but share it."""
+        """Part of the model, since it affects the bits: trainer and generator necessarily share it."""
         self.runs_on: torch.device | None = None
-        """Where the forward runs, if that is not where the weights lie: in the CPU's memory, when offloaded."""
+        """Where the forward runs, if that is not where the weights are: in CPU memory, when offloaded."""
 
     def forward(
         self, tokens: Int[Tensor, "tokens"], positions: Int[Tensor, "tokens"], attention: ops.Attention
     ) -> Float[Tensor, "tokens dim"]:
         """The normed hidden state of every token.
 
-        `attention` knows which rows belong to one sequence: whole packed sequences where the trainer calls, this
-        step's tokens and a paged cache where the generator does.
+        `attention` knows which rows belong to one sequence: whole packed sequences in the trainer, this step's tokens
+        and a paged cache in the generator.
         """
         return self.final_norm(self.run_blocks(self.embed(tokens), positions, attention))
 
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
         return hidden
 
     def reserve_positions(self, length: int) -> None:
-        """Readies the rotary tables for sequences of so many tokens, so that no forward waits to learn of them."""
+        """Prepares the rotary tables for sequences of `length` tokens, so that no forward waits for them."""
         if not native.is_pretending() and self.device.type != "meta":
             self.rotary.reserve(length, self.device)
 
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Float[Tensor, "outputs dim"]:
-        """The output projection: the embedding's own weight where they are tied, of a reward model its score's."""
+        """The output projection: the embedding's weight if they are tied, a reward model's score head."""
         if self.config.score_head:
             return self.score.weight
         return self.embed_tokens.weight if self.config.tie_embeddings else self.lm_head.weight

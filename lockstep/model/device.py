@@ -10,9 +10,9 @@ from lockstep.errors import UserError
 
 
 def open_device(name: str = "") -> torch.device:
-    """`cpu`, `cuda` or `cuda:1` …, made current for what is launched later; empty: the accelerator where there is one.
+    """`cpu`, `cuda` or `cuda:1` …, made current for later launches; empty: the accelerator if there is one.
 
-    Under torchrun `cuda` is the device of this rank. Raises UserError, with the devices that there are, for any other.
+    Under torchrun `cuda` is this rank's device. Raises UserError, naming the available devices, for any other.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind, colon, index = (name or ("cuda" if count else "cpu")).partition(":")
@@ -25,12 +25,12 @@ def open_device(name: str = "") -> torch.device:
         )
     if kind != "cuda" or (colon and not (index.isdigit() and int(index) < count)):
         known = ["cpu", *(f"cuda:{i}" for i in range(count))]
-        raise UserError(f'device is "{name}"; this machine has {", ".join(known)}. Empty takes the accelerator, if any')
+        raise UserError(f'device is "{name}"; this machine has {", ".join(known)}. Empty: the accelerator, if any')
     number = int(index or os.environ.get("LOCAL_RANK", "0"))
     if number >= count:
         raise UserError(
-            f"rank {os.environ['RANK']} is number {number} on this host, which has {count} CUDA devices; start as many "
-            "with --nproc-per-node, or give --device cpu"
+            f"rank {os.environ['RANK']} is number {number} on this host, which has {count} CUDA devices; start that "
+            "many ranks with --nproc-per-node, or give --device cpu"
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

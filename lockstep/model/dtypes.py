@@ -1,4 +1,4 @@
-"""The dtypes that a model's weights may have."""
+"""The dtypes that a model's weights can have."""
 
 from __future__ import annotations
 

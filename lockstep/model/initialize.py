@@ -1,4 +1,4 @@
-"""Fresh weights, drawn so that every layout gets the same model and a rank draws little more than its own shard."""
+"""Fresh weights, drawn so that every layout gets the same model and each rank draws little more than its own shard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_model(
     biases and sinks 0.
 
     The draws are made in float32, so a seed gives the same weights in every dtype, rounded, and on every processor.
-    On the `meta` device nothing is allocated. Raises UserError for what is no ModelConfig.
+    On the `meta` device nothing is allocated. Raises UserError for what is not a ModelConfig.
     """
     if not isinstance(config, ModelConfig):
         raise UserError(f'config is {config!r:.60}; give a ModelConfig, such as preset("qwen3:micro")')
@@ -41,14 +41,14 @@ def build_model(
 
 
 def initialize(model: TrainableModel, seed: int) -> None:
-    """Fills the weights of a Decoder, or of a part of one, in place; of a sharded parameter this rank's shard."""
+    """Fills the weights of a Decoder, or of a part of one, in place; for a sharded parameter, this rank's shard."""
     initialize_some(model, seed, lambda name: True)
 
 
 @torch.no_grad()
 def initialize_some(model: TrainableModel, seed: int, wanted: Callable[[str], bool]) -> None:
-    """As `initialize`, only of the parameters whose names are `wanted`. An adapter's A is uniform between ±1/√in, as
-    `peft` begins, and its B zeros; a score head is normal(0, 1/(dim + 1)) (arXiv 2009.01325, appendix B)."""
+    """As `initialize`, only for the parameters whose names are `wanted`. An adapter's A is uniform between ±1/√in, as
+    in `peft`, and its B zeros; a score head is normal(0, 1/(dim + 1)) (arXiv 2009.01325, appendix B)."""
     for name, parameter in model.named_parameters():
         if not wanted(name):
             continue

@@ -1,8 +1,8 @@
 """Which of PyTorch's own operators a forward pass may use, and the refusal of a model that uses others.
 
-The invariant operators are functions of the compiled kernels, which PyTorch does not see; everything else that makes
-floating-point values passes its dispatcher. A product or a reduction of the library there may depend on who shares the
-batch, though no test on this machine shows it.
+The invariant operators are functions in the compiled kernels, which PyTorch does not see; everything else that makes
+floating-point values passes through its dispatcher. A product or a reduction of the library there may depend on the
+rest of the batch, even if no test on this machine shows it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MOVED = {
     "index", "index_select", "lift_fresh", "new_empty", "new_full", "new_zeros", "scalar_tensor", "select", "slice",
     "stack", "transpose", "unbind", "unsqueeze", "view", "zeros",
 }  # fmt: skip
-"""Values are copied, or made of nothing."""
+"""Values are copied, or newly made."""
 ELEMENTWISE = {"abs", "add", "ceil", "mul", "reciprocal", "sub", "where"}
-"""One rounding each, which IEEE 754 defines: an element's place and neighbours do not matter."""
+"""One rounding each, which IEEE 754 defines: an element's place and neighbors do not matter."""
 CHOSEN = {"amax", "sort"}
-"""One of the values, whichever order they are looked at in."""
+"""One of the values, in whichever order they are compared."""
 
 
 def unknown_operators(call: Callable[[], object]) -> set[str]:
@@ -54,9 +54,9 @@ def refuse_unknown_operators(model: Decoder) -> None:
         unknown = unknown_operators(forward)
     if unknown:
         raise UserError(
-            f"the model's forward uses {', '.join(sorted(unknown))} of PyTorch, of which nobody has shown that a row's "
-            "bits are the same in any batch; use lockstep.ops instead, or add it to lockstep/model/known_operators.py "
-            "with the reason"
+            f"the model's forward uses PyTorch's {', '.join(sorted(unknown))}, for which it has not been shown that a "
+            "row's bits are the same in any batch; use lockstep.ops instead, or add it to "
+            "lockstep/model/known_operators.py with the reason"
         )
 
 

@@ -1,9 +1,9 @@
 """Latent attention: all heads attend to one compressed key per token (arXiv 2405.04434, section 2.1).
 
-A token's latent c gives head h the key `U_h c` and the value `V_h c`. Neither is ever made: a query meets the latent as
-`U_hᵀ q`, and the values of an attended latent are `V_h` times it. The trainer computes in this absorbed form too, so
-that its bits are the generator's. What the cache holds per token is the latent and one rotated key for all heads; both
-are read as the key, and the latent as the value.
+A token's latent c gives head h the key `U_h c` and the value `V_h c`. Neither is ever computed: a query meets the
+latent as `U_hᵀ q`, and the values of an attended latent are `V_h` times it. The trainer computes in this absorbed form
+too, so its bits are the generator's. The cache holds the latent and one rotated key for all heads per token; both are
+read as the key, and the latent as the value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.model.layers import Projection, Weight
 from lockstep.model.rotary import softmax_scale
 
 LATENT_EPS = 1e-6
-"""Of the norms of what is compressed, whatever the others' is."""
+"""Epsilon of the norms of compressed values, whatever that of the other norms is."""
 
 
 class LatentAttention(nn.Module):
@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
         return torch.cat((absorbed, rotated), -1), torch.cat((key, rotated_key), -1), None
 
     def terms(self) -> ops.Terms:
-        """What attention is called with beside queries and keys, whose width is not that of what they stand for."""
+        """Attention's arguments other than queries and keys, whose width is not that of the heads they stand for."""
         return ops.Terms(scale=self.scale)
 
     def values(self, attended: Tensor) -> Tensor:
@@ -80,5 +80,5 @@ class LatentAttention(nn.Module):
 
 
 def _normed(compressed: Tensor, weight: Tensor) -> Tensor:
-    """Of `[tokens, 1, features]`: every rank of a tensor axis has all tokens here, and as a head they are not cut."""
+    """Norm of `[tokens, 1, features]`: every rank of a tensor axis has all tokens, and as a head they are not split."""
     return ops.rms_norm(compressed, weight, LATENT_EPS)

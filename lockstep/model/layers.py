@@ -19,7 +19,7 @@ class Weight(nn.Module):
 
 
 class Projection(Weight):
-    """A weight `[out, in]` that tokens are multiplied by, and the low-rank adapter that may stand beside it."""
+    """A weight `[out, in]` that tokens are multiplied by, and its low-rank adapter, if any."""
 
     lora_A: Weight | None
     lora_B: Weight | None
@@ -31,10 +31,10 @@ class Projection(Weight):
         self.scaling, self.adapted = 0.0, False
 
     def project(self, x: Tensor, chunks: int = 1) -> Tensor:
-        """The product with the weight, the bias where there is one, and the adapter's update where it is switched on.
+        """The product with the weight, plus the bias if there is one, and the adapter's update if it is on.
 
         Both products of the adapter are rounded to the model's dtype, as are the scaled update and the sum: four
-        roundings, each of an operator of its own, so that a row's bits are the same in any batch. A `B` of zeros adds
+        roundings, each in a separate operator, so that a row's bits are the same in any batch. A `B` of zeros adds
         zeros: the values are those without an adapter.
         """
         out = ops.linear(x, self.weight, chunks)
@@ -45,7 +45,7 @@ class Projection(Weight):
 
 
 class Attention(nn.Module):
-    """Projections to queries, keys and values, and back; and what the layer asks of attention."""
+    """Projections to queries, keys and values, and back; and the layer's other arguments of attention."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device, window: int):
         super().__init__()
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         return attended.flatten(1)
 
     def terms(self) -> ops.Terms:
-        """What attention is called with beside queries, keys and values."""
+        """Attention's arguments other than queries, keys and values."""
         return ops.Terms(window=self.window, sinks=ops.own_part(self.sinks) if self.config.sinks else None)
 
 

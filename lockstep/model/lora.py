@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside the frozen weights of a decoder.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) for the frozen weights of a decoder.
 
 The adapter is part of the one forward (`layers.Projection`): trainer and generator compute it with the same operators
-in the same order, unmerged, so their bits agree as they do without one. Switched off, the model is its base.
+in the same order, unmerged, so their bits agree as they do without one. With the adapter off, the model is its base.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | torch.device) -> None:
-    """Puts the weights of an adapter, without values, beside those that it adapts, and freezes all others.
+    """Adds the weights of an adapter, without values, to the layers that it adapts, and freezes all others.
 
-    The head of a reward model is trained beside it. Raises UserError for a layer that is not there, and for a rank
+    The head of a reward model is trained as well. Raises UserError for a layer that does not exist, and for a rank
     larger than a layer's matrix.
     """
     for name, parameter in model.named_parameters():
@@ -44,7 +44,7 @@ def add_adapter(model: nn.Module, lora: Lora, dtype: torch.dtype, device: str | 
 
 
 def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str]) -> Lora:
-    """The adapter of a model of this shape whose layers are named by `targets`, or match their patterns.
+    """The adapter for a model of this shape, for the layers that `targets` name or match as patterns.
 
     Raises UserError for a target that matches nothing, and for a rank larger than a matrix.
     """
@@ -57,8 +57,8 @@ def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str])
         if not matching:
             kinds = sorted({name.rpartition(".")[2] for name in layers})
             raise UserError(
-                f'lora.targets "{target}" matches no linear layer; there are {", ".join(kinds)}, in layers such as '
-                f"{next(iter(layers))} (the head, routers and stacked experts have no adapters)"
+                f'lora.targets "{target}" matches no linear layer; the layers are {", ".join(kinds)}, with names such '
+                f"as {next(iter(layers))} (the head, routers and stacked experts have no adapters)"
             )
         chosen |= matching
     if not chosen:
@@ -69,7 +69,7 @@ def lora_of(shape: ModelConfig, rank: int, alpha: float, targets: Sequence[str])
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
-    """The layers that may have an adapter, by name."""
+    """The layers that can have an adapter, by name."""
     for name, module in model.named_modules():
         if isinstance(module, Projection):
             yield name, module
@@ -77,7 +77,7 @@ def projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
 
 @contextmanager
 def adapter_off(model: Decoder) -> Iterator[None]:
-    """Within it the model is its base. Its layers run as they are written: compiled ones hold the adapter's update."""
+    """Within it the model is its base. Its layers run uncompiled: compiled ones include the adapter's update."""
     from lockstep.model.decoder import Block
 
     adapted = [layer for _, layer in projections(model) if layer.adapted]

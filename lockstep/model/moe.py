@@ -1,4 +1,4 @@
-"""The feed-forward as a mixture of experts: a router, its experts, and one that all tokens go through."""
+"""The feed-forward as a mixture of experts: a router, its experts, and a shared one for all tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.model.layers import FeedForward, Weight
 
 
 class Router(Weight):
-    """One logit for each expert, and the bias that the choice may have."""
+    """One logit per expert, and the bias that the choice may have."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         assert config.experts is not None
@@ -53,7 +53,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The experts of each token, weighed, and the shared one where there is one."""
+    """The weighted experts of each token, and the shared one if there is one."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()
@@ -88,7 +88,7 @@ class ClampedExperts(nn.Module):
 
 
 class ClampedMixture(nn.Module):
-    """gpt-oss's feed-forward: the experts of each token, weighed."""
+    """gpt-oss's feed-forward: the weighted experts of each token."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str | torch.device):
         super().__init__()

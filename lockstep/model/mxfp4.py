@@ -1,4 +1,4 @@
-"""MXFP4 tensors of a file, read as floating-point numbers: blocks of 32 numbers of four bits that share a scale.
+"""MXFP4 tensors in a file, read as floating-point numbers: blocks of 32 four-bit numbers that share a scale.
 
 A number is e2m1, a scale e8m0, a power of two (Open Compute Project, "OCP Microscaling Formats Specification", 2023).
 """
@@ -16,20 +16,21 @@ from lockstep.errors import UserError
 BLOCK = 32
 """Numbers that share a scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What follows a tensor's name in the names of the two that it is stored as."""
+"""Suffixes of a tensor's name in the names of the two that it is stored as."""
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the lower three bits; the fourth is the sign."""
+"""Values of the lower three bits; the fourth is the sign."""
 BIAS = 127
 NAN = 255
-"""The scale that stands for no number."""
+"""The scale that stands for NaN."""
 
 
 def dequantized(
     blocks: UInt8[Tensor, "experts out blocks half"], scales: UInt8[Tensor, "experts out blocks"]
 ) -> Float[Tensor, "experts out in"]:
-    """In bfloat16, which has them all exactly: two bits of a number, and a power of two. A scale of `NAN` is NaN.
+    """In bfloat16, which represents all of them exactly: two bits of a number, and a power of two. A scale of `NAN` is
+    NaN.
 
-    Of a byte the lower four bits come first.
+    In each byte the lower four bits come first.
     """
     table = torch.tensor([*NUMBERS, *(-x for x in NUMBERS)], dtype=torch.bfloat16)
     numbers = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), -1).flatten(-2)
@@ -38,7 +39,7 @@ def dequantized(
 
 
 class Mxfp4:
-    """An expert's weights `[experts, in, out]` in a file, of which a place is read at a time: as a tensor's slice is.
+    """Experts' weights `[experts, in, out]` in a file, of which one place is read at a time, like a tensor's slice.
 
     The file has them as `[experts, out, in / 32, 16]` bytes, and `[experts, out, in / 32]` scales. Reading a place
     raises UserError, with `name`, for a scale that is NaN: no weight is, so the file is damaged.
@@ -60,7 +61,7 @@ class Mxfp4:
             if (scales == NAN).any():
                 raise UserError(
                     f"tensor {self.name}{SCALES} has a scale byte of {NAN} for expert {expert}, which MXFP4 defines as "
-                    "NaN; the file is damaged or was quantised from weights that were not finite: download it again"
+                    "NaN; the file is damaged or was quantized from weights that were not finite: download it again"
                 )
             parts.append(dequantized(self.blocks[own], scales)[..., inside].mT)
         return torch.cat(parts)

@@ -18,12 +18,12 @@ TAIL_BELOW = (1.0, 7.3700164250e-01, 1.2021132975e-01)
 
 
 def normal(seed: int, count: int) -> Float32[np.ndarray, "count"]:
-    """`count` draws of mean 0 and deviation 1, none beyond 5.3; the first ones whatever the count."""
+    """`count` draws of mean 0 and deviation 1, none beyond 5.3; the first draws do not depend on `count`."""
     return inverse_normal(uniform(seed, count))
 
 
 def uniform(seed: int, count: int) -> Float32[np.ndarray, "count"]:
-    """`count` draws between -1/2 and 1/2, neither of which occurs; the first ones whatever the count."""
+    """`count` draws between -1/2 and 1/2, neither of which occurs; the first draws do not depend on `count`."""
     words = np.random.Philox(key=seed).random_raw((count + 1) // 2).astype("<u8", copy=False).view("<u4")[:count]
     # Odd numbers of 24 bits about zero: exact in float32, and never 0 or 1 as probabilities.
     distances = ((words >> np.uint32(8)) | np.uint32(1)).astype(np.int32) - np.int32(1 << 23)

@@ -1,4 +1,4 @@
-"""What others ask of a model: a loss scores with it, a trainer trains it."""
+"""What others need from a model: a loss scores with it, a trainer trains it."""
 
 from __future__ import annotations
 

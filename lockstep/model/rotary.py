@@ -17,14 +17,14 @@ from lockstep.ops.elementary import cosine_and_sine, logarithm
 SMALLEST = 256
 """Positions of the first tables on a CPU."""
 CHUNK = 1 << 14
-"""Angles that are worked on at once, so that what lies between stays in the cache."""
+"""Angles that are computed at once, so that intermediate values stay in the cache."""
 
 
 class RotaryTables:
-    """Rows of cosines and sines, made on the CPU when a position first needs them and kept on each device.
+    """Rows of cosines and sines, computed on the CPU when a position first needs them and kept on each device.
 
-    On a CPU they grow to twice the size with the positions they are asked for. Elsewhere the largest position is not
-    known without waiting for the device: there they hold all of the model's positions at once, more after `reserve`.
+    On a CPU the tables double in size as needed. Elsewhere the largest position is not known without waiting for the
+    device: there they have all of the model's positions from the start, and more after `reserve`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -75,7 +75,7 @@ def rotary_tables(
 
 
 def rotary_frequencies(config: ModelConfig) -> Float32[np.ndarray, "half"]:
-    """Radians a position for each pair of a head's dimensions: powers in software, rounded to float32 as others do."""
+    """Radians per position for each pair of a head's dimensions: powers in software, rounded to float32 as usual."""
     exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float32) / np.float32(config.rotary_dim)
     with decimal.localcontext(decimal.Context(prec=40)):
         theta = decimal.Decimal(config.rope_theta)
@@ -99,7 +99,7 @@ def table_factor(config: ModelConfig) -> float:
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What latent attention multiplies its scores by: 1/√width of a query, times what YaRN's `mscale_all_dim` asks."""
+    """What latent attention multiplies its scores by: 1/√width of a query, times YaRN's factor for `mscale_all_dim`."""
     assert config.latent is not None
     scale: float = (config.latent.nope_dim + config.latent.rope_dim) ** -0.5
     scaling = config.rope_scaling
@@ -117,7 +117,7 @@ def _log(x: float) -> float:
 
 
 def _stretched(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those in between interpolated."""
     factor, low, high, positions, turn = map(
         np.float32,
         (

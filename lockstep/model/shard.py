@@ -1,6 +1,6 @@
 """Which part of a parameter this rank holds.
 
-To import DTensor and FSDP takes most of a second. Whoever has a shard has imported them; one rank alone never does.
+Importing DTensor and FSDP takes most of a second. A process with shards has imported them; a single rank never does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor, where those have been imported at all."""
+    """Whether it is a DTensor, if those have been imported at all."""
     return _is(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_fsdp(value: object) -> TypeGuard[FSDPModule]:
-    """Whether it is a module that FSDP shards, where that has been imported at all."""
+    """Whether it is a module that FSDP shards, if that has been imported at all."""
     return _is(value, "torch.distributed.fsdp", "FSDPModule")
 
 
@@ -38,7 +38,7 @@ def local_values(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's own values of `tensor`, and where in the whole they stand: all of it, unless it is a DTensor."""
+    """This rank's own values of `tensor`, and their place in the whole: all of it, unless it is a DTensor."""
     if not is_dtensor(tensor):
         return tensor, tuple(slice(0, size) for size in tensor.shape)
     from torch._subclasses.fake_tensor import unset_fake_temporarily

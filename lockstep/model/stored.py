@@ -1,4 +1,4 @@
-"""Under which names, and cut how, a parameter stands in the files of a Hugging Face folder."""
+"""How a parameter is named and split in the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXPERTS = ".mlp.experts."
 PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 FUSED = "gate_up_proj"
 TRANSPOSED = ("gate_up_proj", "down_proj")
-"""Of gpt-oss's experts: in files `[experts, in, out]`."""
+"""Weights of gpt-oss's experts that are `[experts, in, out]` in files."""
 
 
 PEFT_ROOT = "base_model.model."
@@ -36,12 +36,12 @@ def is_score_head(name: str) -> bool:
 
 
 def is_beside_base(name: str) -> bool:
-    """Whether a parameter is trained and saved where there is an adapter: with it, of a reward model, the head is."""
+    """Whether a parameter is trained and saved if there is an adapter: the adapter's, and a reward model's head."""
     return is_adapter(name) or is_score_head(name)
 
 
 def adapter_name(name: str) -> str:
-    """The name in an adapter's file of a parameter that is beside the base."""
+    """The name in an adapter's file of a parameter outside the base."""
     return f"{PEFT_ROOT}{name}" if is_score_head(name) else hugging_face_name(name)
 
 
@@ -51,19 +51,19 @@ def is_float32(name: str) -> bool:
 
 
 class Stored(NamedTuple):
-    """A tensor of a file, and where a parameter's values are."""
+    """A tensor in a file, and where a parameter's values are in it."""
 
     name: str
     expert: int | None = None
     """The tensor is this expert's part of a parameter that stacks all experts'; None: it has the whole parameter."""
     first_row: int = 0
-    """Of a tensor with several parameters' rows, where this one's begin."""
+    """In a tensor with several parameters' rows, where this one's begin."""
     shape: tuple[int, ...] = ()
-    """The tensor's own, of one with several parameters' rows."""
+    """Shape of the tensor, if it has several parameters' rows."""
     transposed: bool = False
-    """The tensor has the parameter's last two dimensions the other way round."""
+    """The parameter's last two dimensions are swapped in the tensor."""
     quantized: bool = False
-    """Instead of the tensor the files have its MXFP4 blocks and their scales."""
+    """The files have MXFP4 blocks and their scales instead of the tensor."""
 
     def of(self, parameter: Tensor) -> Tensor:
         """A parameter's values as the tensor has them; they share their memory."""
@@ -91,8 +91,8 @@ class Stored(NamedTuple):
 
 
 def hugging_face_name(name: str) -> str:
-    """A parameter's name in a Hugging Face file: everything but the head stands under `model.`, and what is an
-    adapter's as `peft` names it."""
+    """A parameter's name in a Hugging Face file: everything but the head is under `model.`, and an adapter's
+    parameters have `peft`'s names."""
     if is_adapter(name):
         return f"{PEFT_PREFIX}{name}"
     return name if name.startswith(HEADS) else f"model.{name}"
@@ -109,7 +109,7 @@ def stored_as(name: str, shape: Sequence[int]) -> list[Stored]:
 
 
 def found_as(name: str, shape: Sequence[int], held: Collection[str]) -> list[Stored]:
-    """As `stored_as`, or stacked, fused or quantised, where the files hold those."""
+    """As `stored_as`, or stacked, fused or quantized, if that is what the files have."""
     if is_score_head(name) and adapter_name(name) in held:
         return [Stored(adapter_name(name))]
     written = stored_as(name, shape)

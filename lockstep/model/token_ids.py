@@ -1,4 +1,4 @@
-"""Lists of token ids from outside, looked at before any is looked up."""
+"""Checks of token ids from outside, before they are looked up."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lockstep.errors import UserError
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int, what: str) -> None:
-    """Raises UserError, naming `what` and the position, for what is no list of tokens of a vocabulary of that size."""
+    """Raises UserError, naming `what` and the position, unless it is a list of tokens in a vocabulary of that size."""
     if isinstance(ids, str) or not hasattr(ids, "__len__"):
-        raise UserError(f"{what} is {ids!r:.60}; it must be a list of token ids: encode a text with its tokenizer")
+        raise UserError(f"{what} is {ids!r:.60}; it must be a list of token ids: encode text with a tokenizer")
     if not len(ids):
         raise UserError(f"{what} is empty; give at least one token")
     for position, token in enumerate(ids):
         if type(token) is not int and not isinstance(token, Integral):  # NumPy's integers are welcome
-            raise UserError(f"{what} holds {token!r:.60} at position {position}; it must be a list of token ids")
+            raise UserError(f"{what} has {token!r:.60} at position {position}; it must be a list of token ids")
         if not 0 <= token < vocabulary:
             raise UserError(f"token {token} at position {position} of {what} is outside the vocabulary of {vocabulary}")

@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path):
     weights = bytearray((newest / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (newest / "model.safetensors").write_bytes(weights)
-    with pytest.raises(UserError, match=r"is damaged: .*model.safetensors.*; take an older checkpoint"):
+    with pytest.raises(UserError, match=r"is damaged: .*model.safetensors.*; use an older checkpoint"):
         convert(newest, tmp_path / "converted")
     assert not (tmp_path / "converted").exists()
 
@@ -206,7 +206,9 @@ def test_a_run_of_no_steps_is_a_checkpoint_to_start_others_from(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run = pretrain(_config(tmp_path, steps=1))
-    with pytest.raises(UserError, match=r"step_00000001: is a checkpoint of another model \(embed_tokens.weight: sh"):
+    with pytest.raises(
+        UserError, match=r"step_00000001: is a checkpoint of a different model \(embed_tokens.weight: sh"
+    ):
         pretrain(_config(tmp_path, steps=2, resume=True, model="qwen3:tiny"))
     assert run.is_dir()
 

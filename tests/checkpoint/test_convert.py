@@ -157,13 +157,13 @@ def _reshape(name):
         (lambda f: (f / "params.json").write_text("[]"), "cannot be read as Meta's parameters"),
         (_set(n_heads="x"), "n_heads is 'x'"),
         (_set(n_heads=0), "n_heads is 0"),
-        (_set(n_heads=6), "do not fit together or the heads"),
-        (_set(n_layers=10**6), "has 1000000 layers, the files fewer"),
+        (_set(n_heads=6), "do not fit each other or the heads"),
+        (_set(n_layers=10**6), "has 1000000 layers, the files have fewer"),
         (_set(n_kv_heads=[1]), r"n_kv_heads is \[1\]"),
         (_set(norm_eps="x"), "norm_eps is 'x'"),
         (_reshape("tok_embeddings.weight"), r"tok_embeddings.weight has the shape \[3\]"),
         (_reshape("layers.0.attention.wq.weight"), r"wq.weight has the shape \[3\]"),
-        (_reshape(5), "holds more than tensors"),
+        (_reshape(5), "contains more than tensors"),
     ],
 )
 def test_odd_parameters_and_shapes_of_metas_are_refused(tmp_path, harm, message):
@@ -223,7 +223,7 @@ def test_a_disk_that_is_full_is_named_and_nobody_elses_folder_is_touched(tmp_pat
     command = [sys.executable, "-m", "lockstep", "convert", str(tmp_path / "model"), str(tmp_path / "out")]
     found = subprocess.run(command, capture_output=True, text=True, preexec_fn=no_file_over_one_mib)
     assert found.returncode == 2
-    assert f"{tmp_path / 'out'}: cannot be written (File too large); free some space" in found.stderr
+    assert f"{tmp_path / 'out'}: cannot be written (File too large); free space" in found.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out.partial"}
     convert(tmp_path / "model", tmp_path / "out")
     assert (theirs / "mine").read_text() == "precious" and (tmp_path / "out" / "config.json").is_file()

@@ -196,4 +196,4 @@ def test_a_command_that_reads_a_model_says_what_is_wrong_with_the_checkpoints(tm
     assert main(["generate", "--model", str(alone.parent), "--prompt", "a"]) == 2
     assert "is a run without a finished checkpoint yet" in capsys.readouterr().err
     assert main(["generate", "--model", str(alone / f"{newest.name}.partial"), "--prompt", "a"]) == 2
-    assert "is a checkpoint that was not finished" in capsys.readouterr().err
+    assert "is an unfinished checkpoint" in capsys.readouterr().err

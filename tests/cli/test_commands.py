@@ -35,7 +35,7 @@ def test_parity_refuses_a_model_with_an_operator_that_nobody_vouches_for(model_f
     monkeypatch.setattr(FeedForward, "forward", lambda self, x: x.mean(-1, keepdim=True).expand_as(x))
     assert main(["parity", "--model", str(model_folder), "--tokens", "20"]) == 2
     said = capsys.readouterr()
-    assert "forward uses mean of PyTorch" in said.err and "identical" not in said.out
+    assert "forward uses PyTorch's mean" in said.err and "identical" not in said.out
 
 
 def test_generate_streams_the_prompt_and_its_continuation(model_folder):
@@ -150,9 +150,9 @@ def test_resuming_to_other_bits_is_named(tmp_path, caplog, capsys):
     write_manifest(checkpoint, [])
     assert main(_tiny_run(tmp_path, "--steps", "2", "--resume")) == 0
     assert "dtype auto: float32, as the run began" in capsys.readouterr().err
-    assert f"computed in cuda sm_90 arithmetic, and the run resumes in {state['arithmetic']}" in caplog.text
+    assert f"computed in cuda sm_90 arithmetic, but the run resumes in {state['arithmetic']}" in caplog.text
     assert main(_tiny_run(tmp_path, "--steps", "3", "--resume", "--parallel.reduction-chunks", "2")) == 0
-    assert "computed with reduction_chunks 1, and the run resumes with 2" in caplog.text
+    assert "computed with reduction_chunks 1, but the run resumes with 2" in caplog.text
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["parallel"]["reduction_chunks"] == 2
 
 

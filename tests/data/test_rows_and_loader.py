@@ -152,8 +152,8 @@ def test_data_that_is_not_repeated_ends_with_a_step_filled_with_padding():
 @pytest.mark.parametrize(
     ("per_step", "per_microbatch", "ranks", "message"),
     [
-        (100, 64, 1, "tokens_per_step 100 .* sequence_length 8 for 1 .* 8 tokens together; .* 96 or 104"),
-        (24, 64, 2, "tokens_per_step 24 .* for 2 data-parallel ranks, 16 tokens together; .* 16 or 32"),
+        (100, 64, 1, "tokens_per_step 100 .* sequence_length 8 for 1 .* 8 tokens in total; .* 96 or 104"),
+        (24, 64, 2, "tokens_per_step 24 .* for 2 data-parallel ranks, 16 tokens in total; .* 16 or 32"),
         (4, 64, 1, "give tokens_per_step 8"),
         (48, 32, 1, "6 rows .* micro-batches of 4 rows .*; give train.tokens_per_microbatch 24"),
     ],
@@ -181,7 +181,7 @@ def test_the_state_of_other_data_is_refused(texts, length, seed, packing, messag
 @pytest.mark.parametrize("place", [{"index": 6}, {"index": -1}, {"offset": 10}, {"offset": -1}])
 def test_a_place_that_the_data_do_not_have_is_refused(place):
     rows = _rows(tokenize_documents(["abcdefgh"] * 6, ByteTokenizer()), 8)
-    with pytest.raises(UserError, match=r"token -?\d+ of document -?\d+ of window 0, where the run was saved, is not"):
+    with pytest.raises(UserError, match=r"token -?\d+ of document -?\d+ of window 0, where the run was saved, does"):
         rows.load_state(rows.state() | place)
 
 

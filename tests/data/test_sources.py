@@ -228,10 +228,10 @@ def test_tokens_on_disk_are_those_in_memory(tmp_path, bpe_tokenizer):
     corpus, expected = open_token_folder(tmp_path / "tokens", bpe_tokenizer), _read(source, encoder)
     assert isinstance(corpus.tokens, np.memmap) and np.array_equal(corpus.tokens, expected.tokens)
     assert np.array_equal(corpus.offsets, expected.offsets) and corpus.counts["empty_documents"] == 1
-    with pytest.raises(UserError, match="another tokenizer"):
+    with pytest.raises(UserError, match="a different tokenizer"):
         open_token_folder(tmp_path / "tokens", ByteTokenizer())
     os.truncate(tmp_path / "tokens" / "tokens.bin", 10)
-    with pytest.raises(UserError, match=r"tokens\.bin: has 10 bytes and not \d+; delete"):
+    with pytest.raises(UserError, match=r"tokens\.bin: has 10 bytes instead of \d+; delete"):
         open_token_folder(tmp_path / "tokens")
 
 

@@ -75,11 +75,11 @@ def test_hidden_folders_are_left_out_and_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "a.md").write_text("one")
     assert list(TextSource(str(tmp_path))) == ["one"]
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0\0")
-    with pytest.raises(UserError, match=r"picture\.png: holds NUL bytes"):
+    with pytest.raises(UserError, match=r"picture\.png: contains NUL bytes"):
         list(TextSource(str(tmp_path)))
 
 
-@pytest.mark.parametrize(("template", "message"), [("text", "names no key"), ("{text", "write keys as")])
+@pytest.mark.parametrize(("template", "message"), [("text", "has no keys"), ("{text", "write keys as")])
 def test_a_template_that_cannot_work_is_refused(tmp_path, template, message):
     (tmp_path / "c.jsonl").write_text('{"text": "fine"}\n')
     with pytest.raises(UserError, match=message):

@@ -171,8 +171,8 @@ def test_the_vocabulary_reaches_to_the_largest_id(bpe_tokenizer, tmp_path):
     ("content", "message"),
     [
         ('{"eos_token": "<gone>"}', r"tokenizer_config\.json: eos_token '<gone>' is not in tokenizer\.json"),
-        ("{oops", r"tokenizer_config\.json: not JSON"),
-        ("[1]", r"tokenizer_config\.json: a list, not a JSON object"),
+        ("{oops", r"tokenizer_config\.json: not valid JSON"),
+        ("[1]", r"tokenizer_config\.json: is a list, not a JSON object"),
     ],
 )
 def test_bad_settings_are_refused_with_their_file(bpe_tokenizer, tmp_path, content, message):
@@ -198,7 +198,7 @@ def test_a_file_beside_the_tokenizer_that_is_no_utf_8_is_named(bpe_tokenizer, tm
     (ByteTokenizer() if kind == "byte" else bpe_tokenizer).save(tmp_path)
     (tmp_path / name).write_bytes(b"{}\xff")
     for load in (load_tokenizer, load_chat_template):
-        with pytest.raises(UserError, match=rf"{name}: .*(is not UTF-8|not JSON)"):
+        with pytest.raises(UserError, match=rf"{name}: .*(is not UTF-8|not valid JSON)"):
             load(tmp_path)
 
 

@@ -118,15 +118,15 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     [
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "weights are quantised .'fp8'.*Convert .*: fp8 is float8_e4m3.*fp8_cast_bf16.py",
+            "weights are quantized .'fp8'.*Convert .*: fp8 is float8_e4m3.*fp8_cast_bf16.py",
         ),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
         ({"kv_lora_rank": None}, "key kv_lora_rank is missing"),
         ({"kv_lora_rank": 0}, "kv_rank is 0; it must be at least 1"),
         ({"qk_rope_head_dim": 15}, "rope_dim is 15; rotary embedding needs an even one"),
-        ({"v_head_dim": 21}, r"kv_b_proj.weight has shape \[176, 32\], but config.json asks for \[180, 32\]"),
+        ({"v_head_dim": 21}, r"kv_b_proj.weight has shape \[176, 32\], but config.json requires \[180, 32\]"),
         ({"rope_interleave": "no"}, "rope_interleave is 'no'; it must be true or false"),
-        ({"num_experts_per_tok": 9}, "9 experts a token of 8 in all"),
+        ({"num_experts_per_tok": 9}, "9 experts per token of 8 in total"),
         ({"n_group": 3}, "8 experts in 3 groups"),
         ({"q_lora_rank": None}, "tensor .*q_proj.weight is missing"),
     ],

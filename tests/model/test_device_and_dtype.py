@@ -83,7 +83,7 @@ def test_another_arithmetic_is_taken_or_refused_by_name():
             set_arithmetic("auto", CPU, recorded="bf16_pairs")
     finally:
         set_arithmetic(before, CPU)
-    with pytest.raises(UserError, match="arithmetic portable is one of the CPU's, but the device is cuda:0"):
+    with pytest.raises(UserError, match="arithmetic portable is for CPUs, but the device is cuda:0"):
         set_arithmetic("portable", torch.device("cuda:0"))
     assert set_arithmetic("auto", torch.device("cuda:0")) == "auto"
 
@@ -187,7 +187,7 @@ def test_tiles_are_emulated_for_a_run_that_began_in_them_and_for_whoever_asks(
     tokens = [list(range(3, 60))]
     fast = score(open_model(tmp_path / "model", device="cpu"), tokens)[0]
     assert f"trained in bf16_tiles arithmetic and is computed in {own} here" in caplog.text
-    assert "--arithmetic bf16_tiles gives the same, many times as slow" in caplog.text
+    assert "--arithmetic bf16_tiles gives the same bits, many times slower" in caplog.text
     caplog.clear()
     with pytest.warns(UserWarning, match="bf16_tiles is emulated on this processor.*--arithmetic portable is faster"):
         model = open_model(tmp_path / "model", device="cpu", arithmetic="bf16_tiles")

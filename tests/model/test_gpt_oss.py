@@ -133,12 +133,12 @@ def test_the_engine_gives_the_trainers_bits(tmp_path, dtype):
         (dict(layer_types=["full_attention"]), "layer_types is .* for each layer"),
         (dict(layer_types=["full_attention", "chunked_attention", "full_attention"]), "layer_types is .*chunked"),
         (dict(sliding_window=-1), "sliding_window is -1"),
-        (dict(num_experts_per_tok=7), "7 experts a token of 6"),
+        (dict(num_experts_per_tok=7), "7 experts per token of 6"),
         (
             dict(quantization_config={"quant_method": "gptq"}),
-            r"'gptq'\), which is not read \(read are mxfp4, .*dequantize",
+            r"'gptq'\), which is not supported \(supported: mxfp4, .*dequantize",
         ),
-        (dict(quantization_config="fp8"), r"'fp8'\), which is not read.*float8_e4m3.*fp8_cast_bf16.py"),
+        (dict(quantization_config="fp8"), r"'fp8'\), which is not supported.*float8_e4m3.*fp8_cast_bf16.py"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, values, message):
@@ -154,7 +154,7 @@ def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, values, mes
         ("no_scales", r"gate_up_proj_scales is missing"),
         ("floats", r"down_proj_blocks is F32; only U8 are read"),
         ("nan", r"layers.1.mlp.experts.down_proj_scales has a scale byte of 255 for expert 2"),
-        ("shape", r"down_proj_scales has shape \[6, 64, 2\], but config.json asks for \[6, 64, 3\]"),
+        ("shape", r"down_proj_scales has shape \[6, 64, 2\], but config.json requires \[6, 64, 3\]"),
     ],
 )
 def test_damaged_mxfp4_is_named(tmp_path, damage, message):

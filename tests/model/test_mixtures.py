@@ -86,13 +86,13 @@ def test_the_engine_gives_the_trainers_bits(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(num_experts_per_tok=7), "7 experts a token of 6"),
-        (dict(num_experts_per_tok=0), "0 experts a token of 6"),
+        (dict(num_experts_per_tok=7), "7 experts per token of 6"),
+        (dict(num_experts_per_tok=0), "0 experts per token of 6"),
         (dict(num_experts_per_tok=None), "num_experts_per_tok is missing"),
         (dict(norm_topk_prob="yes"), "norm_topk_prob is 'yes'; it must be true or false"),
         (dict(mlp_only_layers=[3]), r"mlp_only_layers is \[3\]; it must be a list of layers from 0 to 2"),
         (dict(num_local_experts=8, num_experts=8), "experts.6.gate_proj.weight is missing"),
-        (dict(moe_intermediate_size=50), r"experts.0.* has shape \[48, 64\], but config.json asks for \[50, 64\]"),
+        (dict(moe_intermediate_size=50), r"experts.0.* has shape \[48, 64\], but config.json requires \[50, 64\]"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused_by_name(tmp_path, values, message):

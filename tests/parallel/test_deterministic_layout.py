@@ -322,5 +322,5 @@ def test_a_run_resumed_in_other_layouts_is_the_run_of_one_process(tmp_path, caps
 
 def test_micro_batches_that_ranks_would_make_smaller_are_refused():
     divide_step(32, 8 * 32, 8 * 32, 2)
-    with pytest.raises(UserError, match="rank has 4 rows .*give train.tokens_per_microbatch 128 in all of them"):
+    with pytest.raises(UserError, match="rank has 4 rows .*give train.tokens_per_microbatch 128 in all layouts"):
         divide_step(32, 8 * 32, 8 * 32, 2, deterministic=True)

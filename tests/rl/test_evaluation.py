@@ -220,7 +220,7 @@ def test_a_prompt_that_is_no_text_is_named(tmp_path, folders):  # noqa: F811
             yield Example("whole", id="a:1")
             yield Example("half \ud800 of it", id="a:2")
 
-    with pytest.raises(UserError, match="'a:2': a text holds half a surrogate pair after 'half '; fix it"):
+    with pytest.raises(UserError, match="'a:2': a text contains half a surrogate pair after 'half '; fix it"):
         lockstep.evaluate(_eval(tmp_path, folders[0]), Broken())
 
 
@@ -252,7 +252,7 @@ def _with_a_short_context(folder):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_with_another_shape, "config.json asks for"),
+        (_with_another_shape, "config.json requires"),
         (_with_damaged_weights, "broken/model.safetensors"),
         (_with_a_damaged_tokenizer, "broken/tokenizer.json"),
         (_with_a_score_head, "broken: is a reward model"),

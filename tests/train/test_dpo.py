@@ -212,7 +212,7 @@ def test_equal_and_long_pairs_are_named_counted_and_left_out(tmp_path, model_fol
     with caplog.at_level(logging.WARNING, logger="lockstep"):
         run = prefer(_config(tmp_path, model_folder, "run", lines, steps=1))
     assert _metrics(run, "data/equal_pairs") == [1] and _metrics(run, "data/long_pairs") == [1]
-    assert "pairs.jsonl:13: its two answers are equal; it is left out" in caplog.text
+    assert "pairs.jsonl:13: its two answers are identical; it is left out" in caplog.text
     assert "pairs.jsonl:14: has " in caplog.text
 
 
@@ -221,10 +221,10 @@ def test_data_whose_examples_are_all_left_out_say_why(tmp_path, model_folder, ca
     long = "a" * 90
     lines = [{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3
     lines += [{"prompt": long, "chosen": "b", "rejected": "c"}, {"prompt": "", "chosen": 1}]
-    expected = "2 malformed, and skipped as asked (--skip-bad-lines), 3 with two equal answers, 1 longer than a row"
+    expected = "2 malformed and skipped (--skip-bad-lines), 3 with two identical answers, 1 longer than a row"
     if command == "kto":
         lines = [{"prompt": long, "completion": "b", "label": True}] * 5 + [{"prompt": "a"}]
-        expected = "2 malformed, and skipped as asked (--skip-bad-lines), 5 longer than a row"
+        expected = "2 malformed and skipped (--skip-bad-lines), 5 longer than a row"
     data = _file(tmp_path, [*lines, 7])
     arguments = [*(["dpo", "--loss", "kto"] if command == "kto" else [command]), "--model", str(model_folder)]
     arguments += ["--data", data, "--output", str(tmp_path / "run"), "--skip-bad-lines"]

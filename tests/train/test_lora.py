@@ -205,7 +205,7 @@ def test_a_merged_adapter_is_a_model_of_its_own(tmp_path, folders):
     torch.testing.assert_close(score(merged, SEQUENCE)[0], score(ours, SEQUENCE)[0], rtol=0, atol=1e-5)
     with pytest.raises(UserError, match="is an adapter; give --merge"):
         convert(adapter, tmp_path / "other")
-    with pytest.raises(UserError, match="is no adapter, so there is nothing to merge"):
+    with pytest.raises(UserError, match="is not an adapter, so there is nothing to merge"):
         convert(base, tmp_path / "other", merge=True)
 
 
@@ -213,7 +213,7 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     base, adapter, _ = folders
     save_adapter(load_model(adapter), tmp_path / "own", base)
     save_model(build_model(SHAPE, "float32", seed=3), base)
-    with pytest.raises(UserError, match="for other weights than those in .*: their digest is [0-9a-f]{32}, and that"):
+    with pytest.raises(UserError, match="for other weights than those in .*: their digest is [0-9a-f]{32}, but that"):
         load_model(tmp_path / "own")
     save_model(build_model(replace(SHAPE, dim=96), "float32"), base)
     with pytest.raises(UserError, match=r"lora_B.weight has shape \[64, 3\], but rank 3 beside the 96 x 96 matrix"):
@@ -222,7 +222,7 @@ def test_an_adapter_for_another_base_is_named(tmp_path, folders):
     with pytest.raises(UserError, match=r"another base: it adapts layers.1.*, which .* does not have"):
         load_model(adapter)
     (base / "config.json").unlink()  # as in a run's folder
-    missing = "its base is not there .* correct base_model_name_or_path"
+    missing = "its base was not found .* correct base_model_name_or_path"
     with pytest.raises(UserError, match=f"^{adapter}: {missing}"):
         load_model(adapter)
     shutil.rmtree(base)
@@ -268,12 +268,14 @@ def test_settings_of_our_own_that_make_no_sense_are_refused(folders, change, sai
 def test_a_tensor_that_is_no_adapters_is_refused(folders):
     file = folders[1] / "adapter_model.safetensors"
     save_file(load_file(file) | {"base_model.model.model.embed_tokens.weight": torch.zeros(2)}, file)
-    with pytest.raises(UserError, match="embed_tokens.weight is none of a LoRA adapter's matrices"):
+    with pytest.raises(UserError, match="embed_tokens.weight is not a LoRA adapter's matrix"):
         load_model(folders[1])
 
 
 def test_impossible_adapters_are_refused():
-    with pytest.raises(UserError, match=r'lora.targets "wq" matches no linear layer; there are down_proj, .*q_proj'):
+    with pytest.raises(
+        UserError, match=r'lora.targets "wq" matches no linear layer; the layers are down_proj, .*q_proj'
+    ):
         lora_of(SHAPE, 4, 8.0, ("q_proj", "wq"))
     with pytest.raises(UserError, match="lora.rank is 65, but .* is .*64.*; give 1 to 64"):
         lora_of(SHAPE, 65, 8.0, ("q_proj",))

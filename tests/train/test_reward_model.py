@@ -283,7 +283,7 @@ def test_a_reward_model_is_no_language_model_and_says_so(tmp_path, model_folder,
     ):
         assert main(command) == 2, command
         said = capsys.readouterr().err
-        assert folder in said and "is a reward model, whose head scores a text" in said, command
+        assert folder in said and "is a reward model, which scores a text" in said, command
     with pytest.raises(UserError, match="is a reward model"):
         Engine(load_model(folder_if_model(str(run))))
     config = json.loads((Path(folder_if_model(str(run))) / "config.json").read_text())

@@ -149,7 +149,7 @@ FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{
 @pytest.mark.parametrize(
     ("line", "template", "message"),
     [
-        (LINES[1], FORGETS, "a.jsonl:1: .* up to message 3 otherwise .* {% generation %}"),
+        (LINES[1], FORGETS, "a.jsonl:1: .* up to message 3 differently .* {% generation %}"),
         (LINES[0], MARKED.replace("{% for", "{{ raise_exception('not these') }}{% for"), "a.jsonl:1: .*not these"),
         ({"messages": LINES[0]["messages"][:1]}, MARKED, "a.jsonl:1: the assistant says nothing"),
         ({"prompt": "a", "completion": ""}, MARKED, "a.jsonl:1: the assistant says nothing"),
@@ -157,7 +157,7 @@ FORGETS = "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}[{{
         ({"messages": ["hello"]}, MARKED, 'a.jsonl:1: needs "messages"'),
         (LINES[0] | {"tools": SUM}, MARKED, 'a.jsonl:1: has "tools", which the chat template does not show'),
         (LINES[0] | {"tools": "sum"}, TOOLS, 'a.jsonl:1: "tools" is not JSON'),
-        (LINES[0] | {"tools": ["sum"]}, TOOLS, 'a.jsonl:1: "tools" is not a list of objects'),
+        (LINES[0] | {"tools": ["sum"]}, TOOLS, 'a.jsonl:1: "tools" is neither a list of objects'),
         ({"prompt": "a", "completion": "half \ud83d"}, None, "a.jsonl:1: .*half a surrogate pair after 'ahalf '"),
     ],
 )

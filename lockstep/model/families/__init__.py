@@ -39,22 +39,22 @@ _NAMES = {
     "bos_token_id": "bos_token_id",
     "reduction_chunks": "reduction_chunks",
 }
-# Settings of these families that would change the arithmetic, and the only value that is built here.
+# Settings of these families that would change the arithmetic, and the only value that is supported.
 _ONLY = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 
 
 MOST_LAYERS, WIDEST_HEAD = 1024, 2**16
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Of a number in a configuration: float32 holds it, and what is made of it."""
+"""Range of a number in a configuration: float32 can represent it, and what is computed from it."""
 
 
 def preset(name: str, vocab_size: int | None = None, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """`family:size`, such as `qwen3:tiny`, with another vocabulary where given. Raises UserError if there is none."""
+    """`family:size`, such as `qwen3:tiny`, with another vocabulary if given. Raises UserError if there is none."""
     family, _, size = name.partition(":")
     if name not in PRESETS:
         raise UserError(
-            f'unknown model "{name}".{closest(name, PRESETS)} There is no folder of that name, and these sizes are '
-            f"known: {', '.join(PRESETS)}"
+            f'unknown model "{name}".{closest(name, PRESETS)} There is no folder with that name, and the known '
+            f"sizes are: {', '.join(PRESETS)}"
         )
     module = FAMILIES[family]
     config: ModelConfig = module.config(vocab_size or module.VOCAB_SIZES[size], **module.PRESETS[size])
@@ -87,12 +87,12 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
     for name, value in fields.items():
         kinds = {"norm_eps": (int, float), "tie_embeddings": (bool,)}.get(name, (int,))
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise UserError(f"{where}: {name} is {value!r:.100}, which is no {kinds[-1].__name__}")
-    # Checked before anything counts to it.
+            raise UserError(f"{where}: {name} is {value!r:.100}, which is not of type {kinds[-1].__name__}")
+    # Checked before anything iterates over them.
     if not 0 < fields["num_layers"] <= MOST_LAYERS or fields["num_heads"] < 1:
         raise UserError(
             f"{where}: num_hidden_layers is {_short(fields['num_layers'])} and num_attention_heads "
-            f"{_short(fields['num_heads'])}; a model has 1 to {MOST_LAYERS} layers, and at least one head"
+            f"{_short(fields['num_heads'])}; a model has 1 to {MOST_LAYERS} layers and at least one head"
         )
     if "norm_eps" in fields:
         fields["norm_eps"] = _number(fields["norm_eps"], f"{where}: rms_norm_eps")
@@ -122,7 +122,7 @@ def from_hugging_face(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:
-    """Raises UserError where the numbers of the rotary embedding make no angles."""
+    """Raises UserError if the numbers of the rotary embedding do not give finite angles."""
     if config.head_dim > WIDEST_HEAD:
         raise UserError(f"{where}: head_dim is {_short(config.head_dim)}; it can be up to {WIDEST_HEAD}")
     try:
@@ -132,7 +132,7 @@ def _refuse_endless_rotation(config: ModelConfig, where: str) -> None:
     except (ArithmeticError, ValueError):
         made = [math.inf]
     if not all(map(math.isfinite, made)):
-        raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are not numbers; check them")
+        raise UserError(f"{where}: rope_theta and the rotary scaling give angles that are not finite; check them")
 
 
 def _scoring(architecture: str) -> str:
@@ -142,12 +142,12 @@ def _scoring(architecture: str) -> str:
 
 def _refuse_classes(values: dict[str, Any], where: str) -> None:
     """Raises UserError for a head with several outputs."""
-    # transformers writes no num_labels, but the labels' names, and two of them by default.
+    # transformers does not write num_labels, but the labels' names, two of them by default.
     labels = values.get("id2label", {"0": "", "1": ""})
     count = values.get("num_labels", len(labels) if isinstance(labels, dict) else labels)
     if count != 1:
         raise UserError(
-            f"{where}: the head has {count!r:.40} outputs; only reward models are read, whose head has one (num_labels)"
+            f"{where}: the head has {count!r:.40} outputs; only reward models are read, with one output (num_labels)"
         )
 
 
@@ -161,7 +161,7 @@ _FROM_OTHERS = (
 )
 _FROM_FP8 = (
     "fp8 is float8_e4m3 with a float32 scale for each block (weight_scale_inv). DeepSeek's inference/fp8_cast_bf16.py "
-    "writes the folder in bfloat16 (then take quantization_config out of its config.json); so does transformers: load "
+    "writes the folder in bfloat16 (then remove quantization_config from its config.json); so does transformers: load "
     'it with quantization_config=FineGrainedFP8Config(dequantize=True) and dtype="bfloat16", and call save_pretrained'
 )
 
@@ -171,8 +171,8 @@ def _refuse_quantized(values: dict[str, Any], read: Collection[str], where: str)
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
     if quantization and method not in read:
         raise UserError(
-            f"{where}: the weights are quantised ({method!r:.100}), which is not read"
-            + (f" (read are {', '.join(read)}, and unquantised floats)" if read else "; only unquantised floats are")
+            f"{where}: the weights are quantized ({method!r:.100}), which is not supported"
+            + (f" (supported: {', '.join(read)}, unquantized floats)" if read else "; only unquantized floats are")
             + ". Convert the folder first: "
             + (_FROM_FP8 if method == "fp8" else _FROM_OTHERS)
         )
@@ -201,7 +201,7 @@ _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale
 
 
 def _yarn(parameters: dict[str, Any], values: dict[str, Any], where: str) -> Yarn:
-    """Keys that are missing, null or 0 are what they are by default."""
+    """Keys that are missing, null or 0 have their defaults."""
     given = {key: _number(parameters[key], f"{where}: {key}") for key in _YARN_NUMBERS if parameters.get(key)}
     truncate = parameters.get("truncate", True)
     if not isinstance(truncate, bool):
@@ -227,7 +227,7 @@ def _rope_parameters(scaling: RopeScaling | Yarn | None) -> dict[str, Any]:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors of a folder that the model has no use for: copies, and what a family leaves out."""
+    """Tensors in a folder that the model does not use: copies, and what a family leaves out."""
     without_logits = config.tie_embeddings or config.score_head
     if name.endswith("rotary_emb.inv_freq") or (without_logits and name == "lm_head.weight"):
         return True
@@ -236,11 +236,11 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _number(value: Any, where: str) -> Any:
-    """As it stands there. Raises UserError for what is no finite number above 0."""
-    # An integer may be beyond any float, too; what the model computes with is float32.
+    """Returns it unchanged. Raises UserError for what is not a finite number above 0."""
+    # An integer may also exceed any float; the model computes with float32.
     if isinstance(value, (int, float)) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST:
         return value
-    raise UserError(f"{where} is {value!r:.100}; it must be a number above 0 that float32 holds")
+    raise UserError(f"{where} is {value!r:.100}; it must be a number above 0 that fits in float32")
 
 
 def to_hugging_face(config: ModelConfig, dtype: str) -> dict[str, Any]:

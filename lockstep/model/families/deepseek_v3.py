@@ -14,7 +14,7 @@ ARCHITECTURE = "DeepseekV3ForCausalLM"
 MODEL_TYPE = "deepseek_v3"
 QK_NORM = False
 ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Settings that would change the arithmetic, and the only value that is built here."""
+"""Settings that would change the arithmetic, and the only value that is supported."""
 
 
 def config(
@@ -50,7 +50,7 @@ def _experts(count: int, active: int, size: int, dense_layers: int, groups: int,
 
 def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
     """Fields of ModelConfig from the keys of `config.json`. Raises UserError."""
-    compressed = values.get("q_lora_rank", True) is not None  # null: queries are not
+    compressed = values.get("q_lora_rank", True) is not None  # null: queries are not compressed
     latent = Latent(
         kv_rank=whole_number(values, "kv_lora_rank", where),
         nope_dim=whole_number(values, "qk_nope_head_dim", where),
@@ -63,7 +63,7 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """The keys of `config.json`; there as many key-value heads are written as heads."""
+    """The keys of `config.json`; the number of key-value heads there is the number of heads."""
     assert config.latent is not None
     return {
         "kv_lora_rank": config.latent.kv_rank,
@@ -81,7 +81,7 @@ def write_attention(config: ModelConfig) -> dict[str, Any]:
 def read_experts(values: dict[str, Any], where: str) -> ExpertsConfig:
     """From the keys of `config.json`. Raises UserError."""
     size = whole_number(values, "moe_intermediate_size", where)
-    # Of keys that are absent, what transformers takes.
+    # Missing keys have transformers' defaults.
     scale = values.get("routed_scaling_factor", 2.5)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < 1e30:
         raise UserError(f"{where}: routed_scaling_factor is {scale!r:.100}; it must be a number above 0")
@@ -123,7 +123,7 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:
-    """The layers behind the last one, which predict further tokens and take no part in the model's own."""
+    """The layers after the last one, which predict further tokens and are not part of the model's own prediction."""
     layer = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
     return layer is not None and int(layer[1]) >= config.num_layers
 

@@ -15,9 +15,9 @@ ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"
 QK_NORM = False
 ONLY = {"attention_bias": True, "swiglu_alpha": SLOPE, "swiglu_limit": LIMIT}
-"""Settings that would change the arithmetic, and the only value that is built here."""
+"""Settings that would change the arithmetic, and the only value that is supported."""
 QUANTIZED = ("mxfp4",)
-"""Formats that a folder's experts may be stored in; they are read into bfloat16."""
+"""Quantized formats of a folder's experts that can be read; they are read into bfloat16."""
 KINDS = {"sliding_attention": True, "full_attention": False}
 
 
@@ -81,17 +81,17 @@ def read_attention(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def shortest_turn(windows: Sequence[int]) -> tuple[int, ...]:
-    """The fewest that make up all, one after the other again and again."""
+    """The shortest list that gives all windows when repeated."""
     turns = (tuple(windows[:length]) for length in range(1, len(windows) + 1))
     return next(turn for turn in turns if all(turn[n % len(turn)] == own for n, own in enumerate(windows)))
 
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
-    """Back from `read_attention`. Raises UserError for windows of several widths, which the keys have no room for."""
+    """Back from `read_attention`. Raises UserError for windows of several widths, which the keys cannot express."""
     windows = [config.window(layer) for layer in range(config.num_layers)]
     widths = {window for window in windows if window} or {128}
     if len(widths) > 1:
-        raise UserError(f"model: windows of {sorted(widths)} tokens; a gpt-oss has windows of one width")
+        raise UserError(f"model: windows of {sorted(widths)} tokens; gpt-oss has windows of one width only")
     return {
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         "sliding_window": widths.pop(),

@@ -8,7 +8,7 @@ from lockstep.errors import UserError
 
 
 def whole_number(values: dict[str, Any], key: str, where: str, *others: str, default: int | None = None) -> int:
-    """The value of `key`, or of one of its `others` names. Raises UserError where it is missing or no whole number."""
+    """The value of `key`, or of one of its `others` names. Raises UserError if it is missing or not a whole number."""
     found = next((values[name] for name in (key, *others) if values.get(name) is not None), default)
     if found is None:
         raise UserError(f"{where}: key {key} is missing; this is not a complete model configuration")
@@ -18,7 +18,7 @@ def whole_number(values: dict[str, Any], key: str, where: str, *others: str, def
 
 
 def truth(values: dict[str, Any], key: str, where: str, default: bool) -> bool:
-    """The value of `key`. Raises UserError where it is neither true nor false."""
+    """The value of `key`. Raises UserError if it is neither true nor false."""
     found = values.get(key, default)
     if not isinstance(found, bool):
         raise UserError(f"{where}: {key} is {found!r:.100}; it must be true or false")
@@ -26,7 +26,7 @@ def truth(values: dict[str, Any], key: str, where: str, default: bool) -> bool:
 
 
 def layer_numbers(values: dict[str, Any], key: str, where: str, count: int) -> tuple[int, ...]:
-    """A list of layers, in order. Raises UserError where it names one beyond `count`."""
+    """A list of layers, in order. Raises UserError if it names one beyond `count`."""
     found = values.get(key)
     found = [] if found is None else found
     if not isinstance(found, list) or not all(type(n) is int and 0 <= n < count for n in found):
