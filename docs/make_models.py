@@ -138,7 +138,7 @@ CHECKS: dict[str, Callable[[str], bool | str]] = {
     "sampling has the trainer's bits, float32": samples_as_it_trains("float32"),
     "sampling has the trainer's bits, bfloat16": samples_as_it_trains("bfloat16"),
     "trains": learns,
-    "recomputation changes no bit": recomputes,
+    "activation checkpointing changes no bit": recomputes,
     "a prefix in the cache changes no bit": reuses_prefixes,
     "sampling has the trainer's bits, with an adapter": samples_as_it_trains("float32", with_adapter=True),
     "a run that is resumed has its own bits": resumes,

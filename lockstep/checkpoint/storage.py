@@ -7,6 +7,7 @@ the folder.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zlib
@@ -154,14 +155,18 @@ def _plan(of_ranks: list[list[Any]], folder: Path, stems: Mapping[str, str], max
 def _refuse_gaps(name: str, shape: torch.Size, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     """Raises RuntimeError unless `boxes`, by offsets and sizes, have each value of the tensor once."""
     begins, sizes = np.array(boxes, np.int64).reshape(len(boxes), 2, len(shape)).swapaxes(0, 1)
+    edges = begins, begins + sizes
     # Between two neighboring cuts of each axis all values are in the same boxes.
-    cuts = [np.unique([0, size, *begins[:, axis], *(begins + sizes)[:, axis]]) for axis, size in enumerate(shape)]
-    firsts = [np.searchsorted(cut, begins[:, axis]) for axis, cut in enumerate(cuts)]
-    lasts = [np.searchsorted(cut, (begins + sizes)[:, axis]) for axis, cut in enumerate(cuts)]
-    covered = np.zeros([len(cut) - 1 for cut in cuts], np.int64)
-    for box in range(len(boxes)):
-        covered[tuple(slice(first[box], last[box]) for first, last in zip(firsts, lasts))] += 1
-    if any(cut[0] < 0 or cut[-1] > size for cut, size in zip(cuts, shape)) or (covered != 1).any():
+    cuts = [np.unique(np.concatenate([[0, size], *(e[:, axis] for e in edges)])) for axis, size in enumerate(shape)]
+    # How many boxes have them: +1 and -1 at the corners of each box, summed along each axis.
+    covered = np.zeros([len(cut) for cut in cuts], np.int64)
+    for corner in itertools.product((0, 1), repeat=len(shape)):
+        at = tuple(np.searchsorted(cut, edges[end][:, axis]) for axis, (cut, end) in enumerate(zip(cuts, corner)))
+        np.add.at(covered, at, (-1) ** sum(corner))
+    for axis in range(len(shape)):
+        covered = covered.cumsum(axis)
+    beyond = any(cut[0] < 0 or cut[-1] > size for cut, size in zip(cuts, shape))
+    if beyond or (covered[tuple(slice(-1) for _ in shape)] != 1).any():
         raise RuntimeError(f"the ranks do not hold each value of {name} ({list(shape)}) once: {boxes[:4]}")
 
 

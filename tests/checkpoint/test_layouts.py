@@ -2,6 +2,8 @@
 
 import math
 import os
+import resource
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -202,6 +204,15 @@ def test_every_cut_of_a_tensor_is_read_under_every_other(tmp_path):
     assert len(list((tmp_path / "rows").glob("t-*-of-*.safetensors"))) > 2
 
 
+@contextmanager
+def files_of_at_most(size):
+    """The kernel refuses to write more bytes into a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def _saves(folder):
     """How saves end on this rank, of two, where one of them cannot do its part."""
     dist.init_process_group("gloo")
@@ -218,12 +229,13 @@ def _saves(folder):
     def leave(*_):
         raise SystemExit("bye")
 
+    # On rank 0 a fault of ours, which no disk can be made to have.
     def refuse(*_):
         raise OSError(28, "No space left on device") if rank == 1 else KeyError("a fault")
 
     ends = {"whole": save("whole")}
     assert load_file(folder / "whole" / "m.safetensors")["w"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
-    with patch("os.pwrite", refuse if rank == 1 else os.pwrite):
+    with files_of_at_most(1 if rank == 1 else resource.RLIM_INFINITY):
         ends["one disk"] = save("one disk")
     with patch("os.pwrite", refuse):
         ends["a disk and a fault"] = save("a disk and a fault")
@@ -249,9 +261,9 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_says_which(tmp_path):
     assert first.pop("an exit") == ("RuntimeError", "rank 1: bye")
     assert first == second
     assert first["whole"] is first["after all"] is None
-    disk = "[Errno 28] No space left on device"
-    assert first["one disk"] == ("OSError", f"rank 1: {disk}")
-    assert first["a disk and a fault"] == ("RuntimeError", f"rank 0: 'a fault'; rank 1: {disk}")
+    assert first["one disk"] == ("OSError", "rank 1: [Errno 27] File too large")
+    full = "[Errno 28] No space left on device"
+    assert first["a disk and a fault"] == ("RuntimeError", f"rank 0: 'a fault'; rank 1: {full}")
     assert first["no folder"] == ("OSError", f"rank 0: [Errno 20] Not a directory: '{tmp_path}/a file/sub'")
     assert first["completion"] == ("RuntimeError", "rank 0: 'a fault'")
     for name in ("a gap", "an overlap", "a gap and an overlap", "beyond the end"):

@@ -110,8 +110,7 @@ class Supervisor:
             return
         # Given up by the fleet, or a rank has ended, or it never joined: whatever is left of it is killed.
         if not ended and not late:
-            # The connections of a process that is killed close before its end can be seen.
-            self._ending.wait(GLANCE)
+            self._ending.wait(GLANCE)  # a process that is killed loses its connections before its end can be seen
             ended = place.ended()
         if self._ending.is_set():
             return
