@@ -243,9 +243,9 @@ def _saves(folder):
     ends["no folder"] = save("a file/sub")
     ends["completion"] = save("completion", refuse)
     ends["a gap"] = save("a gap", rows=1)
-    ends["an overlap"] = save("an overlap", rows=3 - rank, begin=rank)
+    ends["an overlap"] = save("an overlap", rows=3 - rank)
     ends["a gap and an overlap"] = save("a gap and an overlap", begin=rank)
-    ends["beyond the end"] = save("beyond the end", begin=3 * rank)
+    ends["beyond the end"] = save("beyond the end", rows=2 + rank)
     ends["two dtypes"] = save("two dtypes", dtype=torch.float64 if rank else torch.float32)
     ends["no dtype of files"] = save("no dtype of files", dtype=torch.complex64 if rank else torch.float32)
     with patch("os.pwrite", leave if rank else os.pwrite):
