@@ -71,12 +71,12 @@ def test_sums_have_the_chunks_of_the_tensor_degree_or_of_the_models_own_run(tmp_
     ]  # fmt: skip
     assert not caplog.text
     assert chunks(four, reduction_chunks=2) == 2
-    assert "was trained with reduction_chunks 4, and 2 are used here" in caplog.text
+    assert "was trained with reduction_chunks 4, but 2 are used here" in caplog.text
     caplog.clear()
     # Of a run's checkpoint one chunk is known as well; a folder from elsewhere was never computed here.
     (tmp_path / "one" / "state.json").write_text('{"arithmetic": "portable"}')
     name_other_chunks(tmp_path / "one", 2)
-    assert "was trained with reduction_chunks 1, and 2 are used here" in caplog.text
+    assert "was trained with reduction_chunks 1, but 2 are used here" in caplog.text
     # transformers reads a folder that says so, and one that was summed at once says nothing.
     assert json.loads((tmp_path / "four" / "config.json").read_text())["reduction_chunks"] == 4
     assert "reduction_chunks" not in json.loads((tmp_path / "one" / "config.json").read_text())
