@@ -13,7 +13,7 @@ from lockstep.config import ParallelConfig
 from lockstep.model import Decoder
 from lockstep.model.shard import local_values
 from lockstep.model.stored import is_float32
-from lockstep.parallel.exchange import ExchangedSum
+from lockstep.parallel.exchange import ExchangedSum, SumOverReplicas
 from lockstep.parallel.tensor import experts_of
 from lockstep.parallel.world import World
 
@@ -54,6 +54,8 @@ def shard_data_parallel(model: Decoder, world: World, config: ParallelConfig, co
         module.set_force_sum_reduction_for_comms(True)
         if world.device.type == "cpu":
             module.set_custom_reduce_scatter(ExchangedSum())  # type: ignore[arg-type]
+        if world.replicas is not None and module not in shared_experts:
+            module.set_all_reduce_hook(SumOverReplicas(world.replicas))
 
 
 def _cut_experts(world: World, parameter: nn.Parameter) -> Shard | None:
@@ -81,7 +83,7 @@ def set_gradient_sums(model: FSDPModule, every: bool, last: bool) -> None:
     """Call before a micro-batch's forward: sets whether its backward sums gradients over ranks.
 
     They are summed if `every` is set or it is the `last` of a step. Replicas of the shards exchange sums once per step
-    in any case.
+    in any case, except more than two on CPUs, which exchange them together with the shards.
     """
     model.set_requires_gradient_sync(every or last)
     model.set_requires_all_reduce(last)

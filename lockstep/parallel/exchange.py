@@ -195,3 +195,18 @@ class ExchangedSum:
             # Not `torch.sum`, which reads two long rows at a third of the memory bandwidth.
             parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2])] + parts[len(parts) & ~1 :]
         torch.add(*parts, out=output_tensor)
+
+
+class SumOverReplicas:
+    """Replaces `x` on each rank by its sum over the ranks, added in a binary tree, neighboring ranks first.
+
+    FSDP uses it through `set_all_reduce_hook`. A library's all-reduce adds in an order of its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, x: Tensor) -> None:
+        ranks = self.group.size()
+        padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % ranks))
+        x.copy_(gather_rows(sum_rows(padded, self.group), self.group)[: x.numel()].view_as(x))

@@ -97,10 +97,20 @@ class World:
         return self.mesh["data_shard", "context"]._flatten("shard")
 
     @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks with copies of this rank's shards, if their gradients are summed by `SumOverReplicas`.
+
+        Otherwise FSDP sums them with the library, whose order is only certain for two ranks.
+        """
+        if self.mesh is None or self.degrees["data_replicate"] <= 2 or self.device.type != "cpu":
+            return None
+        return self.mesh.get_group("data_replicate")
+
+    @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard`: replicas times shards."""
+        """The mesh for `fully_shard`: shards, times replicas if FSDP sums over them."""
         shard = self._shard_mesh
-        if self.degrees["data_replicate"] == 1:
+        if self.degrees["data_replicate"] == 1 or self.replicas is not None:
             return shard
         assert self.mesh is not None and shard.mesh_dim_names is not None
         return self.mesh["data_replicate", shard.mesh_dim_names[0]]

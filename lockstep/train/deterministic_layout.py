@@ -65,11 +65,10 @@ def refuse_other_order(world: World, model: TrainableModel) -> None:
             "train.deterministic_layout sums gradients over ranks after every micro-batch; leave "
             'parallel.reduce_gradients at "auto"'
         )
-    if world.degrees["data_replicate"] > 2 or world.data_size & (world.data_size - 1):
+    if world.data_size & (world.data_size - 1):
         raise UserError(
-            "train.deterministic_layout sums in a binary tree of ranks: parallel.data_replicate must be 1 or 2 and is "
-            f"{world.degrees['data_replicate']}; the number of data-parallel ranks must be a power of two and is "
-            f"{world.data_size}"
+            "train.deterministic_layout sums in a binary tree of ranks: the number of data-parallel ranks must be a "
+            f"power of two and is {world.data_size}"
         )
     if world.data_size > 1 and not isinstance(model, FSDPModule | Pipeline):
         raise UserError(

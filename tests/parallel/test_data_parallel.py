@@ -11,6 +11,7 @@ from lockstep.errors import UserError
 from lockstep.model import preset
 from lockstep.parallel import close_world, parallel_model
 from lockstep.parallel.data import sums_every_microbatch
+from lockstep.parallel.exchange import SumOverReplicas
 from lockstep.parallel.refusals import refuse_impossible
 from lockstep.parallel.world import AXES, World, imagined_world, open_world, resolve_degrees
 from tests.parallel.launch import launch
@@ -39,6 +40,23 @@ def test_gradients_summed_with_every_micro_batch_train_as_those_summed_once_a_st
     assert each.losses == pytest.approx(once.losses, rel=1e-6) and each.norms == pytest.approx(once.norms, rel=1e-5)
     for name, way in once.moved.items():
         assert (each.moved[name] - way).norm() < 1e-2 * way.norm(), name
+
+
+def _summed_over_replicas(values):
+    world = open_world(ParallelConfig(data_replicate=4), "cpu")
+    own = values[world.rank].clone()
+    SumOverReplicas(world.replicas)(own)
+    close_world(world)
+    return own
+
+
+def test_replicas_sum_in_a_binary_tree():
+    # Large terms that cancel, so that another order of the same sum is other bits.
+    values = torch.randn(4, 3, 67, generator=torch.Generator().manual_seed(0))
+    values[2] -= 2.0**20 * values[1].sign()
+    values[1] += 2.0**20 * values[1].sign()
+    found = launch(4, _summed_over_replicas, values)
+    assert all(torch.equal(each, (values[0] + values[1]) + (values[2] + values[3])) for each in found)
 
 
 def test_a_whole_gradient_is_kept_where_it_fits_a_quarter_of_a_ranks_memory():

@@ -33,6 +33,7 @@ COPIES = [
     (2, ParallelConfig(data_replicate=2)),
     (4, ParallelConfig()),
     (4, ParallelConfig(data_replicate=2)),
+    (4, ParallelConfig(data_replicate=4)),
 ]
 SHARED = {
     "TP 2": (2, ParallelConfig(tensor=2)),
@@ -193,7 +194,7 @@ def test_squares_are_added_exactly_in_any_order_and_any_parts():
     [
         ({"pipeline": 2, "context": 2}, {}, "works with parallel.pipeline or with parallel.context, not with both"),
         ({"data_shard": 3}, {}, "data-parallel ranks must be a power of two and is 3"),
-        ({"data_replicate": 4}, {}, "parallel.data_replicate must be 1 or 2 and is 4"),
+        ({"data_replicate": 3}, {}, "data-parallel ranks must be a power of two and is 3"),
         ({"data_shard": 4}, {"reduce_gradients": "step"}, 'leave parallel.reduce_gradients at "auto"'),
         ({"data_shard": 4}, {"device": torch.device("cuda")}, "up to 2 GPUs so far, not 4"),
         (
