@@ -2,9 +2,11 @@
 
 Run: python benchmarks/speculation.py one --model DIR [--data DATA]      one prompt, 256 new tokens
      python benchmarks/speculation.py rollouts --model DIR --data DATA   GRPO over five epochs, with and without
+     python benchmarks/speculation.py texts --model DIR --data DATA      prose, code and JSON, by each source of drafts,
+                                                                         on a 0.6B shape that is trained on them first
      python benchmarks/speculation.py acceptance [--picture FILE]        speed by acceptance and batch size
 
-DIR is what `lockstep pretrain --recipe gsm8k_tiny` made, DATA the folder of GSM8K.
+DIR is what `lockstep pretrain --recipe gsm8k_tiny` made, for `texts` a new folder; DATA the folder of GSM8K.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,15 @@ from typing import Any
 NEW = 256
 PROMPTS = 6
 EPOCHS = 5
+HELD_OUT = 3
+"""Documents of each kind that `texts` does not train on."""
+PROMPT = 128
+"""Tokens of each of them that are continued."""
+STEP_TOKENS = 1024
+DRAFT_MODEL = "draft"
+"""The folder of a smaller model in the folder of the model."""
+PROMPTS_FILE = "benchmark_prompts.json"
+"""The peer's environment lacks our tokenizers: it reads the tokens from this file beside the weights."""
 
 
 def prompts_of(folder: str, data: str) -> list[list[int]]:
@@ -35,11 +47,76 @@ def prompts_of(folder: str, data: str) -> list[list[int]]:
     return [tokenizer.encode(f"Question: {json.loads(line)['question']}\nAnswer:") for line in lines]
 
 
+def texts_of(data: str) -> dict[str, list[str]]:
+    """Documents by kind: problems of GSM8K, the standard library's modules, and Unicode's characters as JSON."""
+    problems = (json.loads(line) for line in Path(data, "train.jsonl").read_text().splitlines())
+    modules = sorted(p for p in Path(json.__file__).parent.parent.glob("*.py") if 8_000 < p.stat().st_size < 60_000)
+    characters = [
+        {
+            "character": chr(code),
+            "code": f"U+{code:04X}",
+            "name": unicodedata.name(chr(code)),
+            "category": unicodedata.category(chr(code)),
+            "bidirectional": unicodedata.bidirectional(chr(code)),
+            "decomposition": unicodedata.decomposition(chr(code)),
+            "mirrored": bool(unicodedata.mirrored(chr(code))),
+        }
+        for code in range(0x20, 0x2000)
+        if unicodedata.name(chr(code), "")
+    ]
+    return {
+        "prose": [f"Question: {each['question']}\nAnswer: {each['answer']}" for each in problems],
+        "code": [module.read_text() for module in modules],
+        "JSON": [
+            json.dumps(characters[first : first + 40], indent=2, ensure_ascii=False)
+            for first in range(0, len(characters), 40)
+        ],
+    }
+
+
+def train_on_texts(folder: str, data: str, steps: int) -> None:
+    """A 0.6B shape, and in `DRAFT_MODEL` a 5M one of the same tokenizer: fresh weights, then so many steps."""
+    documents = {kind: found[:-HELD_OUT] for kind, found in texts_of(data).items()}
+    draw, lines = random.Random(0), []
+    for found in documents.values():
+        draw.shuffle(found)
+        room = steps * STEP_TOKENS  # characters: a third of what the tokens of all steps hold
+        while room > 0 and found:
+            lines.append(json.dumps({"text": found.pop()[:12_000]}))
+            room -= len(lines[-1])
+    draw.shuffle(lines)
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, "texts.jsonl").write_text("\n".join(lines))
+        for model, tokenizer, out, rate, more in (
+            ("qwen3:0.6b", "bpe:4096", folder, "6e-4", 1),
+            ("qwen3:tiny", folder, str(Path(folder, DRAFT_MODEL)), "3e-3", 10),
+        ):
+            command = [
+                *(sys.executable, "-m", "lockstep", "pretrain", "--model", model, "--tokenizer", tokenizer),
+                *("--data", f"{place}/texts.jsonl", "--output", f"{place}/run", "--overwrite", "--dtype", "bfloat16"),
+                *("--steps", str(more * steps), "--tokens-per-step", str(STEP_TOKENS), "--sequence-length", "512"),
+                *("--train.learning-rate", rate, "--train.warmup-steps", "4", "--checkpoint.every", "0"),
+            ]
+            subprocess.run(command, check=True)
+            subprocess.run([sys.executable, "-m", "lockstep", "convert", f"{place}/run", out], check=True)
+
+
+def held_out_prompts(folder: str, data: str) -> dict[str, list[list[int]]]:
+    """The beginnings of documents that the model has not seen."""
+    from lockstep.data import load_tokenizer
+
+    tokenizer = load_tokenizer(folder, json.loads(Path(folder, "config.json").read_text())["vocab_size"])
+    return {
+        kind: [tokenizer.encode(text)[:PROMPT] for text in found[-HELD_OUT:]] for kind, found in texts_of(data).items()
+    }
+
+
 def lockstep_side(folder: str, prompts: list[list[int]], draft: str, temperature: float) -> dict[str, Any]:
     from lockstep import Engine, EngineConfig, SamplingParams, load_model
 
     model = load_model(folder)
-    engine = Engine(model, EngineConfig(max_sequences=16, cache_tokens=8192, draft=draft))
+    smaller = str(Path(folder, DRAFT_MODEL)) if draft == "model" else ""
+    engine = Engine(model, EngineConfig(max_sequences=16, cache_tokens=8192, draft=draft, draft_model=smaller))
     params = SamplingParams(max_tokens=NEW, temperature=temperature, seed=0, ignore_eos=True)
     engine.generate([prompts[0][:16]], params)
     before, times, tokens = dict(vars(engine.statistics)), [], []
@@ -92,6 +169,31 @@ def report_one(folder: str, data: str, rounds: int) -> None:
             seconds = best[side]["seconds"]
             print(f"  {side:12} {seconds:7.2f} s  {PROMPTS * NEW / seconds:7.0f} tokens/s  ratio {seconds / ours:.2f}")
         print(f"  accepted {best['auto']['accepted']:.2f} of the guesses, {best['auto']['run']:.2f} tokens a step")
+
+
+def report_texts(folder: str, data: str, rounds: int, steps: int) -> None:
+    from peers import best_of
+
+    if not Path(folder).exists():
+        train_on_texts(folder, data, steps)
+    sides = ["plain", "auto", "layers", "model", "vLLM", "vLLM n-gram"]
+    for kind, prompts in held_out_prompts(folder, data).items():
+        Path(folder, PROMPTS_FILE).write_text(json.dumps(prompts))
+        best = best_of(__file__, ["texts", "--model", folder], sides, rounds)
+        _print_sides(f"{kind}: {HELD_OUT} prompts of {PROMPT} tokens", best, len(prompts))
+
+
+def _print_sides(title: str, best: dict[str, Any], count: int) -> None:
+    """Every side's time against that of `auto`; those of ours must have given the same tokens and bits."""
+    print(f"\n{title} one after the other, {NEW} new tokens each, temperature 0", flush=True)
+    for side, found in best.items():
+        line = f"  {side:12} {found['seconds']:7.2f} s  {count * NEW / found['seconds']:7.1f} tokens/s"
+        line += f"  ratio {found['seconds'] / best['auto']['seconds']:.2f}"
+        if "tokens" in found:
+            assert found["tokens"] == best["plain"]["tokens"], "other tokens with guesses"
+            assert found["logprobs"] == best["plain"]["logprobs"], "other bits with guesses"
+            line += f"  accepted {found['accepted']:.2f}, {found['run']:.2f} tokens a step"
+        print(line, flush=True)
 
 
 def report_rollouts(folder: str, data: str, steps: int) -> None:
@@ -199,7 +301,7 @@ def _draw(shares: list[float], ratios: dict[int, list[float]], name: str, pictur
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("work", choices=("one", "rollouts", "acceptance"))
+    parser.add_argument("work", choices=("one", "rollouts", "texts", "acceptance"))
     parser.add_argument("--model", default="")
     parser.add_argument("--data", default="")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -212,17 +314,18 @@ def main() -> None:
     parser.add_argument("--side")
     options = parser.parse_args()
     if options.side:
+        prompts = json.loads(Path(options.model, PROMPTS_FILE).read_text())
         if options.side.startswith("vLLM"):
-            prompts = json.loads(Path(options.model, "benchmark_prompts.json").read_text())
             result = vllm_side(options.model, prompts, options.side != "vLLM", options.temperature)
         else:
             draft = "none" if options.side == "plain" else options.side
-            result = lockstep_side(options.model, prompts_of(options.model, options.data), draft, options.temperature)
+            result = lockstep_side(options.model, prompts, draft, options.temperature)
         print(json.dumps(result))
     elif options.work == "one":
-        # The peer's environment lacks our tokenizers: it reads the tokens from a file beside the weights.
-        Path(options.model, "benchmark_prompts.json").write_text(json.dumps(prompts_of(options.model, options.data)))
+        Path(options.model, PROMPTS_FILE).write_text(json.dumps(prompts_of(options.model, options.data)))
         report_one(options.model, options.data, options.rounds)
+    elif options.work == "texts":
+        report_texts(options.model, options.data, options.rounds, options.steps)
     elif options.work == "rollouts":
         report_rollouts(options.model, options.data, options.steps)
     else:
