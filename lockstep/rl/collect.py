@@ -206,7 +206,23 @@ def evaluate(
     rendering: Rendering | None = None,
     numbers: Sequence[int] | None = None,
 ) -> list[Rollout]:
-    """Graded completions of held-out examples, or conversations about them, `validation_samples` of each.
+    """What `sample_held_out` returns, graded."""
+    rollouts = sample_held_out(examples, environment, engine, tokenizer, config, grader, rendering, numbers)
+    assign_rewards(rollouts, environment, config.rewards, grader)
+    return rollouts
+
+
+def sample_held_out(
+    examples: Sequence[Example],
+    environment: Environment,
+    engine: Sampler,
+    tokenizer: Tokenizer,
+    config: RLConfig,
+    grader: Grader | None = None,
+    rendering: Rendering | None = None,
+    numbers: Sequence[int] | None = None,
+) -> list[Rollout]:
+    """Completions of held-out examples, or conversations about them, `validation_samples` of each; not graded yet.
 
     They are sampled as in training, except for `validation_temperature` and `validation_seed`. The draws depend only on
     (seed, example), so two validations differ only by the weights. numbers: as for `collect`.
@@ -217,11 +233,8 @@ def evaluate(
         config = replace(config, temperature=config.validation_temperature)
     samples = config.validation_samples
     if isinstance(environment, ConversationEnvironment):
-        rollouts = play(groups, samples, [seed, 0, 0], environment, engine, rendering, config, grader)
-    else:
-        rollouts = _sample(groups, samples, [seed, 0], environment, engine, rendering, config)
-    assign_rewards(rollouts, environment, config.rewards, grader)
-    return rollouts
+        return play(groups, samples, [seed, 0, 0], environment, engine, rendering, config, grader)
+    return _sample(groups, samples, [seed, 0], environment, engine, rendering, config)
 
 
 def _sample(

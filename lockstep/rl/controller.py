@@ -143,7 +143,7 @@ def _reinforce(
     scored_by = WithoutAdapter(generators.policy) if is_own_base(config) else reference
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     state = resumed_state(config, world, run, checkpoints, prompts, critic)
-    start = state["step"]
+    start, unjudged = state["step"], state.get("unjudged", False)
     if start and average:
         average.write()
     generators.new_weights(start)
@@ -169,15 +169,17 @@ def _reinforce(
         ahead.restore(state["ahead"])
     everyone = "the other ranks" if world.size > 1 else ""
 
-    def judge(step: int) -> dict[str, Any]:
-        """Samples and grades the held-out examples; writes the rollouts and returns their metrics."""
+    def judge(step: int) -> dict[str, Any] | None:
+        """Samples and grades the held-out examples; writes the rollouts and returns their metrics.
+
+        None if a rank received a signal, which interrupts it.
+        """
         patience = max(sampling.grading_seconds, sampling.start_seconds)
-        # Later validations use weights that are not saved yet.
-        interrupts = nullcontext() if step else stop.interrupts(at_once=not sampling.together)
+        interrupts = stop.interrupts(at_once=not sampling.together)
         with timeline.span("validation", sampling.waits_for, patience), suppress(Interrupted), interrupts:
             judged = sampling.evaluate(held_out)
-        if step == 0:
-            give_up_if_stopped(1)
+        if max(replicas.gather(stop.received)):
+            return None
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
         if reward_model:
@@ -185,15 +187,15 @@ def _reinforce(
         world.on_main(partial(write_rollouts, run.validation_path(step), validation))
         return validation_metrics(validation, environment)
 
-    def save(step: int) -> None:
-        """Saves the run as it is after `step`."""
+    def save(step: int, unjudged: bool = False) -> None:
+        """Saves the run as it is after `step`; if it is `unjudged`, a resumed run begins with its validation."""
         if config.actors.on_update == "finish":
             # Samples in flight would otherwise continue with weights that they would not have had.
             with timeline.span("generate", sampling.waits_for, sampling.seconds):
                 ahead.wait(step)
-        state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state)}
+        state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state), "unjudged": unjudged}
         with timeline.span("checkpoint"):
-            checkpoints.save(step, state, last=step == config.steps)
+            checkpoints.save(step, state, last=step == config.steps and not unjudged)
 
     def give_up_if_stopped(step: int) -> None:
         """If any rank received a signal, ends the run in its state before `step`, which has not changed the weights."""
@@ -209,7 +211,7 @@ def _reinforce(
             world.on_main(partial(write_report, run.path, title_of(config)))
         raise stop.error(stopped_by, step - 1, config.output)
 
-    announce_start(config, environment, model, world, start)
+    announce_start(config, environment, model, world, start, ended=start >= config.steps and not unjudged)
     # All ranks watch what rank 0 has written, and come to the same conclusion.
     before = world.from_main(lambda: read_metrics(run.metrics))
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
@@ -224,9 +226,14 @@ def _reinforce(
         trainer.timeline = timeline
         if bar is not None:
             bar.advance(min(start, config.steps))
-        if start == 0 and not only:
-            metrics = judge(0)
-            observer.write(0, metrics | watch.enter(0, metrics))
+        if (start == 0 or unjudged) and not only:
+            validation = judge(start)
+            if validation is None:
+                give_up_if_stopped(start + 1)  # raises
+            else:
+                observer.write(start, validation | watch.enter(start, validation))
+                if start == config.steps:
+                    save(start)
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(timeline)
@@ -295,20 +302,23 @@ def _reinforce(
                 metrics |= staleness_metrics(ledger.trained, step) | generators.metrics() | ahead.metrics()
                 metrics |= value_metrics(ledger.trained) | ({"ranks": world.size} if world.size > 1 else {})
                 metrics["rollout/tokens_per_second"] = metrics["rollout/tokens"] / metrics["time/generate"]
+                unjudged = False
                 if not only and due(step, config.validation_every, config.steps):
-                    metrics |= judge(step)
+                    validation = judge(step)
+                    unjudged = validation is None
+                    metrics |= validation or {}
                 observer.write(step, metrics | watch.enter(step, metrics))
                 stopped_by = stop.agreed(world)
                 world.on_main(partial(write_rollouts, run.rollouts_path(step), ledger.rollouts, config.router_replay))
                 trainer.balance.write(run.expert_load, step)
                 world.on_main(partial(append_step, run.prompts, step, ledger.places()))
                 if not only and (stopped_by or checkpoints.due(step)):
-                    save(step)
+                    save(step, unjudged)
             if bar is not None:
                 shown = {"reward": metrics["reward/mean"], "different": metrics["parity/tokens_different"]}
                 bar.advance(1, "", **shown | observer.for_terminal(metrics))
             ending = stop.error(stopped_by, step, config.output) if stopped_by else watch.ending()
-            if ending and step < config.steps:
+            if ending and (step < config.steps or unjudged):
                 world.on_main(partial(write_report, run.path, title_of(config)))
                 raise ending
 

@@ -73,15 +73,22 @@ def resumed_state(
     return state or {"step": 0}
 
 
-def announce_start(config: RLConfig, environment: Environment, model: TrainableModel, world: World, start: int) -> None:
-    """Announces what the run will do, and with what."""
+def announce_start(
+    config: RLConfig,
+    environment: Environment,
+    model: TrainableModel,
+    world: World,
+    start: int,
+    ended: bool = False,
+) -> None:
+    """Announces what the run will do, and with what. ended: there is nothing left to do."""
     samples = max(config.steps - start, 0) * config.prompts_per_step * config.samples_per_prompt
     work = f"{type(environment).__name__}, {in_short(samples)} samples to go, of up to {config.max_new_tokens} tokens"
     compute = resolve_dtype(config.dtype)
     announce("rl: " + start_line(config.model, model.config, world.device, compute, work, world.size))
     if world.device.type == "cuda" and (count := torch.cuda.device_count()) > world.size:
         announce(f"rl uses {world.size} of {count} GPUs; torchrun --nproc-per-node {count} -m lockstep rl … uses all")
-    if start and start >= config.steps:
+    if start and ended:
         log.warning("the run has finished at step %d; give more --steps to continue", start)
 
 

@@ -14,7 +14,7 @@ from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.actors.generators import Generators
 from lockstep.rl.actors.replicas import Replicas
-from lockstep.rl.collect import collect, evaluate
+from lockstep.rl.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.environment import Environment, Example
@@ -92,13 +92,15 @@ class Sampling:
     def evaluate(self, held_out: Sequence[Example]) -> list[Rollout]:
         """This rank's share of a validation, graded."""
         own, _ = self._replicas.own(held_out, len(held_out))
+        rollouts: list[Rollout] = []
         with self._asks() as asks:
-            if not asks:
-                return []
-            return evaluate(
-                held_out, self._environment, self._generators.sampler, self._tokenizer, self._config, self.grader,
-                self._rendering, own,
-            )  # fmt: skip
+            if asks:
+                rollouts = sample_held_out(
+                    held_out, self._environment, self._generators.sampler, self._tokenizer, self._config, self.grader,
+                    self._rendering, own,
+                )  # fmt: skip
+        assign_rewards(rollouts, self._environment, self._config.rewards, self.grader)
+        return rollouts
 
     @contextmanager
     def _asks(self) -> Iterator[bool]:

@@ -77,7 +77,7 @@ from lockstep.train.loss_spikes import LossSpikes
 from lockstep.train.packing import PackedRow, pack_rows, target_log_prob_sum
 from lockstep.train.read_once import learn_once, read_once
 from lockstep.train.settle import recorded_settings, settle
-from lockstep.train.stop_signal import StopSignal
+from lockstep.train.stop_signal import Interrupted, StopSignal
 from lockstep.train.threads import fitting_threads
 from lockstep.train.throughput import Throughput
 from lockstep.train.trainer import Trainer
@@ -180,7 +180,7 @@ def _train(
     world, model, run = trainer.world, trainer.model, RunFolder(Path(config.output))
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     spikes = LossSpikes(config.faults)
-    start = 0
+    start, unjudged = 0, False
     objective.prepare(trainer, loader, held_out)
 
     def restore(state: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def _train(
         spikes.load_state(state.get("losses", ()))
 
     if config.resume and (state := checkpoints.resume(restore)):
-        start = state["step"]
+        start, unjudged = state["step"], held_out is not None and state.get("unjudged", False)
     if config.resume and world.is_main:
         run.truncate(start)
         run.record(to_toml(config))
@@ -212,7 +212,31 @@ def _train(
             timeline = trainer.timeline = observer.timeline
             if bar is not None:
                 bar.advance(min(start, config.steps))
-            if start and (start >= config.steps or loader.ended):
+            trainer.before_evaluating = partial(stop.interrupt_all, world)
+
+            def validate() -> dict[str, float] | None:
+                """None if a signal interrupts it."""
+                assert held_out is not None
+                try:
+                    return objective.validate(trainer, held_out)
+                except Interrupted:
+                    return None
+
+            def save(step: int, last: bool, unjudged: bool) -> None:
+                """Saves the run as it is after `step`; if `unjudged`, a resumed run begins with its validation."""
+                state = {"loader": loader.state(), "losses": spikes.state(), "data_ended": loader.ended}
+                with timeline.span("checkpoint"):
+                    checkpoints.save(step, state | {"unjudged": unjudged}, last and not unjudged)
+
+            is_over = start >= config.steps or loader.ended
+            made_up = False
+            if unjudged and (found := validate()) is not None:
+                unjudged, made_up = False, True
+                observer.write(start, found)
+                metrics = _last_step(run.metrics) if world.is_main else found
+                if is_over:
+                    save(start, True, False)
+            elif start and is_over and not unjudged:
                 ended = "the end of its data" if loader.ended else f"step {start}"
                 log.warning(
                     "the run has finished at %s; to continue, give more --steps or, "
@@ -225,6 +249,7 @@ def _train(
             if config.steps == 0 and not start:
                 checkpoints.save(0, {"loader": loader.state()}, last=True)
             step = start
+            stopped_by = stop.agreed(world)
             while step < config.steps and not loader.ended and not stopped_by:
                 step += 1
                 with observer.step(step):
@@ -233,10 +258,13 @@ def _train(
                     metrics = objective.step(trainer, batch)
                     bad_steps.check(step, trainer, batch)
                     metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
-                    stopped_by = stop.agreed(world)
                     last = step == config.steps or loader.ended
+                    unjudged = False
                     if held_out is not None and (last or step % config.validation_every == 0):
-                        metrics |= objective.validate(trainer, held_out)
+                        found = validate()
+                        unjudged = found is None
+                        metrics |= found or {}
+                    stopped_by = stop.agreed(world)
                     observer.write(step, metrics)
                     trainer.balance.write(run.expert_load, step)
                     # The loader is not rolled back: it continues with the data after the spike, if there is any.
@@ -245,9 +273,7 @@ def _train(
                         step = state["step"]
                         observer.rewind(step)
                     elif last or stopped_by or checkpoints.due(step):
-                        with timeline.span("checkpoint"):
-                            state = {"loader": loader.state(), "losses": spikes.state(), "data_ended": loader.ended}
-                            checkpoints.save(step, state, last)
+                        save(step, last, unjudged)
                 if loader.ended and step < config.steps:
                     log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
                 if bar is not None:
@@ -256,14 +282,14 @@ def _train(
                         shown["validation"] = metrics["validation/loss"]
                     bar.reach(step, "", **shown | observer.for_terminal(metrics))
 
-            if answers is not None and isinstance(model, Decoder) and step > start and not stopped_by:
+            if answers is not None and isinstance(model, Decoder) and (step > start or made_up) and not stopped_by:
                 answers.write(step, model)
         # The last checkpoint may still be being written.
         world.barrier()
         # A run that had already finished keeps its summary.
         if world.is_main and (metrics or not run.summary.is_file()):
             merge_timelines(run.path)
-            metrics = metrics or (read_metrics(run.metrics) or [{}])[-1]
+            metrics = metrics or _last_step(run.metrics)
             summary = {
                 "loss": metrics.get("loss"),
                 "validation_loss": metrics.get("validation/loss"),
@@ -271,9 +297,15 @@ def _train(
             }
             run.summary.write_text(json.dumps(summary, indent=1))
             write_report(run.path, f"{command} {config.model}")
-    if stopped_by and step < config.steps:
+    if stopped_by and (step < config.steps or unjudged):
         raise stop.error(stopped_by, step, config.output)
     return run.path
+
+
+def _last_step(path: Path) -> dict[str, float]:
+    """The metrics of the last step; a validation that was repeated after a signal has a line of its own."""
+    lines = read_metrics(path)
+    return {name: value for line in lines if line["step"] == lines[-1]["step"] for name, value in line.items()}
 
 
 def _refuse_toy_data(config: PretrainConfig) -> None:

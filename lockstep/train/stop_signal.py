@@ -31,7 +31,7 @@ def _nothing() -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended what ran in `StopSignal.interrupts`. Code that lets a Ctrl-C through also lets this through."""
+    """A signal ended what can be repeated by a resumed run. Code that lets a Ctrl-C through also lets this through."""
 
 
 class StopSignal:
@@ -74,6 +74,11 @@ class StopSignal:
         """The signal that any rank has received, the same on all ranks; 0: none."""
         counts = world.sum([float(self.received == number) for number in SIGNALS], AXES)
         return next((int(number) for number, count in zip(SIGNALS, counts) if count), 0)
+
+    def interrupt_all(self, world: World) -> None:
+        """Raises Interrupted on all ranks, which call this together, if any of them has received a signal."""
+        if self.agreed(world):
+            raise Interrupted
 
     @contextmanager
     def interrupts(self, at_once: bool = True) -> Iterator[None]:

@@ -73,6 +73,8 @@ class Trainer:
         """Steps whose loss or gradient was not finite, which left the weights unchanged."""
         self.skipped_in_a_row = 0
         self.timeline = Timeline()
+        self.before_evaluating: Callable[[], None] = lambda: None
+        """`evaluate` calls it before each micro-batch (of a pipeline: before all), equally often on all ranks."""
         shared = self.world.expert * self.world.degrees["tensor"] > 1
         self._shares_experts = model.config.experts is not None and shared
 
@@ -177,15 +179,22 @@ class Trainer:
     def evaluate(
         self, microbatches: Iterable[MicroBatch], loss_of: Callable[[ScoringModel, MicroBatch], Tensor]
     ) -> float:
-        """The summed losses without gradients; as in `step`, over all ranks, with equally many on each."""
+        """The summed losses without gradients; as in `step`, over all ranks, with equally many on each.
+
+        Passes on what `before_evaluating` raises.
+        """
         losses: list[float] = []
         with self.timeline.span("validation"), self._order():
             if isinstance(self.model, Pipeline):
+                self.before_evaluating()
                 return self._sum(self.model.evaluate(microbatches, loss_of))
-            for microbatch in microbatches:
-                with self.timeline.span("forward"):
-                    losses.append(loss_of(self._scoring_model(), microbatch).item())
-        self._reshard()
+            try:
+                for microbatch in microbatches:
+                    self.before_evaluating()
+                    with self.timeline.span("forward"):
+                        losses.append(loss_of(self._scoring_model(), microbatch).item())
+            finally:
+                self._reshard()
         return self._sum(losses)
 
     @contextmanager

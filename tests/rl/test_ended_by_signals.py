@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import CheckpointConfig, FaultConfig, RewardConfig, to_toml
+from lockstep.config import ActorsConfig, CheckpointConfig, FaultConfig, RewardConfig, to_toml
+from lockstep.observe.metrics import read_metrics
 from lockstep.train.stop_signal import EVERY
 from tests.parallel.launch import CONTEXT, free_port, launch, ranks_environment
 from tests.rl.actors.test_colocated import LAYOUTS, ONE, config_of, outcome, run
@@ -50,6 +51,13 @@ class Drawing(Vowels):
     def reward(self, example, completion):
         noise = float(np.random.random())
         return super().reward(example, completion)["vowels"] + noise
+
+class HeldOut(Vowels):
+    def examples(self, split):
+        return super().examples(split) if split == "train" else [rl.Example(prompt=word) for word in ("tree", "moon")]
+    def reward(self, example, completion):
+        stall("judge" if example.prompt in ("tree", "moon") else "grade")
+        return super().reward(example, completion)
 
 class Awaiting(Vowels):
     async def reward(self, example, completion):
@@ -97,7 +105,8 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "sample" or "grade". steps: those done before. own: the rank whose sampling stands still."""
+        """mark: "sample", "grade" or "judge" (a validation). steps: those done before. own: the rank whose sampling
+        stands still."""
         self.folder = folder
         (folder / mark).write_text(f"{steps},{own}")
         (folder / "run.toml").write_text(to_toml(config))
@@ -127,7 +136,7 @@ class Ended:
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("sample", "grade", "reached"):
+        for mark in ("sample", "grade", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -160,7 +169,12 @@ def check_it_goes_on(config, ranks=1):
     resumed = Path(config.output)
     whole = resumed.with_name("whole")
     launch(1, run, replace(config, output=str(whole), parallel=ONE))
-    assert outcome(resumed) == outcome(whole)
+    metrics, rollouts = outcome(resumed)
+    # A validation that is made up for has a line of its own.
+    by_step = {line["step"]: {} for line in metrics}
+    for line in metrics:
+        by_step[line["step"]] |= line
+    assert (list(by_step.values()), rollouts) == outcome(whole)
     assert learnt(resumed) == learnt(whole)
 
 
@@ -200,6 +214,32 @@ def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_s
     assert ended.end(signal.SIGINT) == [130]
     assert "SIGINT ended the run in its first step, before there was anything to save" in ended.said
     assert not (folder / "run").exists() if steps < 0 else checkpoints(folder / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "layout"),
+    [
+        (2, 2, "FSDP 2"),
+        pytest.param(2, 2, "TP 2", marks=pytest.mark.slow),
+        pytest.param(3, 0, "", marks=pytest.mark.slow),  # the last
+        pytest.param(2, 2, "a generator", marks=pytest.mark.slow),
+    ],
+)
+def test_a_validation_is_given_up_and_a_resumed_run_begins_with_it(folder, model_folder, step, every, layout):
+    ranks, parallel = LAYOUTS.get(layout, (1, ONE))
+    changes = {"actors": ActorsConfig(generators=1)} if layout == "a generator" else {}
+    config = settings(folder, model_folder, "HeldOut", parallel, validation_every=every, **changes)
+    ended = Ended(folder, config, "judge", steps=step - 1, ranks=ranks)
+    assert ended.end(signal.SIGINT) == [130] * ranks
+    assert f"SIGINT ended the run after step {step}, which is saved" in ended.said and "Traceback" not in ended.said
+    assert checkpoints(folder / "run") == [f"step_{step:08}"]
+    last = read_metrics(folder / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == step and "loss" in last and not [name for name in last if name.startswith("validation/")]
+    # Again, before it has begun another step.
+    ended = Ended(folder, replace(config, resume=True), "judge", steps=step, ranks=ranks)
+    assert ended.end(signal.SIGTERM) == [143] * ranks
+    assert f"SIGTERM ended the run after step {step}, which is saved" in ended.said and "finished" not in ended.said
+    check_it_goes_on(config, ranks)
 
 
 @pytest.mark.slow

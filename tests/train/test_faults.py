@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -183,6 +184,53 @@ def test_a_signal_to_one_rank_saves_and_ends_all_of_them_at_one_step(tmp_path, r
     config.steps, config.resume = last + 1, True
     pretrain(config)
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == last + 1
+
+
+def _end_in_a_validation(config, step):
+    """A run whose rank 0 gets a signal in the middle of the validation after `step`."""
+    exact, validations = Trainer.evaluate, []
+
+    def evaluate(self, microbatches, loss_of):
+        validations.append(self.updates)
+        counted = []
+
+        def loss(model, row):
+            counted.append(row)
+            assert len(counted) <= 2, "the validation went on"
+            if len(counted) == 2 and self.world.rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss_of(model, row)
+
+        return exact(self, microbatches, loss if validations[-1] == step else loss_of)
+
+    Trainer.evaluate = evaluate
+    with pytest.raises(RunStopped, match=f"SIGTERM ended the run after step {step}, which is saved") as error:
+        pretrain(config)
+    assert error.value.exit_code == 143 and validations[-1] == step
+
+
+@pytest.mark.parametrize(("ranks", "step"), [(1, 4), (2, 2)])
+def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, ranks, step, caplog):
+    config = _config(tmp_path, steps=4, validation_every=2, validation_data=str(tmp_path / "text.txt"))
+    config.validation_tokens, config.train.tokens_per_microbatch = 2048, 64
+    launch(ranks, _end_in_a_validation, config, step)
+    run = tmp_path / "run"
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    assert last["step"] == step and "loss" in last and "validation/loss" not in last
+    whole = tmp_path / "whole"
+    launch(ranks, pretrain, replace(config, resume=True))
+    launch(ranks, pretrain, replace(config, output=str(whole)))
+    for name in ("loss", "validation/loss"):
+        found, expected = (
+            [(line["step"], line[name]) for line in read_metrics(folder / "metrics.jsonl") if name in line]
+            for folder in (run, whole)
+        )
+        assert found == expected and len(found) == (4 if name == "loss" else 2)
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
+    assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
+    # Nothing is left to do.
+    pretrain(replace(config, resume=True))
+    assert "the run has finished at step 4" in caplog.text
 
 
 @pytest.mark.parametrize(
