@@ -32,6 +32,7 @@ HELD_OUT = 3
 PROMPT = 128
 """Tokens of each of them that are continued."""
 STEP_TOKENS = 1024
+DRAFT_LAYERS = 4
 DRAFT_MODEL = "draft"
 """The folder of a smaller model in the folder of the model."""
 PROMPTS_FILE = "benchmark_prompts.json"
@@ -88,14 +89,14 @@ def train_on_texts(folder: str, data: str, steps: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         Path(place, "texts.jsonl").write_text("\n".join(lines))
         for model, tokenizer, out, rate, more in (
-            ("qwen3:0.6b", "bpe:4096", folder, "6e-4", 1),
-            ("qwen3:tiny", folder, str(Path(folder, DRAFT_MODEL)), "3e-3", 10),
+            ("qwen3:0.6b", "bpe:4096", folder, "1.5e-4", 1),
+            ("qwen3:tiny", folder, str(Path(folder, DRAFT_MODEL)), "1e-3", 10),
         ):
             command = [
                 *(sys.executable, "-m", "lockstep", "pretrain", "--model", model, "--tokenizer", tokenizer),
                 *("--data", f"{place}/texts.jsonl", "--output", f"{place}/run", "--overwrite", "--dtype", "bfloat16"),
                 *("--steps", str(more * steps), "--tokens-per-step", str(STEP_TOKENS), "--sequence-length", "512"),
-                *("--train.learning-rate", rate, "--train.warmup-steps", "4", "--checkpoint.every", "0"),
+                *("--train.learning-rate", rate, "--train.warmup-steps", "10", "--checkpoint.every", "0"),
             ]
             subprocess.run(command, check=True)
             subprocess.run([sys.executable, "-m", "lockstep", "convert", f"{place}/run", out], check=True)
@@ -115,8 +116,9 @@ def lockstep_side(folder: str, prompts: list[list[int]], draft: str, temperature
     from lockstep import Engine, EngineConfig, SamplingParams, load_model
 
     model = load_model(folder)
-    smaller = str(Path(folder, DRAFT_MODEL)) if draft == "model" else ""
-    engine = Engine(model, EngineConfig(max_sequences=16, cache_tokens=8192, draft=draft, draft_model=smaller))
+    sources = {"model": {"draft_model": str(Path(folder, DRAFT_MODEL))}, "layers": {"draft_layers": DRAFT_LAYERS}}
+    config = EngineConfig(max_sequences=16, cache_tokens=8192, draft=draft, **sources.get(draft, {}))
+    engine = Engine(model, config)
     params = SamplingParams(max_tokens=NEW, temperature=temperature, seed=0, ignore_eos=True)
     engine.generate([prompts[0][:16]], params)
     before, times, tokens = dict(vars(engine.statistics)), [], []

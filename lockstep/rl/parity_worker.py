@@ -92,7 +92,8 @@ def sample(job: Generating) -> Any:
 
 
 def score(job: Scoring, folder: Path) -> Any:
-    """What this rank computes for the sampled tokens in a training step: their indices, and log-probabilities' bits."""
+    """What this rank computes for the sampled tokens in a training step: their indices, and log-probabilities' bits;
+    and the norms of the step's gradient."""
     parallel = replace(job.layout.parallel, reduction_chunks=CHUNKS)
     world = world_of(parallel)
     fill = partial(initialize, seed=SEED)
@@ -103,8 +104,13 @@ def score(job: Scoring, folder: Path) -> Any:
     trainer = Trainer(model, TrainConfig(learning_rate=0.0), 1, world)
     requests = json.loads((folder / f"{job.sampled_by(1).name}.0.json").read_text())
     scored = Scored(world, requests)
-    trainer.step(scored.rows, scored.loss)
-    return {"tokens": scored.numbers, "bits": scored.bits, "replays_different": replays.different(len(scored.rows))}
+    metrics = trainer.step(scored.rows, scored.loss)
+    return {
+        "tokens": scored.numbers,
+        "bits": scored.bits,
+        "replays_different": replays.different(len(scored.rows)),
+        "gradient_norms": {name: value for name, value in metrics.items() if name.startswith("grad_norm")},
+    }
 
 
 class Scored:
