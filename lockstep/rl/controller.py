@@ -172,13 +172,15 @@ def _reinforce(
     def judge(step: int) -> dict[str, Any] | None:
         """Samples and grades the held-out examples; writes the rollouts and returns their metrics.
 
-        None if a rank received a signal, which interrupts it.
+        None, without a trace, if a rank received a signal, which interrupts it.
         """
+        random_before = random_state()
         patience = max(sampling.grading_seconds, sampling.start_seconds)
         interrupts = stop.interrupts(at_once=not sampling.together)
         with timeline.span("validation", sampling.waits_for, patience), suppress(Interrupted), interrupts:
             judged = sampling.evaluate(held_out)
         if max(replicas.gather(stop.received)):
+            set_random_state(random_before)
             return None
         with timeline.span("wait", everyone):
             validation, _ = replicas.everyones(held_out, judged)
@@ -195,7 +197,7 @@ def _reinforce(
                 ahead.wait(step)
         state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state), "unjudged": unjudged}
         with timeline.span("checkpoint"):
-            checkpoints.save(step, state, last=step == config.steps and not unjudged)
+            checkpoints.save(step, state, last=step >= config.steps and not unjudged)
 
     def give_up_if_stopped(step: int) -> None:
         """If any rank received a signal, ends the run in its state before `step`, which has not changed the weights."""
@@ -232,7 +234,7 @@ def _reinforce(
                 give_up_if_stopped(start + 1)  # raises
             else:
                 observer.write(start, validation | watch.enter(start, validation))
-                if start == config.steps:
+                if start >= config.steps:
                     save(start)
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):

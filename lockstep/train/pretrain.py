@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -212,15 +212,13 @@ def _train(
             timeline = trainer.timeline = observer.timeline
             if bar is not None:
                 bar.advance(min(start, config.steps))
-            trainer.before_evaluating = partial(stop.interrupt_all, world)
 
             def validate() -> dict[str, float] | None:
                 """None if a signal interrupts it."""
                 assert held_out is not None
-                try:
+                with suppress(Interrupted), trainer.asking(partial(stop.interrupt_all, world)):
                     return objective.validate(trainer, held_out)
-                except Interrupted:
-                    return None
+                return None
 
             def save(step: int, last: bool, unjudged: bool) -> None:
                 """Saves the run as it is after `step`; if `unjudged`, a resumed run begins with its validation."""

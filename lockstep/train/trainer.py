@@ -73,8 +73,7 @@ class Trainer:
         """Steps whose loss or gradient was not finite, which left the weights unchanged."""
         self.skipped_in_a_row = 0
         self.timeline = Timeline()
-        self.before_evaluating: Callable[[], None] = lambda: None
-        """`evaluate` calls it before each micro-batch (of a pipeline: before all), equally often on all ranks."""
+        self._before_evaluating: Callable[[], None] = lambda: None
         shared = self.world.expert * self.world.degrees["tensor"] > 1
         self._shares_experts = model.config.experts is not None and shared
 
@@ -181,21 +180,31 @@ class Trainer:
     ) -> float:
         """The summed losses without gradients; as in `step`, over all ranks, with equally many on each.
 
-        Passes on what `before_evaluating` raises.
+        Passes on what the function of `asking` raises.
         """
         losses: list[float] = []
         with self.timeline.span("validation"), self._order():
             if isinstance(self.model, Pipeline):
-                self.before_evaluating()
+                self._before_evaluating()
                 return self._sum(self.model.evaluate(microbatches, loss_of))
             try:
                 for microbatch in microbatches:
-                    self.before_evaluating()
+                    self._before_evaluating()
                     with self.timeline.span("forward"):
                         losses.append(loss_of(self._scoring_model(), microbatch).item())
             finally:
                 self._reshard()
         return self._sum(losses)
+
+    @contextmanager
+    def asking(self, ask: Callable[[], None]) -> Iterator[None]:
+        """Within this context, `evaluate` calls `ask` before each micro-batch, equally often on all ranks (over a
+        pipeline, once before all)."""
+        self._before_evaluating = ask
+        try:
+            yield
+        finally:
+            self._before_evaluating = lambda: None
 
     @contextmanager
     def evaluating(self, model: TrainableModel) -> Iterator[None]:

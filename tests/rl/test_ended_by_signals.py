@@ -56,8 +56,14 @@ class HeldOut(Vowels):
     def examples(self, split):
         return super().examples(split) if split == "train" else [rl.Example(prompt=word) for word in ("tree", "moon")]
     def reward(self, example, completion):
+        rewards = super().reward(example, completion)
         stall("judge" if example.prompt in ("tree", "moon") else "grade")
-        return super().reward(example, completion)
+        return rewards
+
+class DrawingHeldOut(HeldOut):
+    def reward(self, example, completion):
+        noise = float(np.random.random())
+        return super().reward(example, completion)["vowels"] + noise
 
 class Awaiting(Vowels):
     async def reward(self, example, completion):
@@ -217,18 +223,21 @@ def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_s
 
 
 @pytest.mark.parametrize(
-    ("step", "every", "layout"),
+    ("step", "every", "layout", "environment"),
     [
-        (2, 2, "FSDP 2"),
-        pytest.param(2, 2, "TP 2", marks=pytest.mark.slow),
-        pytest.param(3, 0, "", marks=pytest.mark.slow),  # the last
-        pytest.param(2, 2, "a generator", marks=pytest.mark.slow),
+        (2, 2, "one process", "DrawingHeldOut"),
+        pytest.param(2, 2, "FSDP 2", "HeldOut", marks=pytest.mark.slow),
+        pytest.param(2, 2, "TP 2", "HeldOut", marks=pytest.mark.slow),
+        pytest.param(3, 0, "one process", "DrawingHeldOut", marks=pytest.mark.slow),  # the last
+        pytest.param(2, 2, "a generator", "HeldOut", marks=pytest.mark.slow),
     ],
 )
-def test_a_validation_is_given_up_and_a_resumed_run_begins_with_it(folder, model_folder, step, every, layout):
+def test_a_validation_is_given_up_and_a_resumed_run_begins_with_it(
+    folder, model_folder, step, every, layout, environment
+):
     ranks, parallel = LAYOUTS.get(layout, (1, ONE))
     changes = {"actors": ActorsConfig(generators=1)} if layout == "a generator" else {}
-    config = settings(folder, model_folder, "HeldOut", parallel, validation_every=every, **changes)
+    config = settings(folder, model_folder, environment, parallel, validation_every=every, **changes)
     ended = Ended(folder, config, "judge", steps=step - 1, ranks=ranks)
     assert ended.end(signal.SIGINT) == [130] * ranks
     assert f"SIGINT ended the run after step {step}, which is saved" in ended.said and "Traceback" not in ended.said

@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import os
 import shutil
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +22,9 @@ from lockstep.data import ByteTokenizer, load_tokenizer
 from lockstep.data.chat import load_chat_template
 from lockstep.data.conversations import Conversation
 from lockstep.data.preferences import MARK, SCORED, PreferenceEncoder
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.model import preset
+from lockstep.train import dpo
 from lockstep.train.dpo import prefer
 from tests.parallel.launch import launch
 from tests.train.test_sft import MARKED
@@ -98,6 +101,25 @@ def test_a_run_resumes_to_the_same_bits_with_the_reference_that_it_kept(tmp_path
     assert _metrics(stopped) == losses
     if loss == "kto":
         assert sums[0] == 0.0 and all(sums[1:])
+
+
+def test_a_signal_in_a_step_of_kto_waits_for_its_end(tmp_path, model_folder, monkeypatch):
+    lines = [{"prompt": p["prompt"], "completion": p["chosen"], "label": True} for p in PAIRS]
+
+    exact, calls = dpo.answer_log_probs, []
+
+    def ended(model, batch):
+        calls.append(torch.is_grad_enabled())
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return exact(model, batch)
+
+    # A step of KTO first evaluates its micro-batches without gradients, for the divergence.
+    monkeypatch.setattr(dpo, "answer_log_probs", ended)
+    config = _config(tmp_path, model_folder, "run", lines, loss="kto", tokens_per_step=512)
+    with pytest.raises(RunStopped, match="SIGTERM ended the run after step 1, which is saved"):
+        prefer(config)
+    assert calls.count(False) == calls.count(True) >= 2
 
 
 def _flip_a_bit(file):
