@@ -4,7 +4,7 @@ from lockstep.observe.compare import Comparison, compare_runs
 from lockstep.observe.curves import curves_png
 from lockstep.observe.expert_load import expert_load_png
 from lockstep.observe.logs import log
-from lockstep.observe.metrics import MetricsWriter, read_metrics
+from lockstep.observe.metrics import MetricsWriter, awaits_validation, read_metrics
 from lockstep.observe.observer import Observer, OnMetrics, require_observers
 from lockstep.observe.progress import Progress
 from lockstep.observe.report import write_report
@@ -23,6 +23,7 @@ __all__ = [
     "Timeline",
     "announce",
     "append_step",
+    "awaits_validation",
     "claim_run",
     "compare_runs",
     "curves_png",

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -36,8 +36,7 @@ class MetricsWriter:
 
         Raises RunStopped if the line cannot be written to disk; then nothing of it is left.
         """
-        values = {"step": step, "time": time.time(), **metrics}
-        line = (json.dumps({k: v if math.isfinite(v) else None for k, v in values.items()}) + "\n").encode()
+        line = _line({"step": step, "time": time.time(), **metrics})
         size = os.fstat(self._file.fileno()).st_size
         try:
             while line:
@@ -45,19 +44,39 @@ class MetricsWriter:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(size)
-            raise RunStopped(
-                f"{self._run.metrics}: the metrics of step {step} cannot be written ({error.strerror}), and the run "
-                "ends here. Free some space, then --resume continues from the newest checkpoint",
-                exit_code=1,
-            ) from error
+            raise self._full(step, error) from error
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def extend(self, last: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Writes `last`, the last line, again with these metrics in addition; other sinks get those alone.
+
+        Raises RunStopped as `write` does.
+        """
+        lines = self._run.metrics.read_bytes().splitlines(keepends=True)
+        changed = self._run.metrics.with_suffix(".partial")
+        try:
+            changed.write_bytes(b"".join(lines[:-1]) + _line({**last, **metrics}))
+            changed.replace(self._run.metrics)
+        except OSError as error:
+            raise self._full(last["step"], error) from error
+        self._file.close()
+        self._file = self._open()
+        for sink in self._sinks:
+            sink.write(last["step"], metrics)
 
     def rewind(self, step: int) -> None:
         """Drops the lines after `step`, which the run writes again; other sinks keep both."""
         self._file.close()
         self._run.truncate(step)
         self._file = self._open()
+
+    def _full(self, step: int, error: OSError) -> RunStopped:
+        return RunStopped(
+            f"{self._run.metrics}: the metrics of step {step} cannot be written ({error.strerror}), and the run "
+            "ends here. Free some space, then --resume continues from the newest checkpoint",
+            exit_code=1,
+        )
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -66,6 +85,11 @@ class MetricsWriter:
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def _line(values: Mapping[str, float | None]) -> bytes:
+    finite = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+    return (json.dumps(finite) + "\n").encode()
 
 
 def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
@@ -87,6 +111,11 @@ def read_metrics(path: Path, skip_bad: bool = False) -> list[dict[str, Any]]:
             if not skip_bad and index < len(lines) - 1:
                 raise UserError(f"{path}:{index + 1}: not the metrics of a step ({error})") from error
     return metrics
+
+
+def awaits_validation(lines: Sequence[Mapping[str, Any]], step: int) -> bool:
+    """Whether the last line is that of `step`, without a validation."""
+    return bool(lines) and lines[-1]["step"] == step and not any(n.startswith("validation/") for n in lines[-1])
 
 
 def _is_a_step(values: Any) -> bool:

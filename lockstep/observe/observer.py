@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -87,6 +88,13 @@ class Observer:
             self._metrics.write(step, metrics)
             if self._on_metrics is not None:
                 self._on_metrics(step, dict(metrics))  # a copy, which it may change
+
+    def extend(self, last: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Adds metrics to `last`, the last step's line of metrics.jsonl, on rank 0."""
+        if self._metrics is not None:
+            self._metrics.extend(last, metrics)
+            if self._on_metrics is not None:
+                self._on_metrics(last["step"], dict(metrics))
 
     def for_terminal(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step that `observe.terminal` names, in its order."""

@@ -19,6 +19,7 @@ from lockstep.observe import (
     RunFolder,
     Timeline,
     append_step,
+    awaits_validation,
     claim_run,
     read_metrics,
     require_observers,
@@ -30,7 +31,7 @@ from lockstep.rl.actors.models import policy_model
 from lockstep.rl.actors.replicas import Replicas
 from lockstep.rl.actors.shares import own_batches, share_findings, token_budget
 from lockstep.rl.ahead import Ahead
-from lockstep.rl.alarms import Alarms
+from lockstep.rl.alarms import PREFIX, Alarms
 from lockstep.rl.batch import PolicyLoss, packing_metrics, policy_batches
 from lockstep.rl.bookkeeping import (
     Stopwatch,
@@ -143,7 +144,7 @@ def _reinforce(
     scored_by = WithoutAdapter(generators.policy) if is_own_base(config) else reference
     checkpoints = Checkpoints(run.path, trainer, tokenizer, config)
     state = resumed_state(config, world, run, checkpoints, prompts, critic)
-    start, unjudged = state["step"], state.get("unjudged", False)
+    start = state["step"]
     if start and average:
         average.write()
     generators.new_weights(start)
@@ -176,10 +177,12 @@ def _reinforce(
         """
         random_before = random_state()
         patience = max(sampling.grading_seconds, sampling.start_seconds)
-        interrupts = stop.interrupts(at_once=not sampling.together)
+        # No run resumes from a checkpoint with only the model.
+        ends = step >= config.steps and config.checkpoint.last_model_only
+        interrupts = nullcontext() if ends else stop.interrupts(at_once=not sampling.together)
         with timeline.span("validation", sampling.waits_for, patience), suppress(Interrupted), interrupts:
             judged = sampling.evaluate(held_out)
-        if max(replicas.gather(stop.received)):
+        if max(replicas.gather(stop.received)) and not ends:
             set_random_state(random_before)
             return None
         with timeline.span("wait", everyone):
@@ -197,7 +200,7 @@ def _reinforce(
                 ahead.wait(step)
         state = {"prompts": prompts.state(), "ahead": world.from_main(ahead.state), "unjudged": unjudged}
         with timeline.span("checkpoint"):
-            checkpoints.save(step, state, last=step >= config.steps and not unjudged)
+            checkpoints.save(step, state, last=step == config.steps)
 
     def give_up_if_stopped(step: int) -> None:
         """If any rank received a signal, ends the run in its state before `step`, which has not changed the weights."""
@@ -213,9 +216,11 @@ def _reinforce(
             world.on_main(partial(write_report, run.path, title_of(config)))
         raise stop.error(stopped_by, step - 1, config.output)
 
-    announce_start(config, environment, model, world, start, ended=start >= config.steps and not unjudged)
     # All ranks watch what rank 0 has written, and come to the same conclusion.
     before = world.from_main(lambda: read_metrics(run.metrics))
+    unjudged = state.get("unjudged", False) and awaits_validation(before, start)
+    unfinished = before.pop() if unjudged else {}
+    announce_start(config, environment, model, world, start, ended=start >= config.steps and not unjudged)
     watch = Alarms(config.alarms, before, learns_from_spread_alone(config))
     bad_steps, clock = BadSteps(config.faults, run.path, tokenizer), time.perf_counter()
     with (
@@ -232,10 +237,14 @@ def _reinforce(
             validation = judge(start)
             if validation is None:
                 give_up_if_stopped(start + 1)  # raises
+            elif start == 0:
+                observer.write(0, validation | watch.enter(0, validation))
             else:
-                observer.write(start, validation | watch.enter(start, validation))
-                if start >= config.steps:
-                    save(start)
+                without_alarms = {name: value for name, value in unfinished.items() if not name.startswith(PREFIX)}
+                observer.extend(without_alarms, validation | watch.enter(start, without_alarms | validation))
+                if (ending := watch.ending()) and start < config.steps:
+                    world.on_main(partial(write_report, run.path, title_of(config)))
+                    raise ending
         for step in range(start + 1, (only or config.steps) + 1):
             with observer.step(step):
                 stopwatch = Stopwatch(timeline)

@@ -58,6 +58,7 @@ from lockstep.observe import (
     Progress,
     RunFolder,
     announce,
+    awaits_validation,
     claim_run,
     in_short,
     log,
@@ -192,6 +193,8 @@ def _train(
     if config.resume and world.is_main:
         run.truncate(start)
         run.record(to_toml(config))
+    before = world.from_main(lambda: read_metrics(run.metrics)[-1:])
+    unjudged = unjudged and awaits_validation(before, start)
 
     compute = resolve_dtype(config.dtype)
     tokens = max(config.steps - start, 0) * config.tokens_per_step
@@ -213,27 +216,22 @@ def _train(
             if bar is not None:
                 bar.advance(min(start, config.steps))
 
-            def validate() -> dict[str, float] | None:
+            def validate(last: bool) -> dict[str, float] | None:
                 """None if a signal interrupts it."""
                 assert held_out is not None
-                with suppress(Interrupted), trainer.asking(partial(stop.interrupt_all, world)):
+                # No run resumes from a checkpoint with only the model.
+                ends = last and config.checkpoint.last_model_only
+                asking = nullcontext() if ends else trainer.asking(partial(stop.interrupt_all, world))
+                with suppress(Interrupted), asking:
                     return objective.validate(trainer, held_out)
                 return None
 
-            def save(step: int, last: bool, unjudged: bool) -> None:
-                """Saves the run as it is after `step`; if `unjudged`, a resumed run begins with its validation."""
-                state = {"loader": loader.state(), "losses": spikes.state(), "data_ended": loader.ended}
-                with timeline.span("checkpoint"):
-                    checkpoints.save(step, state | {"unjudged": unjudged}, last and not unjudged)
-
             is_over = start >= config.steps or loader.ended
             made_up = False
-            if unjudged and (found := validate()) is not None:
+            if unjudged and (found := validate(is_over)) is not None:
                 unjudged, made_up = False, True
-                observer.write(start, found)
-                metrics = _last_step(run.metrics) if world.is_main else found
-                if is_over:
-                    save(start, True, False)
+                observer.extend(before[0], found)
+                metrics = before[0] | found
             elif start and is_over and not unjudged:
                 ended = "the end of its data" if loader.ended else f"step {start}"
                 log.warning(
@@ -259,7 +257,7 @@ def _train(
                     last = step == config.steps or loader.ended
                     unjudged = False
                     if held_out is not None and (last or step % config.validation_every == 0):
-                        found = validate()
+                        found = validate(last)
                         unjudged = found is None
                         metrics |= found or {}
                     stopped_by = stop.agreed(world)
@@ -271,7 +269,9 @@ def _train(
                         step = state["step"]
                         observer.rewind(step)
                     elif last or stopped_by or checkpoints.due(step):
-                        save(step, last, unjudged)
+                        with timeline.span("checkpoint"):
+                            state = {"loader": loader.state(), "losses": spikes.state(), "data_ended": loader.ended}
+                            checkpoints.save(step, state | {"unjudged": unjudged}, last)
                 if loader.ended and step < config.steps:
                     log.warning("the data ended after step %d of %d (loader.repeat is off)", step, config.steps)
                 if bar is not None:
@@ -287,7 +287,7 @@ def _train(
         # A run that had already finished keeps its summary.
         if world.is_main and (metrics or not run.summary.is_file()):
             merge_timelines(run.path)
-            metrics = metrics or _last_step(run.metrics)
+            metrics = metrics or (read_metrics(run.metrics) or [{}])[-1]
             summary = {
                 "loss": metrics.get("loss"),
                 "validation_loss": metrics.get("validation/loss"),
@@ -298,12 +298,6 @@ def _train(
     if stopped_by and (step < config.steps or unjudged):
         raise stop.error(stopped_by, step, config.output)
     return run.path
-
-
-def _last_step(path: Path) -> dict[str, float]:
-    """The metrics of the last step; a validation that was repeated after a signal has a line of its own."""
-    lines = read_metrics(path)
-    return {name: value for line in lines if line["step"] == lines[-1]["step"] for name, value in line.items()}
 
 
 def _refuse_toy_data(config: PretrainConfig) -> None:

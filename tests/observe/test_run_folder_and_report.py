@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config import ObserveConfig, ParallelConfig
-from lockstep.errors import UserError
+from lockstep.errors import RunStopped, UserError
 from lockstep.observe import MetricsWriter, claim_run, curves_png, open_run, read_metrics, write_report
 from lockstep.observe.curves import curves_svg
 from lockstep.parallel import close_world, open_world
@@ -164,6 +164,23 @@ def test_metrics_are_json_lines_and_a_torn_last_line_is_left_out(tmp_path):
     assert [m["step"] for m in metrics] == [1, 2] and [m["loss"] for m in metrics] == [2.5, None]
     run.truncate(1)
     assert [m["step"] for m in read_metrics(run.metrics)] == [1]
+
+
+def test_metrics_are_added_to_the_last_line(tmp_path):
+    run = open_run(str(tmp_path / "run"), "")
+    with MetricsWriter(run.path) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": float("nan")})
+        before = read_metrics(run.metrics)
+        writer.extend(before[1], {"validation/loss": 3.0, "alarm/kl": float("inf")})
+        writer.write(3, {"loss": 1.0})
+        found = read_metrics(run.metrics)
+        assert found[:2] == [before[0], before[1] | {"validation/loss": 3.0, "alarm/kl": None}]
+        assert found[1]["loss"] is None and found[2]["step"] == 3
+        run.metrics.with_suffix(".partial").mkdir()  # nothing can be written there
+        with pytest.raises(RunStopped, match="the metrics of step 3 cannot be written"):
+            writer.extend(found[2], {"validation/loss": 3.0})
+    assert read_metrics(run.metrics) == found
 
 
 def test_tensorboard_files_are_written_where_asked(tmp_path):

@@ -220,17 +220,29 @@ def test_a_signal_ends_a_validation_and_a_resumed_run_begins_with_it(tmp_path, r
     whole = tmp_path / "whole"
     launch(ranks, pretrain, replace(config, resume=True))
     launch(ranks, pretrain, replace(config, output=str(whole)))
-    for name in ("loss", "validation/loss"):
-        found, expected = (
-            [(line["step"], line[name]) for line in read_metrics(folder / "metrics.jsonl") if name in line]
-            for folder in (run, whole)
-        )
-        assert found == expected and len(found) == (4 if name == "loss" else 2)
+    lines = [read_metrics(folder / "metrics.jsonl") for folder in (run, whole)]
+    for name in ("step", "loss", "validation/loss"):
+        found, expected = ([line.get(name) for line in those] for those in lines)
+        assert found == expected and len(found) == 4
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
     assert summaries[0] | {"seconds": 0} == summaries[1] | {"seconds": 0}
     # Nothing is left to do.
     pretrain(replace(config, resume=True))
     assert "the run has finished at step 4" in caplog.text
+
+
+def test_a_last_validation_is_finished_where_only_the_model_is_saved(tmp_path, monkeypatch):
+    config = _config(tmp_path, steps=2, validation_data=str(tmp_path / "text.txt"), validation_tokens=2048)
+    config.checkpoint = CheckpointConfig(last_model_only=True)
+    exact = Trainer.evaluate
+
+    def evaluate(self, microbatches, loss_of):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return exact(self, microbatches, loss_of)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    run = pretrain(config)
+    assert "validation/loss" in read_metrics(run / "metrics.jsonl")[-1]
 
 
 @pytest.mark.parametrize(
