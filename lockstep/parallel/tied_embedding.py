@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from lockstep.model.shard import local_part
+from lockstep.model.shard import local_part, local_values
 from lockstep.parallel.pipeline_stage import Stage
 
 TAG = 1
@@ -61,12 +62,14 @@ class TiedEmbedding:
     def join_gradient(self, stage: Stage) -> None:
         """`collect_gradient` for one micro-batch, after its backward through `stage`; call `wait` after the last one.
 
-        The last stage finishes a micro-batch before the first stage does, so its gradient has been sent by then.
+        Before the sum over data ranks, since autograd adds the two first if they are one parameter. The last stage
+        finishes a micro-batch before the first stage does, so its gradient has been sent by then.
         """
-        owned, borrowed = self._parameters()
         if stage is self.borrower:
-            assert borrowed is not None and borrowed.grad is not None
-            source, borrowed.grad = local_part(borrowed.grad)[0].contiguous(), None
+            held = _Unsummed(stage)
+            assert held.gradient is not None
+            source = held.gradient.contiguous()
+            held.drop()
             if self.owner is not None:
                 self._kept.append(source)
             else:
@@ -74,15 +77,14 @@ class TiedEmbedding:
                 assert work is not None
                 self._sent.append((work, source))
         if stage is self.owner:
-            assert owned is not None
+            held = _Unsummed(stage)
             if self.borrower is not None:
                 source = self._kept.pop(0)
             else:
-                source = torch.empty_like(local_part(owned)[0])
+                source = held.room()
                 dist.recv(source, group=self.group, group_src=self.last_rank, tag=TAG)
-            if owned.grad is not None:  # a frozen weight needs no gradient
+            if (target := held.gradient) is not None:  # a frozen weight needs no gradient
                 # In the dtype of the computation, as autograd adds the two if they are one parameter.
-                target = local_part(owned.grad)[0]
                 target.copy_(target.to(self.dtype) + source.to(self.dtype))
 
     def wait(self) -> None:
@@ -106,3 +108,27 @@ class TiedEmbedding:
             dist.send(source.contiguous(), group=self.group, group_dst=receiver)
         elif target is not None:
             dist.recv(target, group=self.group, group_src=sender)
+
+
+class _Unsummed:
+    """The gradient of a stage's gathered embedding, before FSDP sums it over the data ranks."""
+
+    def __init__(self, stage: Stage):
+        assert isinstance(stage, FSDPModule)
+        group = stage._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        (self._held,) = (each for each in group.fsdp_params if each._module_info.module is stage.embed_tokens)
+
+    def room(self) -> Tensor:
+        """For a gradient like this one."""
+        return torch.empty_like(local_values(self._held.unsharded_param), dtype=torch.float32)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This tensor rank's part of it, in float32; None if there is none."""
+        held, weight = self._held, self._held.unsharded_param
+        grad = weight.grad if held.unsharded_accumulated_grad is None else held.unsharded_accumulated_grad
+        return None if grad is None else local_values(grad)
+
+    def drop(self) -> None:
+        self._held.unsharded_accumulated_grad = self._held.unsharded_param.grad = None

@@ -101,10 +101,10 @@ class TorchStage(PipelineStage):
         if isinstance(self.stage, FSDPModule):
             # First convert all gradients to float32: those of a backward in two halves are not yet.
             self._reduce(sync=False)
+            self.tied.join_gradient(self.stage)
             self._reduce(sync=True)
             self.stage.set_is_last_backward(False)
             self.stage.set_requires_gradient_sync(False)
-        self.tied.join_gradient(self.stage)
         # By name: while weights are gathered, the stage's parameters are not the sharded ones.
         names = [name for name, _ in self.stage.named_parameters()]
         self.each([n for n in names if not (self.stage.borrows_embedding and n == "embed_tokens.weight")])

@@ -41,6 +41,8 @@ SHARED = {
     "PP 2, 1F1B": (2, ParallelConfig(pipeline=2)),
     "PP 2, interleaved": (2, ParallelConfig(pipeline=2, pipeline_schedule="interleaved")),
     "PP 2, ZBV": (2, ParallelConfig(pipeline=2, pipeline_schedule="zbv")),
+    "FSDP 2 x PP 2, 1F1B": (4, ParallelConfig(pipeline=2)),
+    "FSDP 2 x PP 2, ZBV": (4, ParallelConfig(pipeline=2, pipeline_schedule="zbv")),
     "FSDP 2 x TP 2": (4, ParallelConfig(tensor=2)),
     "FSDP 2 x CP 2": (4, ParallelConfig(context=2)),
     "CP 2 x TP 2": (4, ParallelConfig(context=2, tensor=2)),
@@ -132,8 +134,9 @@ def test_steps_have_the_same_bits_on_every_number_of_data_parallel_ranks(
 @pytest.mark.parametrize(
     ("dtype", "steps", "optimizer", "layouts"),
     [
-        ("float32", 3, "adamw", ["PP 2, ZBV", "FSDP 2 x TP 2"]),
-        pytest.param("bfloat16", 3, "muon", ["PP 2, ZBV", "CP 2 x TP 2"], marks=pytest.mark.slow),
+        ("bfloat16", 3, "adamw", ["FSDP 2 x PP 2, 1F1B"]),
+        ("float32", 3, "adamw", ["FSDP 2 x PP 2, ZBV", "FSDP 2 x TP 2"]),
+        pytest.param("bfloat16", 3, "muon", ["FSDP 2 x PP 2, ZBV", "CP 2 x TP 2"], marks=pytest.mark.slow),
         pytest.param("float32", STEPS, "adamw", SHARED, marks=pytest.mark.slow),
         pytest.param("bfloat16", STEPS, "muon", SHARED, marks=pytest.mark.slow),
     ],
