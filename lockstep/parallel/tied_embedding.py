@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from lockstep.model.shard import local_part, local_values
+from lockstep.model.shard import is_fsdp, local_part, local_values
 from lockstep.parallel.pipeline_stage import Stage
 
 TAG = 1
@@ -114,10 +113,11 @@ class _Unsummed:
     """The gradient of a stage's gathered embedding, before FSDP sums it over the data ranks."""
 
     def __init__(self, stage: Stage):
-        assert isinstance(stage, FSDPModule)
+        embedding = stage.embed_tokens
+        assert is_fsdp(stage)
         group = stage._get_fsdp_state()._fsdp_param_group
         assert group is not None
-        (self._held,) = (each for each in group.fsdp_params if each._module_info.module is stage.embed_tokens)
+        (self._held,) = (each for each in group.fsdp_params if each._module_info.module is embedding)
 
     def room(self) -> Tensor:
         """For a gradient like this one."""
