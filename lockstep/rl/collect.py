@@ -196,22 +196,6 @@ def _assign(rollouts: Sequence[Rollout], of_tokens: Sequence[list[float]]) -> No
         rollout.advantage = math.fsum(own) / max(len(own), 1)
 
 
-def evaluate(
-    examples: Sequence[Example],
-    environment: Environment,
-    engine: Sampler,
-    tokenizer: Tokenizer,
-    config: RLConfig,
-    grader: Grader | None = None,
-    rendering: Rendering | None = None,
-    numbers: Sequence[int] | None = None,
-) -> list[Rollout]:
-    """What `sample_held_out` returns, graded."""
-    rollouts = sample_held_out(examples, environment, engine, tokenizer, config, grader, rendering, numbers)
-    assign_rewards(rollouts, environment, config.rewards, grader)
-    return rollouts
-
-
 def sample_held_out(
     examples: Sequence[Example],
     environment: Environment,

@@ -19,8 +19,7 @@ from lockstep.generate import Engine
 from lockstep.model import empty_model, is_auto, open_device, read_config, refuse_score_head
 from lockstep.observe import Progress, announce, start_line
 from lockstep.parallel import apply_compile
-from lockstep.rl.collect import encode_prompt
-from lockstep.rl.collect import evaluate as sample_and_grade
+from lockstep.rl.collect import assign_rewards, encode_prompt, sample_held_out
 from lockstep.rl.conversations.protocol import ConversationEnvironment
 from lockstep.rl.conversations.rendering import Rendering, open_rendering
 from lockstep.rl.environment import Environment, Example
@@ -219,7 +218,8 @@ def _judged(
     with Progress("eval", len(examples)) as bar:
         for start in range(0, len(examples), part):
             numbers = range(start, min(start + part, len(examples)))
-            own = sample_and_grade(examples, environment, engine, tokenizer, asked.settings, grader, rendering, numbers)
+            own = sample_held_out(examples, environment, engine, tokenizer, asked.settings, grader, rendering, numbers)
+            assign_rewards(own, environment, asked.settings.rewards, grader)
             if reward_model:
                 assign_scores(own, reward_model, rendering, asked.settings)
             rollouts += own

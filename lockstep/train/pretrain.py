@@ -193,8 +193,8 @@ def _train(
     if config.resume and world.is_main:
         run.truncate(start)
         run.record(to_toml(config))
-    before = world.from_main(lambda: read_metrics(run.metrics)[-1:])
-    unjudged = unjudged and awaits_validation(before, start)
+    before = world.from_main(lambda: read_metrics(run.metrics)[-1:]) if unjudged else []
+    unjudged = awaits_validation(before, start)
 
     compute = resolve_dtype(config.dtype)
     tokens = max(config.steps - start, 0) * config.tokens_per_step

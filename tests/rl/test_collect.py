@@ -6,7 +6,7 @@ from lockstep import Engine, EngineConfig, load_model
 from lockstep.config import RLConfig
 from lockstep.data import load_tokenizer
 from lockstep.rl import Environment, Example
-from lockstep.rl.collect import collect, evaluate
+from lockstep.rl.collect import collect, sample_held_out
 
 EXAMPLES = [Example("stone:"), Example("river:")]
 
@@ -29,7 +29,7 @@ def asked(engine, model_folder):
     def ask(step, environment=None, **changes):
         config = RLConfig(**(dict(samples_per_prompt=4, max_new_tokens=8) | changes))
         given = EXAMPLES, environment or Vowels(), engine, engine.tokenizer, config
-        return evaluate(*given) if step is None else collect(*given, step)
+        return sample_held_out(*given) if step is None else collect(*given, step)
 
     return ask
 

@@ -70,16 +70,14 @@ def test_every_pair_of_layouts_agrees_in_every_bit(computed, tmp_path):
     assert table(cells).count(" / 0") == 13 * 6 + 6 * 2 + 1 + 6 * 3
 
 
-def test_gradients_of_all_layouts_are_near_those_of_one_process(computed):
-    norms = {job: json.loads((computed / f"{job.name}.0.json").read_text())["gradient_norms"] for job in QUICK}
-    alone = {(job.shape, job.dtype): norms[job] for job in QUICK if job.ranks == 1 and job.backend == "none"}
-    for job, found in norms.items():
-        expected = alone.get((job.shape, job.dtype))
-        if expected is None:
-            expected = alone.setdefault((job.shape, job.dtype), found)
-        assert len(found) > 3 and found == pytest.approx(expected, rel=1e-5 if job.dtype == "float32" else 1e-2), (
-            job.name
-        )
+def test_gradients_have_the_same_norms_in_all_layouts(computed):
+    first = {}
+    for job in QUICK:
+        found = json.loads((computed / f"{job.name}.0.json").read_text())["gradient_norms"]
+        expected = first.setdefault((job.shape, job.dtype), found)
+        # Layouts add the same terms in other orders, in bfloat16 rounded on the way: not the same bits.
+        tolerance = 1e-5 if job.dtype == "float32" else 1e-2
+        assert len(found) > 3 and found == pytest.approx(expected, rel=tolerance), job.name
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import lockstep
 import lockstep.rl as rl
 from lockstep.config import EngineConfig, RewardConfig, RLConfig
 from lockstep.errors import UserError
-from lockstep.rl.collect import assign_rewards, collect, evaluate
+from lockstep.rl.collect import assign_rewards, collect, sample_held_out
 from lockstep.rl.conversations.rendering import Rendering
 from lockstep.rl.load_environment import load_environment
 from lockstep.rl.rewards import refuse_too_many
@@ -493,9 +493,11 @@ def test_an_interrupt_ends_conversations_and_requests(engine_of, renderings, int
 def test_a_validation_holds_conversations_too(engine_of, renderings):
     engine = engine_of("llama3")
     rollouts, again = (
-        evaluate(EXAMPLES, Talk(), engine, engine.tokenizer, config(), None, renderings["llama3"]) for _ in range(2)
+        sample_held_out(EXAMPLES, Talk(), engine, engine.tokenizer, config(), None, renderings["llama3"])
+        for _ in range(2)
     )
     assert [r.token_ids for r in rollouts] == [r.token_ids for r in again]
+    assign_rewards(rollouts, Talk())
     assert len(episodes_of(rollouts)) == 2 and all(r.rewards for r in rollouts)
 
 
