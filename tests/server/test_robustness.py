@@ -324,7 +324,8 @@ def test_large_requests_are_worked_on_one_at_a_time(server, monkeypatch, kind):
         return work(*values)
 
     monkeypatch.setattr(owner, name, call)
-    monkeypatch.setattr("lockstep.generate.server.answer.LONG_ANSWER", 2)
+    # Every answer is long, also one that is its end of text alone.
+    monkeypatch.setattr("lockstep.generate.server.answer.LONG_ANSWER", 0)
     monkeypatch.setattr("lockstep.generate.server.app.LONG_CHAT", 1)
     prompt = ["ab" * 100] * 32 if kind == "tokenized" else "x"
 
@@ -333,7 +334,7 @@ def test_large_requests_are_worked_on_one_at_a_time(server, monkeypatch, kind):
             if kind == "rendered":
                 messages = [{"role": "user", "content": "a"}]
                 return client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1}).status_code
-            return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3}).status_code
+            return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, range(4))) == [200] * 4
