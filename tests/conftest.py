@@ -38,7 +38,8 @@ LONGEST = [
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """More than there are cores: a third of the time tests wait, for processes that they have started."""
+    """More than there are cores: a test that waits for its processes leaves its core to others. Four on two cores gain
+    nothing (benchmarks/NOTES.md)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores * 3 // 2
 
