@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import jaxtyping
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 import tests.typechecker
@@ -22,6 +23,11 @@ install_import_hook("lockstep", "tests.typechecker.check")
 
 
 from lockstep.observe.garbage import GarbageCollection  # noqa: E402
+
+# The same examples in every run; `pytest --hypothesis-profile random` draws others.
+settings.register_profile("random", settings())
+settings.register_profile("fixed", derandomize=True, database=None)
+settings.load_profile("fixed")
 
 LONGEST = [
     "rl/test_parity_matrix.py",
