@@ -39,7 +39,8 @@ from lockstep.train.packing import PackedRow
 
 SEED = 3
 REQUESTS = 8
-"""One micro-batch each; the number suits the data ranks and pipeline schedules of all layouts."""
+PACKED = 2
+"""Requests per micro-batch, which have one temperature. Four micro-batches suit all layouts' data ranks and pipelines."""
 
 
 def main(folder: Path, rank: int) -> None:
@@ -79,6 +80,7 @@ def sample(job: Generating) -> Any:
     # A budget that splits prompts into chunks, and a cache too small for all sequences at once.
     engine = Engine(model, EngineConfig(max_tokens_per_step=48, max_sequences=16, cache_tokens=192))
     prompts, params = mixed_load(random.Random(0), shape, REQUESTS, longest=48)
+    params = [replace(own, temperature=params[i - i % PACKED].temperature) for i, own in enumerate(params)]
     groups = engine.generate(prompts, params)
     assert engine.statistics.preemptions and engine.statistics.prompt_tokens_reused, "the load was not mixed"
     return [
@@ -114,25 +116,26 @@ def score(job: Scoring, folder: Path) -> Any:
 
 
 class Scored:
-    """This rank's micro-batches, one request each, and the log-probabilities that a step computes for them."""
+    """This rank's micro-batches, and the log-probabilities that a step computes for them."""
 
     def __init__(self, world: World, requests: list[Any]):
         self.numbers: list[int] = []
         self.bits: list[int] = []
         self.rows: list[PackedRow] = []
         self._of: dict[int, tuple[float, list[int]]] = {}
-        share = len(requests) // world.data_size
+        microbatches = [requests[i : i + PACKED] for i in range(0, len(requests), PACKED)]
+        share = len(microbatches) // world.data_size
         first = 0
-        for index, request in enumerate(requests):
-            sequences = [request["prompt"] + c["tokens"] for c in request["completions"]]
-            row = pack(sequences, [len(request["prompt"])] * len(sequences))
+        for index, packed in enumerate(microbatches):
+            samples = [(request["prompt"], c["tokens"]) for request in packed for c in request["completions"]]
+            row = pack([prompt + tokens for prompt, tokens in samples], [len(prompt) for prompt, _ in samples])
             if index // share == world.data_rank:
                 numbers = torch.arange(first, first + len(row.targets))
                 own = shard_row(row, world)
                 # Sharded like the targets, the tokens' indices show which of them this rank has.
                 held = shard_row(replace(row, targets=numbers), world).targets
                 self.rows.append(own)
-                self._of[id(own.targets)] = request["temperature"], held.tolist()
+                self._of[id(own.targets)] = packed[0]["temperature"], held.tolist()
             first += len(row.targets)
 
     def loss(self, model: ScoringModel, row: PackedRow) -> Tensor:
