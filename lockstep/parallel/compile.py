@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,35 @@ def apply_compile(model: Decoder, config: CompileConfig) -> None:
         # The forward of a sharded layer sees unsharded weights in the compute dtype.
         if is_fsdp(block):
             block.unshard()
-        # PyTorch's cache of traced graphs does not distinguish the process groups that DTensor names in them.
         sharded = any(is_dtensor(parameter) for parameter in block.parameters())
-        with functorch.patch(enable_autograd_cache=False) if sharded else nullcontext():
+        with _caching_of_sharded_layers() if sharded else nullcontext():
             _compare(model, block, halves)
         if is_fsdp(block):
             block.reshard()
     halves.frozen = True
     model.halves = halves
+
+
+@contextmanager
+def _caching_of_sharded_layers() -> Iterator[None]:
+    """Lets code that is compiled for DTensors be found again by later processes.
+
+    The key of an entry contains the DTensors' meshes, with a hash that Python randomizes in each process. PyTorch's
+    other cache, of traced graphs, is off: it does not distinguish the process groups that DTensor names in them.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    state = DeviceMesh.__getstate__
+
+    def without_hash(mesh: DeviceMesh) -> dict[str, Any]:
+        return state(mesh) | {"_hash": None}
+
+    DeviceMesh.__getstate__ = without_hash  # type: ignore[assignment, method-assign]
+    try:
+        with functorch.patch(enable_autograd_cache=False):
+            yield
+    finally:
+        DeviceMesh.__getstate__ = state  # type: ignore[method-assign]
 
 
 def _one_of_each_kind(model: Decoder) -> list[Block]:

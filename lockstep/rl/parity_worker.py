@@ -40,7 +40,7 @@ from lockstep.train.packing import PackedRow
 SEED = 3
 REQUESTS = 8
 PACKED = 2
-"""Requests per micro-batch, which have one temperature. Four micro-batches suit all layouts' data ranks and pipelines."""
+"""Requests in a micro-batch; they have one temperature. Four micro-batches suit all layouts."""
 
 
 def main(folder: Path, rank: int) -> None:
