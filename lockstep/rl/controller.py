@@ -294,7 +294,14 @@ def _reinforce(
                 generators.training_begins()
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
-                    stepped = trainer.step(share, loss)
+                    # After the first update there is no state before the step to save any more.
+                    can_be_given_up = inner == 0 and not config.train.optimizer_in_backward
+                    asking = trainer.asking(partial(stop.interrupt_late, world)) if can_be_given_up else nullcontext()
+                    try:
+                        with asking:
+                            stepped = trainer.step(share, loss)
+                    except Interrupted:
+                        give_up_if_stopped(step)  # raises
                     share_findings(loss, batches, share, replicas)
                     metrics |= stepped | loss.metrics()
                     bad_steps.check(step, trainer)

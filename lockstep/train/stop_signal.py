@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -46,6 +47,7 @@ class StopSignal:
         """saved: the step of the newest complete checkpoint, for the message if the time was too short; None: none."""
         self.seconds, self._saved = seconds, saved
         self.received = 0
+        self._received_at = 0.0
         self._interrupts = self._within = False
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
@@ -78,6 +80,12 @@ class StopSignal:
     def interrupt_all(self, world: World) -> None:
         """Raises Interrupted on all ranks, which call this together, if any of them has received a signal."""
         if self.agreed(world):
+            raise Interrupted
+
+    def interrupt_late(self, world: World) -> None:
+        """As `interrupt_all`, but only if half of the seconds to end have passed: what takes less is finished."""
+        late = self.received and time.monotonic() - self._received_at > self.seconds / 2
+        if world.sum([float(late)], AXES)[0]:
             raise Interrupted
 
     @contextmanager
@@ -131,8 +139,13 @@ class StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Replaces a handler that would end the process."""
         # The watching thread may be later, and interrupted code asks at once.
-        self.received = self.received or number
+        self._receive(number)
         self._interrupt()
+
+    def _receive(self, number: int) -> None:
+        if not self.received:
+            self._received_at = time.monotonic()
+            self.received = number
 
     def _interrupt(self) -> None:
         if self.received and self._interrupts:
@@ -146,7 +159,8 @@ class StopSignal:
                 continue
             if not first:
                 os._exit(128 + byte[0])
-            first, self.received = False, byte[0]
+            first = False
+            self._receive(byte[0])
             # Separate threads: a blocked terminal must hold up neither the deadline nor a second signal.
             for work in (self._deadline, self._say):
                 threading.Thread(target=work, daemon=True).start()

@@ -27,6 +27,7 @@ from lockstep.train.expert_balance import ExpertBalance
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
+from lockstep.train.stop_signal import Interrupted
 
 MicroBatch = TypeVar("MicroBatch")
 _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
@@ -73,7 +74,7 @@ class Trainer:
         """Steps whose loss or gradient was not finite, which left the weights unchanged."""
         self.skipped_in_a_row = 0
         self.timeline = Timeline()
-        self._before_evaluating: Callable[[], None] = lambda: None
+        self._before_microbatch: Callable[[], None] = lambda: None
         shared = self.world.expert * self.world.degrees["tensor"] > 1
         self._shares_experts = model.config.experts is not None and shared
 
@@ -86,15 +87,20 @@ class Trainer:
         and all ranks, so that the split into micro-batches does not matter. Every rank passes the same number of
         micro-batches. A step whose loss or gradient is not finite leaves weights and optimizer unchanged on all ranks,
         and counts as skipped. Raises RunStopped if only the gradient is not finite and updates in the backward have
-        already changed weights.
+        already changed weights. Passes on what the function of `asking` raises, with weights and optimizer unchanged
+        but some of the gradient computed: such a trainer can be saved, and makes no further step.
         """
         learning_rate = self.schedule(self.updates)
         held = list(microbatches)
         self.optimizer.begin(learning_rate, len(held))
         self.balance.begin_step(held)
         TRAFFIC.clear()
-        with self._order():
-            loss = self._sum(self.accumulate(held, loss_of))
+        try:
+            with self._order():
+                loss = self._sum(self.accumulate(held, loss_of))
+        except Interrupted:
+            self._reshard()
+            raise
         with self.timeline.span("optimizer"):
             norms = self.optimizer.gradient_norms(self.world.stage_groups)
             # Both are sums over all ranks, so that every rank decides the same.
@@ -122,10 +128,12 @@ class Trainer:
         """Accumulates the gradients of all micro-batches; returns the losses that this rank computed."""
         if isinstance(self.model, Pipeline):
             each = self.optimizer.gradients.end_microbatch if self.config.deterministic_layout else None
+            self._before_microbatch()
             with self.timeline.span("forward and backward"):
                 return self.model.accumulate(microbatches, loss_of, each)
         losses: list[float] = []
         for index, microbatch in enumerate(microbatches):
+            self._before_microbatch()
             if isinstance(self.model, FSDPModule):
                 last = self.config.deterministic_layout or index == len(microbatches) - 1
                 set_gradient_sums(self.model, self.sums_every_microbatch, last)
@@ -185,11 +193,11 @@ class Trainer:
         losses: list[float] = []
         with self.timeline.span("validation"), self._order():
             if isinstance(self.model, Pipeline):
-                self._before_evaluating()
+                self._before_microbatch()
                 return self._sum(self.model.evaluate(microbatches, loss_of))
             try:
                 for microbatch in microbatches:
-                    self._before_evaluating()
+                    self._before_microbatch()
                     with self.timeline.span("forward"):
                         losses.append(loss_of(self._scoring_model(), microbatch).item())
             finally:
@@ -198,13 +206,14 @@ class Trainer:
 
     @contextmanager
     def asking(self, ask: Callable[[], None]) -> Iterator[None]:
-        """Within this context, `evaluate` calls `ask` before each micro-batch, equally often on all ranks (over a
-        pipeline, once before all)."""
-        self._before_evaluating = ask
+        """Within this context, `step` and `evaluate` call `ask` before each micro-batch, equally often on all ranks
+        (over a pipeline, once before all). Not for `step` with updates in the backward, which it would leave half done.
+        """
+        self._before_microbatch = ask
         try:
             yield
         finally:
-            self._before_evaluating = lambda: None
+            self._before_microbatch = lambda: None
 
     @contextmanager
     def evaluating(self, model: TrainableModel) -> Iterator[None]:

@@ -84,16 +84,21 @@ class Talk(rl.ConversationEnvironment):
 """
 
 
+SLOW = 1.0
+"""Seconds that a micro-batch takes."""
+
+
 def _end(config, folder, environment, resume):
-    """The command, as a process; its sampling stalls where `folder` has a mark."""
+    """The command, as a process; its sampling stalls, and training is slow, where `folder` has a mark."""
     from lockstep.cli import main
     from lockstep.generate import Engine
+    from lockstep.rl.batch import PolicyLoss
 
     os.environ |= environment
     with open(folder / "said", "ab") as file:
         os.dup2(file.fileno(), 2)
     sys.path.insert(0, str(folder))
-    from task import stall
+    from task import holds, stall
 
     exact = Engine._step
 
@@ -104,6 +109,14 @@ def _end(config, folder, environment, resume):
         stall("sample", os.environ.get("RANK", "0"))
 
     Engine._step = step
+    loss = PolicyLoss.__call__
+
+    def slow_loss(*arguments):
+        if holds("train"):
+            time.sleep(SLOW)
+        return loss(*arguments)
+
+    PolicyLoss.__call__ = slow_loss
     sys.exit(main(["rl", "--config", str(config), *(["--resume"] if resume else [])]))
 
 
@@ -111,8 +124,8 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "sample", "grade" or "judge" (a validation). steps: those done before. own: the rank whose sampling
-        stands still."""
+        """mark: "sample", "grade", "train" or "judge" (a validation). steps: those done before. own: the rank whose
+        sampling stands still."""
         self.folder = folder
         (folder / mark).write_text(f"{steps},{own}")
         (folder / "run.toml").write_text(to_toml(config))
@@ -142,7 +155,7 @@ class Ended:
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("sample", "grade", "judge", "reached"):
+        for mark in ("sample", "grade", "train", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -198,6 +211,26 @@ def test_a_step_that_is_sampled_or_graded_is_given_up_and_the_run_saved_as_it_wa
     assert "Traceback" not in ended.said
     assert checkpoints(folder / "run") == ["step_00000002"]
     check_it_goes_on(config)
+
+
+@pytest.mark.parametrize("layout", [pytest.param("one process", marks=pytest.mark.slow), "FSDP 2"])
+def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(folder, model_folder, layout):
+    ranks, parallel = LAYOUTS.get(layout, (1, ONE))
+    config = settings(folder, model_folder, "Vowels", parallel)
+    config = replace(config, faults=FaultConfig(stop_seconds=10 * SLOW))
+    # Each rank has eight micro-batches or more.
+    config = replace(config, train=replace(config.train, tokens_per_microbatch=16))
+    ended = Ended(folder, config, "train", steps=1, ranks=ranks)
+    assert ended.end(signal.SIGTERM, ranks - 1) == [143] * ranks, ended.said
+    assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
+    assert checkpoints(folder / "run") == ["step_00000001"]
+    check_it_goes_on(config, ranks)
+
+
+def test_an_update_that_takes_less_is_finished(folder, model_folder):
+    ended = Ended(folder, settings(folder, model_folder, "Vowels"), "train", steps=1)
+    assert ended.end(signal.SIGTERM) == [143]
+    assert "SIGTERM ended the run after step 2, which is saved" in ended.said
 
 
 @pytest.mark.parametrize("environment", [pytest.param("Awaiting", marks=pytest.mark.slow), "Talk"])
