@@ -27,7 +27,6 @@ from lockstep.train.expert_balance import ExpertBalance
 from lockstep.train.host_memory import keep_freed_memory
 from lockstep.train.optimizer import MasterOptimizer
 from lockstep.train.schedule import make_schedule
-from lockstep.train.stop_signal import Interrupted
 
 MicroBatch = TypeVar("MicroBatch")
 _COUNTS = ("updates", "skipped_steps", "skipped_in_a_row")
@@ -95,12 +94,8 @@ class Trainer:
         self.optimizer.begin(learning_rate, len(held))
         self.balance.begin_step(held)
         TRAFFIC.clear()
-        try:
-            with self._order():
-                loss = self._sum(self.accumulate(held, loss_of))
-        except Interrupted:
-            self._reshard()
-            raise
+        with self._order():
+            loss = self._sum(self.accumulate(held, loss_of))
         with self.timeline.span("optimizer"):
             norms = self.optimizer.gradient_norms(self.world.stage_groups)
             # Both are sums over all ranks, so that every rank decides the same.
