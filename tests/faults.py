@@ -65,8 +65,9 @@ def stale_weight() -> None:
 
     exact = optimizer.adamw_update
 
-    def update(masters: list[Tensor], *rest: Any) -> None:
-        exact([masters[0].detach().clone(), *masters[1:]], *rest)
+    def update(masters: list[Tensor], weights: list[Tensor], *rest: Any) -> None:
+        first = masters[0].detach().clone()
+        exact([first, *masters[1:]], [first, *weights[1:]], *rest)
 
     optimizer.adamw_update = update
 

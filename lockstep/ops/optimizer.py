@@ -51,16 +51,34 @@ def adamw_step(
     mean: Float[Tensor, "*shape"],
     square: Float[Tensor, "*shape"],
     factors: AdamWFactors,
+    scale: float = 1.0,
+    weight: Float[Tensor, "*shape"] | None = None,
 ) -> None:
-    """Updates float32 `master`, and the moments `mean` and `square` (float32 or bfloat16), in place, all on the CPU."""
-    if not (native.usable(mean) and master.is_contiguous() and mean.is_contiguous() and square.is_contiguous()):
-        return _reference(master, grad, mean, square, factors)
-    native.call("adamw", mean.dtype, master, grad.contiguous(), mean, square, master.numel(), *astuple(factors))
+    """Updates float32 `master`, and the moments `mean` and `square` (float32 or bfloat16), in place, all on the CPU.
+
+    `grad` is multiplied by `scale` before all else. `weight` gets the new `master`, rounded to its dtype.
+    """
+    tensors = [master, mean, square] if weight is None else [master, mean, square, weight]
+    narrow = weight is None or weight.dtype == torch.bfloat16
+    if not (narrow and native.usable(mean) and all(tensor.is_contiguous() for tensor in tensors)):
+        return _reference(master, grad, mean, square, factors, scale, weight)
+    given = master, weight, grad.contiguous(), mean, square
+    native.call("adamw", mean.dtype, *given, master.numel(), scale, *astuple(factors))
     # Written without autograd's knowledge: bump the version, for whatever was derived from a weight.
-    torch.autograd.graph.increment_version([master, mean, square])
+    torch.autograd.graph.increment_version(tensors)
 
 
-def _reference(master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, factors: AdamWFactors) -> None:
+@torch.no_grad()
+def _reference(
+    master: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    factors: AdamWFactors,
+    scale: float = 1.0,
+    weight: Tensor | None = None,
+) -> None:
+    grad = grad * scale
     wide_mean = mean.float() * factors.beta1 + grad * factors.rest1
     wide_square = square.float() * factors.beta2 + grad * factors.rest2 * grad
     mean.copy_(wide_mean)
@@ -70,3 +88,5 @@ def _reference(master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, facto
     master.copy_(
         master * factors.decay - wide_mean * factors.step_size / (root * factors.inverse_root + factors.epsilon)
     )
+    if weight is not None:
+        weight.copy_(master)

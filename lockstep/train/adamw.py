@@ -27,23 +27,44 @@ def adamw_state(master: Tensor, dtype: torch.dtype) -> State:
 
 
 @torch.no_grad()
+def round_into(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Rounds masters into the model's own weights, in place, so that all their readers see the new values. A weight
+    that is its own master has them."""
+    for weight, master in zip(weights, masters):
+        if weight is not master:
+            weight.copy_(master)
+
+
+@torch.no_grad()
+def scale_gradients(grads: Sequence[Tensor], scale: float) -> None:
+    """Multiplies all gradients, in place."""
+    if scale != 1.0:
+        torch._foreach_mul_([local_values(grad) for grad in grads], scale)
+
+
+@torch.no_grad()
 def adamw_update(
     masters: Sequence[Tensor],
+    weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[State],
     learning_rate: float,
     weight_decay: float,
     config: TrainConfig,
+    scale: float = 1.0,
 ) -> None:
-    """Updates every master in place; if it is sharded, only this rank's shard, since AdamW is elementwise.
+    """Updates every master in place, with its gradient times `scale`, and rounds it into the model's weight; if it is
+    sharded, only this rank's shard, since AdamW is elementwise.
 
     On a CPU, every operation is rounded separately, so the bits are the same on all CPUs.
     """
     if masters[0].device.type != "cpu":
-        return _fused_update(masters, grads, states, learning_rate, weight_decay, config)
+        scale_gradients(grads, scale)
+        _fused_update(masters, grads, states, learning_rate, weight_decay, config)
+        return round_into(weights, masters)
     if native.is_pretending():
         return
-    for master, grad, state in zip(masters, grads, states):
+    for master, weight, grad, state in zip(masters, weights, grads, states):
         state["step"] += 1
         factors = ops.adamw_factors(
             int(state["step"]), learning_rate, weight_decay, config.beta1, config.beta2, config.epsilon
@@ -54,6 +75,8 @@ def adamw_update(
             local_values(state["exp_avg"]),
             local_values(state["exp_avg_sq"]),
             factors,
+            scale,
+            None if weight is master else local_values(weight),
         )
 
 

@@ -13,7 +13,7 @@ from lockstep import ops
 from lockstep.config import TrainConfig
 from lockstep.model import resolve_dtype
 from lockstep.model.shard import local_values
-from lockstep.train.adamw import State
+from lockstep.train.adamw import State, round_into, scale_gradients
 from lockstep.train.whole_matrices import map_whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -30,16 +30,20 @@ def muon_state(master: Tensor, dtype: torch.dtype) -> State:
 @torch.no_grad()
 def muon_update(
     masters: Sequence[Tensor],
+    weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[State],
     learning_rate: float,
     weight_decay: float,
     config: TrainConfig,
+    scale: float = 1.0,
 ) -> None:
-    """Updates every master in place: a matrix, or the stacked matrices of experts, each separately.
+    """Updates every master in place, with its gradient times `scale`: a matrix, or the stacked matrices of experts,
+    each separately. Rounds it into the model's weight.
 
     If they are sharded, each rank orthogonalizes its share of them as whole matrices.
     """
+    scale_gradients(grads, scale)
     beta, dtype = config.muon_momentum, resolve_dtype(config.muon_dtype)
     updates = []
     for grad, state in zip(grads, states):
@@ -51,6 +55,7 @@ def muon_update(
         own = local_values(master)
         own.mul_(1 - learning_rate * weight_decay)
         own.sub_(update.to(own.dtype) * (learning_rate * RMS * math.sqrt(max(master.shape[-2:]))))
+    round_into(weights, masters)
 
 
 def _between(start: Tensor, end: Tensor, share: float, dtype: torch.dtype) -> Tensor:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from lockstep.config import TrainConfig
 from lockstep.errors import RunStopped, UserError
 from lockstep.model import Decoder, TrainableModel, resolve_dtype
-from lockstep.model.shard import local_values
 from lockstep.model.stored import is_beside_base
-from lockstep.train.adamw import State, adamw_state, adamw_update
+from lockstep.train.adamw import State, adamw_state, adamw_update, round_into
 from lockstep.train.gradients import (
     Gradients,
     GradientsInATree,
@@ -94,12 +93,9 @@ class MasterOptimizer:
 
     def update(self, learning_rate: float, grad_norm: float) -> None:
         """Clips the gradients, whose norm is `grad_norm`, updates masters and model, clears the gradients."""
-        grads = self.gradients.held()
-        # A pipeline stage may have only frozen parameters: it has nothing to clip.
-        if grads and 0 < self.config.max_grad_norm < grad_norm:
-            scale = self.config.max_grad_norm / (grad_norm + 1e-6)
-            torch._foreach_mul_([local_values(g) for g in grads.values()], scale)
-        self._update(grads, learning_rate)
+        clips = 0 < self.config.max_grad_norm < grad_norm
+        scale = self.config.max_grad_norm / (grad_norm + 1e-6) if clips else 1.0
+        self._update(self.gradients.held(), learning_rate, scale)
         self.gradients.clear()
 
     def skip(self) -> None:
@@ -116,7 +112,7 @@ class MasterOptimizer:
             )
         self.gradients.clear()
 
-    def _update(self, grads: dict[str, Tensor], learning_rate: float) -> None:
+    def _update(self, grads: dict[str, Tensor], learning_rate: float, scale: float = 1.0) -> None:
         together: dict[Settings, list[str]] = defaultdict(list)
         for name in grads:
             together[self.settings[name]].append(name)
@@ -124,20 +120,14 @@ class MasterOptimizer:
             update = muon_update if settings.optimizer == "muon" else adamw_update
             update(
                 [self.masters[name] for name in names],
+                [self.parameters[name] for name in names],
                 [grads[name] for name in names],
                 [self.state[name] for name in names],
                 learning_rate * settings.learning_rate,
                 settings.weight_decay,
                 self.config,
+                scale,
             )
-        self._write_model(grads)
-
-    @torch.no_grad()
-    def _write_model(self, names: Iterable[str]) -> None:
-        """Rounds masters into the model's own weights, in place, so that all their readers see the new values."""
-        for name in names:
-            if self.masters[name] is not self.parameters[name]:
-                self.parameters[name].copy_(self.masters[name])
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Masters, moments and momenta by name, for a checkpoint: the tensors themselves, sharded as the model is."""
@@ -175,7 +165,7 @@ class MasterOptimizer:
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-        self._write_model(self.parameters)
+        round_into([*self.parameters.values()], [*self.masters.values()])
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

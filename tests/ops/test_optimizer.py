@@ -29,6 +29,25 @@ def test_the_compiled_step_has_the_bits_of_the_plain_one(dtype, count):
         assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("update", [ops.adamw_step, optimizer._reference])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_scales_the_gradient_and_rounds_the_weight_as_separate_passes_do(dtype, kind, update):
+    together, apart = _tensors(70_003, dtype), _tensors(70_003, dtype)
+    together[0][5] = apart[0][5] = float("nan")
+    weight = torch.zeros(70_003, dtype=kind)
+    before = weight._version
+    for step in range(1, 4):
+        update(*together, ops.adamw_factors(step, **FACTORS), 0.3, weight)
+        master, grad, *moments = apart
+        update(master, grad * 0.3, *moments, ops.adamw_factors(step, **FACTORS))
+    assert all(torch.equal(a[6:], b[6:]) for a, b in zip(together, apart))
+    bits = {2: torch.int16, 4: torch.int32}[weight.element_size()]
+    found, expected = weight.view(bits), apart[0].to(kind).view(bits)
+    assert torch.equal(found[6:], expected[6:]) and torch.equal(found[:5], expected[:5]) and weight[5].isnan()
+    assert weight._version > before
+
+
 def test_it_is_the_same_for_any_number_of_threads_and_any_cut():
     before = torch.get_num_threads()
     whole = _stepped(300_001, torch.float32)

@@ -309,8 +309,8 @@ def test_muon_trains_each_of_stacked_matrices_as_one_that_is_alone(dtype, shape)
     for _ in range(2):
         # Of other sizes, as of experts with many tokens and with few.
         grad = torch.randn(shape, generator=draw) * torch.tensor([1.0, 1e-3, 50.0])[:, None, None]
-        muon_update([stacked], [grad], [states[0]], 0.1, 0.1, config)
-        muon_update(alone, list(grad), states[1], 0.1, 0.1, config)
+        muon_update([stacked], [stacked], [grad], [states[0]], 0.1, 0.1, config)
+        muon_update(alone, alone, list(grad), states[1], 0.1, 0.1, config)
     assert all(map(torch.equal, stacked, alone))
     # All at once, as on a GPU, they are the same up to float32's rounding.
     wide = grad / grad.norm()

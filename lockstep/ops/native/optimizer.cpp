@@ -18,32 +18,44 @@ inline void narrow(float x, bf16& out) {
     out.bits = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 
+// One thread's piece. `weight`, if there is one, gets the new master rounded.
+template <class T, bool WEIGHT>
+void adamw_piece(float* __restrict master, bf16* __restrict weight, const float* __restrict grad, T* __restrict mean,
+                 T* __restrict square, int64_t start, int64_t stop, float scale, float decay, float beta1, float rest1,
+                 float beta2, float rest2, float step_size, float inverse_root, float epsilon) {
+    for (int64_t i = start; i < stop; i++) {
+        const float g = grad[i] * scale;
+        const float m = wide(mean[i]) * beta1 + g * rest1;
+        const float v = wide(square[i]) * beta2 + g * rest2 * g;
+        narrow(m, mean[i]);
+        narrow(v, square[i]);
+        const float deviation = std::sqrt(v) * inverse_root + epsilon;
+        const float updated = master[i] * decay - m * step_size / deviation;
+        master[i] = updated;
+        if (WEIGHT) narrow(updated, weight[i]);
+    }
+}
+
 template <class T>
-void adamw(float* __restrict master, const float* __restrict grad, T* __restrict mean, T* __restrict square,
-           int64_t count, float decay, float beta1, float rest1, float beta2, float rest2, float step_size,
-           float inverse_root, float epsilon) {
+void adamw(float* master, bf16* weight, const float* grad, T* mean, T* square, int64_t count, float scale, float decay,
+           float beta1, float rest1, float beta2, float rest2, float step_size, float inverse_root, float epsilon) {
 #pragma omp parallel for if (count > PARALLEL_ELEMENTS)
     for (int64_t start = 0; start < count; start += PIECE) {
         const int64_t stop = start + PIECE < count ? start + PIECE : count;
-        for (int64_t i = start; i < stop; i++) {
-            const float g = grad[i];
-            const float m = wide(mean[i]) * beta1 + g * rest1;
-            const float v = wide(square[i]) * beta2 + g * rest2 * g;
-            narrow(m, mean[i]);
-            narrow(v, square[i]);
-            const float deviation = std::sqrt(v) * inverse_root + epsilon;
-            master[i] = master[i] * decay - m * step_size / deviation;
-        }
+        const auto piece = weight ? adamw_piece<T, true> : adamw_piece<T, false>;
+        piece(master, weight, grad, mean, square, start, stop, scale, decay, beta1, rest1, beta2, rest2, step_size,
+              inverse_root, epsilon);
     }
 }
 
 }  // namespace
 
 #define EXPORT(T, suffix)                                                                                              \
-    extern "C" void adamw##suffix(float* master, const float* grad, T* mean, T* square, int64_t count, float decay,    \
-                                  float beta1, float rest1, float beta2, float rest2, float step_size,                 \
-                                  float inverse_root, float epsilon) {                                                 \
-        adamw(master, grad, mean, square, count, decay, beta1, rest1, beta2, rest2, step_size, inverse_root, epsilon); \
+    extern "C" void adamw##suffix(float* master, bf16* weight, const float* grad, T* mean, T* square, int64_t count,   \
+                                  float scale, float decay, float beta1, float rest1, float beta2, float rest2,        \
+                                  float step_size, float inverse_root, float epsilon) {                                \
+        adamw(master, weight, grad, mean, square, count, scale, decay, beta1, rest1, beta2, rest2, step_size,          \
+              inverse_root, epsilon);                                                                                  \
     }
 
 EXPORT(float, _f32)
