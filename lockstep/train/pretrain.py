@@ -226,6 +226,13 @@ def _train(
                     return objective.validate(trainer, held_out)
                 return None
 
+            def update(batch: StepRows) -> dict[str, float] | None:
+                """None if a signal interrupts it, which leaves weights and optimizer as they were."""
+                asking = trainer.asking(partial(stop.interrupt_late, world))
+                with suppress(Interrupted), nullcontext() if config.train.optimizer_in_backward else asking:
+                    return objective.step(trainer, batch)
+                return None
+
             is_over = start >= config.steps or loader.ended
             made_up = False
             if unjudged and (found := validate(is_over)) is not None:
@@ -249,9 +256,16 @@ def _train(
             while step < config.steps and not loader.ended and not stopped_by:
                 step += 1
                 with observer.step(step):
+                    before_step = {"loader": loader.state(), "losses": spikes.state()}
                     with timeline.span("data"):
                         batch = loader.next()
-                    metrics = objective.step(trainer, batch)
+                    if (updated := update(batch)) is None:
+                        step, stopped_by = step - 1, stop.agreed(world)
+                        checkpoints.wait()
+                        if step and checkpoints.newest != step:
+                            checkpoints.save(step, before_step)
+                        break
+                    metrics = updated
                     bad_steps.check(step, trainer, batch)
                     metrics |= speed.metrics(batch, timeline) | loader.counts | {"epoch": loader.epoch}
                     last = step == config.steps or loader.ended

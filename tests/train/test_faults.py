@@ -107,6 +107,43 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_keep_the_data(tmp_path):
     assert [len(row["tokens"]) for row in rows] == [64] * 4 and all("quick brown" in row["text"] for row in rows)
 
 
+def _slow_from(config, step):
+    """A run whose micro-batches take a second in `step`; the last rank sends itself SIGTERM in the first of them."""
+    exact, last = Trainer._scoring_model, int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    signals = [signal.SIGTERM] if last else []
+
+    def slow(trainer):
+        if trainer.updates == step - 1:
+            if signals:
+                os.kill(os.getpid(), signals.pop())
+            time.sleep(1)
+        return exact(trainer)
+
+    Trainer._scoring_model = slow
+    with pytest.raises(RunStopped) as stopped:
+        pretrain(config)
+    return stopped.value.exit_code, str(stopped.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(tmp_path, ranks, step):
+    train = TrainConfig(learning_rate=3e-3, warmup_steps=0, tokens_per_microbatch=64, deterministic_layout=True)
+    # Sixteen micro-batches a step, eight of each of two ranks.
+    config = _config(tmp_path, steps=4, tokens_per_step=1024, train=train, faults=FaultConfig(stop_seconds=10))
+    for code, said in launch(ranks, _slow_from, config, step):
+        assert code == 143
+        assert ("after step 2, which is saved" if step == 3 else "in its first step, before there was") in said
+    assert [m["step"] for m in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2][: step - 1]
+    launch(ranks, pretrain, replace(config, resume=True))
+    launch(1, pretrain, replace(config, output=str(tmp_path / "whole")))
+    losses = [[(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / f"{run}/metrics.jsonl")] for run in WHOLE]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+WHOLE = ("run", "whole")
+
+
 def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, caplog):
     documents = [TEXT[: 40 + i % 5] * 6 for i in range(400)]
     documents[250:262] = ["".join(chr(33 + (7 * i * j * j + i) % 90) for i in range(260)) for j in range(1, 13)]
