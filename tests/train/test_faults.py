@@ -135,6 +135,8 @@ def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(tmp_pat
         assert code == 143
         assert ("after step 2, which is saved" if step == 3 else "in its first step, before there was") in said
     assert [m["step"] for m in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2][: step - 1]
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("*")]
+    assert saved == (["step_00000002"] if step == 3 else [])
     launch(ranks, pretrain, replace(config, resume=True))
     launch(1, pretrain, replace(config, output=str(tmp_path / "whole")))
     losses = [[(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / f"{run}/metrics.jsonl")] for run in WHOLE]
