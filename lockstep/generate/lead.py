@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class LeadingEngine(Engine):
         leads: bool = True,
     ):
         super().__init__(model, config, tokenizer, draft)
+        self.guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered around each call that `Sampler` names, which must not end on this rank alone."""
         self._calling = threading.RLock()
         self._leads, self._ended = False, threading.Event()
         if leads:
@@ -43,15 +46,18 @@ class LeadingEngine(Engine):
 
     def add(self, prompt: list[int], params: SamplingParams, begun: Sequence[Completion] = ()) -> int:
         self._check(prompt, params)  # what is rejected here is not sent
-        with self.on_all_ranks("add", prompt, dataclasses.asdict(params), [dataclasses.asdict(c) for c in begun]):
+        with (
+            self.guard(),
+            self.on_all_ranks("add", prompt, dataclasses.asdict(params), [dataclasses.asdict(c) for c in begun]),
+        ):
             return super().add(prompt, params, begun)
 
     def abort(self, request_id: int) -> None:
-        with self.on_all_ranks("abort", request_id):
+        with self.guard(), self.on_all_ranks("abort", request_id):
             super().abort(request_id)
 
     def _step(self) -> None:
-        with self.on_all_ranks("step"):
+        with self.guard(), self.on_all_ranks("step"):
             super()._step()
 
     def load_weights(self, folder: Path) -> None:

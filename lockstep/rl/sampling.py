@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.config import RLConfig
 from lockstep.data import Tokenizer
 from lockstep.generate import Engine
+from lockstep.generate.lead import LeadingEngine
 from lockstep.generate.sampler import Sampler
 from lockstep.observe import Timeline
 from lockstep.rl.actors.generators import Generators
@@ -68,6 +69,8 @@ class Sampling:
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
             generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
+        if self.together and isinstance(generators.sampler, LeadingEngine):
+            generators.sampler.guard = stop.held
 
     @property
     def seconds(self) -> float:
@@ -106,5 +109,8 @@ class Sampling:
     def _asks(self) -> Iterator[bool]:
         """Whether this rank requests samples itself, instead of only following another one."""
         held = self._stop.held() if self.together else nullcontext()
-        with held, self._generators.conversing() if self.talks else nullcontext(True) as asks:
+        follows = self._generators.conversing() if self.talks else nullcontext(True)
+        # Of conversations, only what the leading rank's engine computes has to end on all ranks.
+        leads = self._stop.released() if self.together and self.talks else nullcontext()
+        with held, follows as asks, leads if asks else nullcontext():
             yield asks

@@ -111,6 +111,16 @@ class StopSignal:
         self._interrupts = self._within
         self._interrupt()
 
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Within `held`, for work that may end on this rank alone: signals interrupt it at once again."""
+        self._interrupts = self._within
+        try:
+            self._interrupt()
+            yield
+        finally:
+            self._interrupts = False
+
     def asking(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """A function that all ranks of `group` call equally often in what they compute together within `held`.
 
@@ -149,7 +159,7 @@ class StopSignal:
 
     def _interrupt(self) -> None:
         if self.received and self._interrupts:
-            self._interrupts = False
+            self._within = self._interrupts = False  # once: what follows cleans up
             raise Interrupted
 
     def _watch(self) -> None:

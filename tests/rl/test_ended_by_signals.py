@@ -242,6 +242,23 @@ def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, env
     assert checkpoints(folder / "run") == ["step_00000001"]
 
 
+@pytest.mark.parametrize("mark", ["grade", pytest.param("sample", marks=pytest.mark.slow)])
+def test_conversations_that_ranks_sample_together_are_given_up_where_one_leads(folder, model_folder, mark):
+    rewards = RewardConfig(workers=1, seconds=600)
+    config = settings(folder, model_folder, "Talk", LAYOUTS["TP 2"][1], rewards=rewards)
+    ended = Ended(folder, config, mark, steps=1, ranks=2)
+    if mark == "sample":  # rank 0 is within a step of the engine, which it finishes
+        os.kill(ended.processes[0].pid, signal.SIGTERM)
+        time.sleep(0.5)
+        (folder / "sample").unlink()
+        assert ended.wait() == [143, 143], ended.said
+    else:
+        assert ended.end(signal.SIGTERM) == [143, 143], ended.said
+    assert "SIGTERM ended the run after step 1, which is saved" in ended.said and "Traceback" not in ended.said
+    assert checkpoints(folder / "run") == ["step_00000001"]
+    check_it_goes_on(config, ranks=2)
+
+
 @pytest.mark.parametrize("steps", [pytest.param(-1, marks=pytest.mark.slow), 0])
 def test_in_the_first_step_and_in_the_validation_before_it_there_is_nothing_to_save(folder, model_folder, steps):
     ended = Ended(folder, settings(folder, model_folder, "Vowels"), "sample", steps)
