@@ -29,7 +29,8 @@ from lockstep.rl.parity_matrix import (
 )
 
 COVERING = scoring_jobs(covering=True)
-COMPILED = [job for job in COVERING if job.backend == "inductor"]
+RUN = [job for job in COVERING if job.backend == "none" or job.shape != MIXTURE]
+"""Compiled mixtures are in parallel/test_compile.py, under `make test-slow`."""
 
 
 def test_every_two_settings_meet_in_the_covering_jobs():
@@ -49,13 +50,13 @@ def test_every_two_settings_meet_in_the_covering_jobs():
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    run_jobs(folder, COVERING)
+    run_jobs(folder, RUN)
     return folder
 
 
 def test_every_pair_of_layouts_agrees_in_every_bit(computed, tmp_path):
-    cells = compare(computed, COVERING)
-    assert len(cells) == (13 * 3 + 12 + 13 + 6) * len(GENERATORS) + 2 + 2
+    cells = compare(computed, RUN)
+    assert len(cells) == (13 * 3 + 12 + 13 + 6) * len(GENERATORS) + 2
     assert all(cell.checked > 200 and cell.different == 0 and cell.largest == 0.0 for cell in cells)
     write_results(cells, tmp_path)
     written = json.loads((tmp_path / "parity.json").read_text())
@@ -66,7 +67,7 @@ def test_every_pair_of_layouts_agrees_in_every_bit(computed, tmp_path):
 
 def test_gradients_have_the_same_norms_in_all_layouts(computed):
     first = {}
-    for job in COVERING:
+    for job in RUN:
         found = json.loads((computed / f"{job.name}.0.json").read_text())["gradient_norms"]
         expected = first.setdefault((job.shape, job.dtype), found)
         # Layouts add the same terms in other orders, in bfloat16 rounded on the way: not the same bits.
@@ -82,14 +83,14 @@ def test_what_ranks_have_compiled_is_found_by_later_processes(tmp_path, monkeypa
     for run in ("first", "second"):
         folder = tmp_path / run
         folder.mkdir()
-        jobs = [job for job in COMPILED if job.layout.name == "TP 2" and job.shape != MIXTURE]
+        jobs = [job for job in RUN if job.layout.name == "TP 2" and job.backend == "inductor"]
         run_jobs(folder, [replace(job, generators=(1, 2)) for job in jobs])
         kept.append({path for path in compiled.rglob("*") if path.is_file()})
     assert len(kept[0]) > 10 and kept[1] == kept[0]
 
 
 def test_a_rank_that_fails_ends_all_with_its_last_words(tmp_path):
-    job = next(job for job in COVERING if job.ranks == 2)
+    job = next(job for job in RUN if job.ranks == 2)
     (tmp_path / JOBS).write_text(json.dumps([job.name]))  # nobody has sampled for it
     with pytest.raises(RuntimeError, match=r"(?s)a rank of 2 failed \(1\):.*FileNotFoundError"):
         _work(tmp_path, [2], Progress("parity", 1, "layout"))
@@ -112,7 +113,7 @@ def changed(folder, name, change):
 def test_what_differs_is_counted_where_it_is(computed, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(computed, folder)
-    lost, flipped, replayed, sampled = COVERING[2:14:3]
+    lost, flipped, replayed, sampled = RUN[2:14:3]
 
     def flip(results):
         results["bits"][5] ^= 1
@@ -132,9 +133,9 @@ def test_what_differs_is_counted_where_it_is(computed, tmp_path):
     changed(folder, f"{replayed.name}.0.json", replay)
     for rank in range(4):
         changed(folder, f"{sampled.sampled_by(4).name}.{rank}.json", sample)
-    cells = compare(folder, COVERING)
+    cells = compare(folder, RUN)
     found = {(cell.trainer, cell.generator): cell.different for cell in cells if cell.different}
-    of_the_engine = {job for job in COVERING if job.sampled_by(4) == sampled.sampled_by(4)}
+    of_the_engine = {job for job in RUN if job.sampled_by(4) == sampled.sampled_by(4)}
     for generator in GENERATORS:
         more = generator == 4
         assert found.pop((flipped, generator)) == 1 + (more and flipped in of_the_engine)
@@ -148,27 +149,27 @@ def test_what_differs_is_counted_where_it_is(computed, tmp_path):
 def test_ranks_that_sample_different_tokens_make_all_of_a_cell_different(computed, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(computed, folder)
-    job = COVERING[0]
+    job = RUN[0]
 
     def change(requests):
         requests[0]["completions"][0]["tokens"][0] += 1
 
     changed(folder, f"{job.sampled_by(2).name}.1.json", change)
-    cells = [cell for cell in compare(folder, COVERING) if cell.trainer == job]
+    cells = [cell for cell in compare(folder, RUN) if cell.trainer == job]
     assert [(cell.generator, cell.different) for cell in cells] == [(1, 0), (2, cells[0].checked), (4, 0)]
 
 
 def test_a_token_that_all_ranks_draw_otherwise_makes_all_of_a_cell_different(computed, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(computed, folder)
-    job = COVERING[0]
+    job = RUN[0]
 
     def change(requests):
         requests[0]["completions"][0]["tokens"][0] += 1
 
     for rank in range(2):
         changed(folder, f"{job.sampled_by(2).name}.{rank}.json", change)
-    cells = [cell for cell in compare(folder, COVERING) if cell.trainer == job]
+    cells = [cell for cell in compare(folder, RUN) if cell.trainer == job]
     assert [(cell.generator, cell.different) for cell in cells] == [(1, 0), (2, cells[0].checked), (4, 0)]
     assert cells[1].largest == float("inf")
 
@@ -176,7 +177,7 @@ def test_a_token_that_all_ranks_draw_otherwise_makes_all_of_a_cell_different(com
 def test_not_a_number_on_both_sides_is_a_difference(computed, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(computed, folder)
-    job = COVERING[0]
+    job = RUN[0]
     assert job.ranks == 1
     broken = 0x7FC00000
     place = []
@@ -192,7 +193,7 @@ def test_not_a_number_on_both_sides_is_a_difference(computed, tmp_path):
     for rank in range(2):
         changed(folder, f"{job.sampled_by(2).name}.{rank}.json", break_sample)
     changed(folder, f"{job.name}.0.json", break_score)
-    cells = [cell for cell in compare(folder, COVERING) if cell.trainer == job]
+    cells = [cell for cell in compare(folder, RUN) if cell.trainer == job]
     assert [(cell.generator, cell.different) for cell in cells] == [(1, 1), (2, 1), (4, 1)]
 
 
