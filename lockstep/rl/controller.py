@@ -295,8 +295,7 @@ def _reinforce(
                 for inner in range(config.inner_steps):
                     loss = PolicyLoss(config, compare=inner == 0, critic=critic)
                     # After the first update there is no state before the step to save any more.
-                    can_be_given_up = inner == 0 and not config.train.optimizer_in_backward
-                    asking = trainer.asking(partial(stop.interrupt_late, world)) if can_be_given_up else nullcontext()
+                    asking = trainer.asking(partial(stop.interrupt_late, world)) if inner == 0 else nullcontext()
                     try:
                         with asking:
                             stepped = trainer.step(share, loss)

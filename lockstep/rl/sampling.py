@@ -69,8 +69,8 @@ class Sampling:
         if self.together and not self.talks:
             assert isinstance(generators.sampler, Engine) and replicas.world.tensor_group is not None
             generators.sampler.before_step = stop.asking(replicas.world.tensor_group)
-        if self.together and isinstance(generators.sampler, LeadingEngine):
-            generators.sampler.guard = stop.held
+        if self.together and self.talks and isinstance(generators.sampler, LeadingEngine):
+            generators.sampler.guard = stop.paused
 
     @property
     def seconds(self) -> float:

@@ -228,8 +228,7 @@ def _train(
 
             def update(batch: StepRows) -> dict[str, float] | None:
                 """None if a signal interrupts it, which leaves weights and optimizer as they were."""
-                asking = trainer.asking(partial(stop.interrupt_late, world))
-                with suppress(Interrupted), nullcontext() if config.train.optimizer_in_backward else asking:
+                with suppress(Interrupted), trainer.asking(partial(stop.interrupt_late, world)):
                     return objective.step(trainer, batch)
                 return None
 

@@ -121,6 +121,14 @@ class StopSignal:
         finally:
             self._interrupts = False
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For work that must be finished: a signal that would interrupt it, in `interrupts` or `released`, waits."""
+        before, self._interrupts = self._interrupts, False
+        yield
+        self._interrupts = before
+        self._interrupt()
+
     def asking(self, group: dist.ProcessGroup) -> Callable[[], None]:
         """A function that all ranks of `group` call equally often in what they compute together within `held`.
 
@@ -159,7 +167,7 @@ class StopSignal:
 
     def _interrupt(self) -> None:
         if self.received and self._interrupts:
-            self._within = self._interrupts = False  # once: what follows cleans up
+            self._interrupts = False
             raise Interrupted
 
     def _watch(self) -> None:

@@ -202,8 +202,7 @@ class Trainer:
     @contextmanager
     def asking(self, ask: Callable[[], None]) -> Iterator[None]:
         """Within this context, `step` and `evaluate` call `ask` before each micro-batch, equally often on all ranks
-        (over a pipeline, once before all). Not for `step` with updates in the backward, which it would leave half done.
-        """
+        (over a pipeline, once before all; with updates in the backward, a step has one)."""
         self._before_microbatch = ask
         try:
             yield

@@ -317,12 +317,14 @@ def test_a_rank_that_is_interrupted_takes_the_others_with_it(folder, model_folde
     check_it_goes_on(config, ranks=2)
 
 
-def test_ranks_that_share_matrices_give_up_sampling_together_where_one_has_a_signal(folder, model_folder):
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_ranks_that_share_matrices_give_up_sampling_together_where_one_has_a_signal(folder, model_folder, signalled):
     config = settings(folder, model_folder, "Vowels", LAYOUTS["TP 2"][1])
     ended = Ended(folder, config, "sample", steps=2, ranks=2, own="0")
-    os.kill(ended.processes[1].pid, signal.SIGTERM)
+    os.kill(ended.processes[signalled].pid, signal.SIGTERM)
     until = time.monotonic() + 60
-    while "SIGTERM: the run saves and ends" not in (folder / "run" / "logs" / "rank_1.log").read_text():
+    said = folder / ("run/logs/rank_1.log" if signalled else "said")
+    while "SIGTERM: the run saves and ends" not in said.read_text():
         assert time.monotonic() < until
         time.sleep(0.01)
     steps = (folder / "steps").stat().st_size

@@ -139,11 +139,11 @@ def test_an_update_that_takes_longer_than_the_run_has_to_end_is_given_up(tmp_pat
     assert saved == (["step_00000002"] if step == 3 else [])
     launch(ranks, pretrain, replace(config, resume=True))
     launch(1, pretrain, replace(config, output=str(tmp_path / "whole")))
-    losses = [[(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / f"{run}/metrics.jsonl")] for run in WHOLE]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-
-
-WHOLE = ("run", "whole")
+    resumed, whole = (
+        [(m["loss"], m["grad_norm"]) for m in read_metrics(tmp_path / run / "metrics.jsonl")]
+        for run in ("run", "whole")
+    )
+    assert resumed == whole and len(resumed) == 4
 
 
 def test_a_spike_goes_back_to_a_checkpoint_and_on_with_later_data(tmp_path, caplog):
