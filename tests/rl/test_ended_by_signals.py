@@ -103,6 +103,7 @@ def _end(config, folder, environment, resume):
     exact = Engine._step
 
     def step(engine):
+        stall("compute", os.environ.get("RANK", "0"))
         exact(engine)
         with open(folder / "steps", "ab") as file:
             file.write(b".")
@@ -124,8 +125,8 @@ class Ended:
     """A run in `folder` that a signal ends while it stands still in a step."""
 
     def __init__(self, folder, config, mark, steps, ranks=1, own="0"):
-        """mark: "sample", "grade", "train" or "judge" (a validation). steps: those done before. own: the rank whose
-        sampling stands still."""
+        """mark: "compute" (before a step of the engine), "sample" (after one), "grade", "train" or "judge" (a
+        validation). steps: those done before. own: the rank whose sampling stands still."""
         self.folder = folder
         (folder / mark).write_text(f"{steps},{own}")
         (folder / "run.toml").write_text(to_toml(config))
@@ -155,7 +156,7 @@ class Ended:
     def wait(self):
         for process in self.processes:
             process.join(120)
-        for mark in ("sample", "grade", "train", "judge", "reached"):
+        for mark in ("compute", "sample", "grade", "train", "judge", "reached"):
             (self.folder / mark).unlink(missing_ok=True)
         return [process.exitcode for process in self.processes]
 
@@ -242,15 +243,15 @@ def test_coroutines_and_conversations_are_given_up_too(folder, model_folder, env
     assert checkpoints(folder / "run") == ["step_00000001"]
 
 
-@pytest.mark.parametrize("mark", ["grade", pytest.param("sample", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mark", ["grade", "compute"])
 def test_conversations_that_ranks_sample_together_are_given_up_where_one_leads(folder, model_folder, mark):
     rewards = RewardConfig(workers=1, seconds=600)
     config = settings(folder, model_folder, "Talk", LAYOUTS["TP 2"][1], rewards=rewards)
     ended = Ended(folder, config, mark, steps=1, ranks=2)
-    if mark == "sample":  # rank 0 is within a step of the engine, which it finishes
+    if mark == "compute":  # rank 1 is within a step already, which both finish
         os.kill(ended.processes[0].pid, signal.SIGTERM)
         time.sleep(0.5)
-        (folder / "sample").unlink()
+        (folder / "compute").unlink()
         assert ended.wait() == [143, 143], ended.said
     else:
         assert ended.end(signal.SIGTERM) == [143, 143], ended.said
