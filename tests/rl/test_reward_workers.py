@@ -16,7 +16,7 @@ from lockstep.rl import Environment, Example, Rollout
 from lockstep.rl.collect import assign_rewards
 from lockstep.rl.ledger import Ledger
 from lockstep.rl.processes import descendants, is_stopped
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.rewards.workers import KeeperProcess, open_workers
 from tests.rl.misbehaving import CAUSES
 
 TASK = """
@@ -42,6 +42,9 @@ class Task(Misbehaving, rl.Environment):
 
     def prints_some(self):
         print("x")
+
+    def sleeps(self):
+        time.sleep(0.001)
 
     def waits_for_a_file(self):
         open(__file__ + ".began", "w").close()
@@ -191,6 +194,28 @@ BAD = dict(
 """Of every 100 rewards."""
 
 
+def test_quick_rewards_are_sent_in_few_messages_and_slow_ones_in_more(task, tmp_path, monkeypatch):
+    sizes = []
+    ask = KeeperProcess._ask
+    monkeypatch.setattr(KeeperProcess, "_ask", lambda self, jobs: (sizes.append(len(jobs)), ask(self, jobs))[1])
+
+    def sizes_of(grader, kind, count):
+        sizes.clear()
+        outcomes = grader([(Example("p"), kind)] * count)
+        assert [o.rewards for o in outcomes] == [{"one": 1.0}] * count
+        return sizes
+
+    config = RLConfig(environment=f"{task}:Task", rewards=RewardConfig(**LIMITS))
+    with open_workers(config, tmp_path) as grader:
+        with monkeypatch.context() as busy:
+            busy.setattr("lockstep.rl.rewards.workers.QUICK_SECONDS", 60.0)  # other work may keep a worker waiting
+            assert sizes_of(grader, "fine", 200)[0] == 64, "nothing is known about their time"
+            assert sizes_of(grader, "fine", 200) == [100, 100], "as many for each worker"
+            assert sizes_of(grader, "fine", 700)[:2] == [256, 256]
+        sizes_of(grader, "sleeps", 200)  # a worker's first message may have as many as the last ones
+        assert max(sizes_of(grader, "sleeps", 200)) <= 64
+
+
 @pytest.mark.parametrize("hundreds", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_of_many_rewards_the_fifth_that_is_bad_fails_and_no_other(graded, task, tmp_path, hundreds):
     kinds = [kind for kind, (_, count) in BAD.items() for _ in range(count * hundreds)]
@@ -222,7 +247,7 @@ from pathlib import Path
 from lockstep.config import RewardConfig, RLConfig
 from lockstep.rl import Environment, Example, Rollout
 from lockstep.rl.processes import descendants
-from lockstep.rl.rewards.workers import open_workers
+from lockstep.rl.rewards.workers import KeeperProcess, open_workers
 config = RLConfig(environment="{task}:Task", rewards=RewardConfig(workers=1, seconds=900))
 with open_workers(config, Path(r"{tmp_path}")) as grader:
     grader([(Example("p"), "fine")])

@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,9 @@ from lockstep.rl.rewards.grading import grade_here
 
 CHUNK = 64
 """Most jobs per message to a worker; fewer towards the end, so that all workers finish at about the same time."""
+QUICK_CHUNK, QUICK_SECONDS = 256, 0.05
+"""Most jobs per message if they should take no longer than this: each message wakes three processes, which costs more
+than cheap rewards."""
 KEEPER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lockstep.rl.rewards.keeper import main; main()"
 """What a keeper runs: it has the trainer's module search path."""
 START_SECONDS = 600.0
@@ -73,7 +77,7 @@ def own_limit(config: RewardConfig, grader: Grader) -> float:
     """Seconds that the trainer may wait for rewards, or for a conversation's environment, without any progress."""
     if not isinstance(grader, Workers):
         return PATIENCE * config.seconds
-    return START_SECONDS + _patience(config, CHUNK)
+    return START_SECONDS + _patience(config, QUICK_CHUNK)
 
 
 def _patience(config: RewardConfig, jobs: int) -> float:
@@ -130,15 +134,18 @@ def _grade(keepers: Sequence[KeeperProcess], jobs: Sequence[Job], moved: Callabl
     waiting = deque(range(len(jobs)))
     errors: list[BaseException] = []
     lock = threading.Lock()
+    quick = min(QUICK_CHUNK, -(-len(jobs) // len(keepers)))
 
-    def chunk() -> list[int]:
+    def chunk(keeper: KeeperProcess) -> list[int]:
         with lock:
             size = min(CHUNK, -(-len(waiting) // len(keepers)))
+            if quick * keeper.seconds_a_job <= QUICK_SECONDS:
+                size = min(quick, len(waiting))
             return [waiting.popleft() for _ in range(size)]
 
     def drive(keeper: KeeperProcess) -> None:
         try:
-            while taken := chunk():
+            while taken := chunk(keeper):
                 keeper.grades = True
                 asked = [(plain[id(jobs[index][0])], jobs[index][1]) for index in taken]
                 outcomes.update(zip(taken, keeper.grade(asked)))
@@ -175,6 +182,8 @@ class KeeperProcess:
         self.process: subprocess.Popen[bytes] | None = None
         self.grades = False
         """Whether the trainer waits for its answers; read by another thread."""
+        self.seconds_a_job = math.inf
+        """How long its last answers took."""
         self.stopped = 0
         """Checks in a row that have found it stopped."""
         self.closed = False
@@ -194,8 +203,10 @@ class KeeperProcess:
 
     def _ask(self, jobs: list[PlainJob]) -> list[Outcome]:
         self.await_ready()
+        asked = time.monotonic()
         self.send(len(jobs), chunk_of(jobs))
         answers = self.receive(_patience(self.config, len(jobs)))
+        self.seconds_a_job = (time.monotonic() - asked) / len(jobs)
         if not isinstance(answers, list) or len(answers) != len(jobs):
             raise Closed("no answers")
         return [outcome_from(answer) for answer in answers]
