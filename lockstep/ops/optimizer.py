@@ -56,14 +56,16 @@ def adamw_step(
 ) -> None:
     """Updates float32 `master`, and the moments `mean` and `square` (float32 or bfloat16), in place, all on the CPU.
 
-    `grad` is multiplied by `scale` before all else. `weight` gets the new `master`, rounded to its dtype.
+    `grad` is read as float32 and multiplied by `scale` before all else. `weight` gets the new `master`, rounded to its
+    dtype.
     """
     tensors = [master, mean, square] if weight is None else [master, mean, square, weight]
     narrow = weight is None or weight.dtype == torch.bfloat16
     if not (narrow and native.usable(mean) and all(tensor.is_contiguous() for tensor in tensors)):
         return _reference(master, grad, mean, square, factors, scale, weight)
+    kernel, grad = ("adamw_narrow_grad", grad) if grad.dtype == torch.bfloat16 else ("adamw", grad.float())
     given = master, weight, grad.contiguous(), mean, square
-    native.call("adamw", mean.dtype, *given, master.numel(), scale, *astuple(factors))
+    native.call(kernel, mean.dtype, *given, master.numel(), scale, *astuple(factors))
     # Written without autograd's knowledge: bump the version, for whatever was derived from a weight.
     torch.autograd.graph.increment_version(tensors)
 
@@ -78,7 +80,7 @@ def _reference(
     scale: float = 1.0,
     weight: Tensor | None = None,
 ) -> None:
-    grad = grad * scale
+    grad = grad.float() * scale
     wide_mean = mean.float() * factors.beta1 + grad * factors.rest1
     wide_square = square.float() * factors.beta2 + grad * factors.rest2 * grad
     mean.copy_(wide_mean)

@@ -36,10 +36,12 @@ def round_into(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def scale_gradients(grads: Sequence[Tensor], scale: float) -> None:
-    """Multiplies all gradients, in place."""
+def scaled_gradients(grads: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """All gradients, in float32 and multiplied; those that are float32 already in place."""
+    grads = [grad.float() for grad in grads]
     if scale != 1.0:
         torch._foreach_mul_([local_values(grad) for grad in grads], scale)
+    return grads
 
 
 @torch.no_grad()
@@ -59,8 +61,7 @@ def adamw_update(
     On a CPU, every operation is rounded separately, so the bits are the same on all CPUs.
     """
     if masters[0].device.type != "cpu":
-        scale_gradients(grads, scale)
-        _fused_update(masters, grads, states, learning_rate, weight_decay, config)
+        _fused_update(masters, scaled_gradients(grads, scale), states, learning_rate, weight_decay, config)
         return round_into(weights, masters)
     if native.is_pretending():
         return

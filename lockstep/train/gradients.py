@@ -31,7 +31,8 @@ class Gradients(Protocol):
         ...
 
     def held(self) -> dict[str, Tensor]:
-        """This step's gradients that an update still has to use: float32, by parameter, in the model's order."""
+        """This step's gradients that an update still has to use, by parameter, in the model's order: float32, or the
+        parameter's own dtype."""
         ...
 
     def norms(self, stage_groups: Iterable[dist.ProcessGroup]) -> dict[str, float]:
@@ -68,7 +69,8 @@ class OwnGradients:
 class SummedGradients:
     """For narrower parameters: each gradient is added to a float32 sum as soon as the backward has computed it.
 
-    So micro-batches accumulate in float32, and a bfloat16 gradient is short-lived.
+    So micro-batches accumulate in float32. On a CPU a step's first gradient stays as it is until there is a second one
+    to add: a step of one micro-batch is spared a pass over memory, since norms and AdamW read narrow gradients there.
     """
 
     updated_weights = False
@@ -77,7 +79,7 @@ class SummedGradients:
         self.parameters = parameters
         self._sums: dict[str, Tensor] = {}
         self._spare: dict[str, Tensor] = {}
-        """Memory of the last step's sums, which the next step reuses."""
+        """Memory of the last step's float32 sums, which the next step reuses."""
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._add, name))
 
@@ -89,11 +91,14 @@ class SummedGradients:
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
         if name in self._sums:
-            self._sums[name].add_(grad)
-        elif (spare := self._spare.pop(name, None)) is not None:
-            self._sums[name] = spare.copy_(grad)
+            self._sums[name] = self._wide(name, self._sums[name]).add_(grad)
         else:
-            self._sums[name] = grad.float()
+            self._sums[name] = grad.contiguous() if grad.device.type == "cpu" else self._wide(name, grad)
+
+    def _wide(self, name: str, grad: Tensor) -> Tensor:
+        if grad.dtype != torch.float32 and (spare := self._spare.pop(name, None)) is not None:
+            return spare.copy_(grad)
+        return grad.float()
 
     def held(self) -> dict[str, Tensor]:
         return {name: self._sums[name] for name in self.parameters if name in self._sums}
@@ -102,7 +107,7 @@ class SummedGradients:
         return gradient_norms(self.held(), stage_groups)
 
     def clear(self) -> None:
-        self._spare |= self._sums
+        self._spare |= {name: grad for name, grad in self._sums.items() if grad.dtype != self.parameters[name].dtype}
         self._sums.clear()
 
 
@@ -126,7 +131,7 @@ class GradientsUsedAtOnce:
     @torch.no_grad()
     def _use(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        grads, parameter.grad = {name: parameter.grad.float()}, None
+        grads, parameter.grad = {name: parameter.grad}, None
         self._squares |= local_squares(grads)
         self.update(grads)
 

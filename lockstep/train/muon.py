@@ -13,7 +13,7 @@ from lockstep import ops
 from lockstep.config import TrainConfig
 from lockstep.model import resolve_dtype
 from lockstep.model.shard import local_values
-from lockstep.train.adamw import State, round_into, scale_gradients
+from lockstep.train.adamw import State, round_into, scaled_gradients
 from lockstep.train.whole_matrices import map_whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -43,7 +43,7 @@ def muon_update(
 
     If they are sharded, each rank orthogonalizes its share of them as whole matrices.
     """
-    scale_gradients(grads, scale)
+    grads = scaled_gradients(grads, scale)
     beta, dtype = config.muon_momentum, resolve_dtype(config.muon_dtype)
     updates = []
     for grad, state in zip(grads, states):

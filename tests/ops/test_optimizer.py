@@ -48,6 +48,18 @@ def test_it_scales_the_gradient_and_rounds_the_weight_as_separate_passes_do(dtyp
     assert weight._version > before
 
 
+@pytest.mark.parametrize("update", [ops.adamw_step, optimizer._reference])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_narrow_gradient_counts_as_its_float32(dtype, update):
+    narrow, wide = _tensors(70_003, dtype), _tensors(70_003, dtype)
+    narrow[1] = narrow[1].bfloat16()
+    wide[1] = narrow[1].float()
+    for step in range(1, 4):
+        update(*narrow, ops.adamw_factors(step, **FACTORS), 0.3)
+        update(*wide, ops.adamw_factors(step, **FACTORS), 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(narrow[2:], wide[2:])) and torch.equal(narrow[0], wide[0])
+
+
 def test_it_is_the_same_for_any_number_of_threads_and_any_cut():
     before = torch.get_num_threads()
     whole = _stepped(300_001, torch.float32)

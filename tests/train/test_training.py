@@ -66,7 +66,7 @@ def test_bfloat16_trains_float32_masters_by_adamw():
     for _ in range(3):
         NextTokenLoss(TARGETS)(model, pack(SEQUENCES)).backward()
         for name, master in masters.items():
-            master.grad = trainer.optimizer.gradients.held()[name].clone()
+            master.grad = trainer.optimizer.gradients.held()[name].float()
         torch.nn.utils.clip_grad_norm_(list(masters.values()), 0.5)
         expected.step()
         trainer.optimizer.update(1e-4, trainer.optimizer.gradient_norms()["grad_norm"])
@@ -77,6 +77,32 @@ def test_bfloat16_trains_float32_masters_by_adamw():
         )
         assert torch.equal(parameter, trainer.optimizer.masters[name].bfloat16()) and parameter.grad is None
     assert len({p.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_gradients_that_stay_narrow_train_as_those_widened_at_once(optimizer, parts):
+    rows = [
+        pack(SEQUENCES[part]) for part in ([slice(None)] if parts == 1 else [slice(2), slice(2, 3), slice(3, None)])
+    ]
+
+    def trained(widen):
+        model = build_model(preset("qwen3:micro"), dtype="bfloat16")
+        trainer = Trainer(model, TrainConfig(optimizer=optimizer, learning_rate=1e-3, max_grad_norm=0.5), 10)
+        sums = trainer.optimizer.gradients
+        metrics = []
+        for _ in range(3):
+            trainer.accumulate(rows, NextTokenLoss(TARGETS))
+            assert {grad.dtype for grad in sums.held().values()} == {torch.bfloat16 if parts == 1 else torch.float32}
+            if widen:
+                sums._sums = {name: grad.float() for name, grad in sums.held().items()}
+            metrics.append(trainer.optimizer.gradient_norms())
+            trainer.optimizer.update(1e-3, metrics[-1]["grad_norm"])
+        return metrics, trainer.optimizer.state_tensors()
+
+    (norms, narrow), (expected, wide) = trained(False), trained(True)
+    assert norms == expected and norms[0]["grad_norm"] > 0.5, "clipped"
+    assert all(torch.equal(narrow[name], wide[name]) for name in wide)
 
 
 def test_updates_write_into_the_tensors_that_the_model_already_has():

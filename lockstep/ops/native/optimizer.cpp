@@ -19,12 +19,12 @@ inline void narrow(float x, bf16& out) {
 }
 
 // One thread's piece. `weight`, if there is one, gets the new master rounded.
-template <class T, bool WEIGHT>
-void adamw_piece(float* __restrict master, bf16* __restrict weight, const float* __restrict grad, T* __restrict mean,
+template <class T, class G, bool WEIGHT>
+void adamw_piece(float* __restrict master, bf16* __restrict weight, const G* __restrict grad, T* __restrict mean,
                  T* __restrict square, int64_t start, int64_t stop, float scale, float decay, float beta1, float rest1,
                  float beta2, float rest2, float step_size, float inverse_root, float epsilon) {
     for (int64_t i = start; i < stop; i++) {
-        const float g = grad[i] * scale;
+        const float g = wide(grad[i]) * scale;
         const float m = wide(mean[i]) * beta1 + g * rest1;
         const float v = wide(square[i]) * beta2 + g * rest2 * g;
         narrow(m, mean[i]);
@@ -36,13 +36,13 @@ void adamw_piece(float* __restrict master, bf16* __restrict weight, const float*
     }
 }
 
-template <class T>
-void adamw(float* master, bf16* weight, const float* grad, T* mean, T* square, int64_t count, float scale, float decay,
+template <class T, class G>
+void adamw(float* master, bf16* weight, const G* grad, T* mean, T* square, int64_t count, float scale, float decay,
            float beta1, float rest1, float beta2, float rest2, float step_size, float inverse_root, float epsilon) {
 #pragma omp parallel for if (count > PARALLEL_ELEMENTS)
     for (int64_t start = 0; start < count; start += PIECE) {
         const int64_t stop = start + PIECE < count ? start + PIECE : count;
-        const auto piece = weight ? adamw_piece<T, true> : adamw_piece<T, false>;
+        const auto piece = weight ? adamw_piece<T, G, true> : adamw_piece<T, G, false>;
         piece(master, weight, grad, mean, square, start, stop, scale, decay, beta1, rest1, beta2, rest2, step_size,
               inverse_root, epsilon);
     }
@@ -50,13 +50,15 @@ void adamw(float* master, bf16* weight, const float* grad, T* mean, T* square, i
 
 }  // namespace
 
-#define EXPORT(T, suffix)                                                                                              \
-    extern "C" void adamw##suffix(float* master, bf16* weight, const float* grad, T* mean, T* square, int64_t count,   \
-                                  float scale, float decay, float beta1, float rest1, float beta2, float rest2,        \
-                                  float step_size, float inverse_root, float epsilon) {                                \
+#define EXPORT(name, T, G, suffix)                                                                                     \
+    extern "C" void name##suffix(float* master, bf16* weight, const G* grad, T* mean, T* square, int64_t count,        \
+                                 float scale, float decay, float beta1, float rest1, float beta2, float rest2,         \
+                                 float step_size, float inverse_root, float epsilon) {                                 \
         adamw(master, weight, grad, mean, square, count, scale, decay, beta1, rest1, beta2, rest2, step_size,          \
               inverse_root, epsilon);                                                                                  \
     }
 
-EXPORT(float, _f32)
-EXPORT(bf16, _bf16)
+EXPORT(adamw, float, float, _f32)
+EXPORT(adamw, bf16, float, _bf16)
+EXPORT(adamw_narrow_grad, float, bf16, _f32)
+EXPORT(adamw_narrow_grad, bf16, bf16, _bf16)
