@@ -54,6 +54,17 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def lacks_report(self) -> bool:
+        """Whether a process was killed between the summary of a finished run and the report that shows it."""
+        report = self.path / "report.html"
+        return not report.is_file() or report.stat().st_mtime_ns < self.summary.stat().st_mtime_ns
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        partial = self.path / "summary.json.partial"
+        partial.write_text(json.dumps(summary, indent=1))
+        partial.replace(self.summary)
+
     def rollouts_path(self, step: int) -> Path:
         return self.path / "rollouts" / f"step_{step:08}.jsonl"
 

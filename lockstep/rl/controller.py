@@ -343,4 +343,6 @@ def _reinforce(
     world.barrier()
     if world.is_main and not only and (start < config.steps or not run.summary.is_file()):
         write_ending(config, world, run, generators, clock, prompts.shared(held_out))
+    elif world.is_main and not only and run.lacks_report:
+        write_report(run.path, title_of(config))
     return run.path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -121,5 +120,5 @@ def write_ending(
         summary["prompts"] = asdict(balance)
         if balance.repeated or balance.lost:
             log.warning("%s; this is a bug in Lockstep", balance.text())
-    run.summary.write_text(json.dumps(summary, indent=1))
+    run.write_summary(summary)
     write_report(run.path, title_of(config))

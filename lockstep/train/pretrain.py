@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -306,7 +305,8 @@ def _train(
                 "validation_loss": metrics.get("validation/loss"),
                 "seconds": {command: time.perf_counter() - began},
             }
-            run.summary.write_text(json.dumps(summary, indent=1))
+            run.write_summary(summary)
+        if world.is_main and run.lacks_report:
             write_report(run.path, f"{command} {config.model}")
     if stopped_by and (step < config.steps or unjudged):
         raise stop.error(stopped_by, step, config.output)

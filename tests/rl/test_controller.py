@@ -164,6 +164,14 @@ def test_a_place_among_the_prompts_that_this_version_does_not_write_is_no_traceb
         reinforce(config)
 
 
+def test_a_report_that_a_kill_has_prevented_is_written_when_the_run_is_resumed(tmp_path, run_of_a_step):
+    folder = Path(shutil.copytree(run_of_a_step.output, tmp_path / "run"))
+    (folder / "report.html").unlink()
+    summary = (folder / "summary.json").read_text()
+    reinforce(replace(run_of_a_step, output=str(folder), resume=True))
+    assert (folder / "report.html").is_file() and (folder / "summary.json").read_text() == summary
+
+
 def test_examples_that_both_splits_have_are_counted_whatever_their_answers_are():
     train = [Example("a", metadata={"rows": torch.zeros(3)}), Example("b", "1"), Example("")]
     same = [Example("a", id="test-0", metadata={"rows": torch.ones(2)}), Example("b", "2")]

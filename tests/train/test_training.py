@@ -1,6 +1,7 @@
 """The trainer: masters in float32, micro-batches that do not matter, a step that learns, runs that resume."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -203,3 +204,8 @@ def test_a_run_stops_where_the_data_ends_and_saves_there(tmp_path, model_only):
     (folder / "summary.json").unlink()  # as if killed before it was written
     pretrain(config, ["the quick brown fox " * 60])
     assert json.loads((folder / "summary.json").read_text())["loss"] == json.loads(summary)["loss"]
+    summary = (folder / "summary.json").read_text()
+    for age in (None, 0):  # as if killed before the report was written, or another one of an earlier stop was there
+        (folder / "report.html").unlink() if age is None else os.utime(folder / "report.html", (age, age))
+        pretrain(config, ["the quick brown fox " * 60])
+        assert (folder / "report.html").stat().st_mtime > 0 and (folder / "summary.json").read_text() == summary
